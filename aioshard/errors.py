@@ -1,0 +1,170 @@
+"""Every exception of the package; each message says what was found, what was expected and what to do."""
+
+from collections.abc import Iterable
+
+from aioshard.records import TopicPartition
+
+__all__ = [
+    "AioshardError",
+    "AuthenticationError",
+    "AuthorizationError",
+    "ClientLostError",
+    "CommitError",
+    "CommitRefusedError",
+    "ConnectError",
+    "CorruptRecordError",
+    "HandlerError",
+    "MissingExtraError",
+    "NoOffsetError",
+    "NotBuiltError",
+    "NotDrainedError",
+    "OffsetOutOfRangeError",
+    "OffsetRegressionError",
+    "SettingsError",
+    "StartError",
+    "StateError",
+    "TransportError",
+]
+
+
+class AioshardError(Exception):
+    """The root of every exception that the package raises on purpose."""
+
+
+# What the user wrote ------------------------------------------------------------------
+
+
+class HandlerError(AioshardError):
+    """A handler or its options cannot work: raised when the decorator is applied."""
+
+
+class NotBuiltError(HandlerError):
+    """An option of the contract that this version does not have yet; it is never ignored."""
+
+    def __init__(self, option: str, instead: str) -> None:
+        super().__init__(f"{option} is not available in this version of aioshard; {instead}")
+
+
+class SettingsError(AioshardError):
+    """A setting was refused: the message names the value, the limit and the way out."""
+
+
+class MissingExtraError(AioshardError):
+    """A feature needs packages that an extra installs."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs the extra {extra!r}: install it with  pip install 'aioshard[{extra}]'"
+        )
+
+
+class StateError(AioshardError):
+    """A call came at a time when it cannot be served, such as starting an app twice."""
+
+
+# What the brokers answered ------------------------------------------------------------
+
+
+class TransportError(AioshardError):
+    """Something between the process and the brokers failed.
+
+    Attributes:
+        retriable: Whether the same request may succeed later without anybody changing anything.
+    """
+
+    retriable = True
+
+
+class ConnectError(TransportError):
+    """No broker could be reached."""
+
+
+class ClientLostError(TransportError):
+    """The client's background work ended; only a new client helps. The supervisor builds one."""
+
+
+class AuthenticationError(TransportError):
+    """The brokers refused who we say we are, or we refused their certificate."""
+
+    retriable = False
+
+
+class AuthorizationError(TransportError):
+    """The brokers know us and refuse the topic or the group, which the message names."""
+
+    retriable = False
+
+
+class CorruptRecordError(TransportError):
+    """A batch of a partition cannot be read; the position stays before it and nothing is skipped."""
+
+    retriable = False
+
+
+class OffsetOutOfRangeError(TransportError):
+    """A position is outside its partition's log: retention passed it, or the topic was made anew.
+
+    Attributes:
+        topic_partition: The partition.
+        position: The offset that was asked for.
+    """
+
+    retriable = False
+
+    def __init__(self, topic_partition: TopicPartition, position: int) -> None:
+        super().__init__(
+            f"offset {position} of {topic_partition} is outside the partition's log: "
+            "retention deleted it, or the topic was deleted and created again"
+        )
+        self.topic_partition = topic_partition
+        self.position = position
+
+
+class CommitError(TransportError):
+    """A commit was not acknowledged; it stays due and is tried again after a new check."""
+
+
+class CommitRefusedError(CommitError):
+    """The broker refused a commit because the group has moved on; it must not be sent again as it is."""
+
+    retriable = False
+
+
+# How the engine ended -----------------------------------------------------------------
+
+
+class StartError(AioshardError):
+    """The app could not start within `start_timeout`, or was refused; nothing was consumed."""
+
+
+class NoOffsetError(AioshardError):
+    """A partition has no committed offset and no policy says where to begin."""
+
+    def __init__(self, group_id: str, topic_partition: TopicPartition) -> None:
+        super().__init__(
+            f"group {group_id!r} has no committed offset for {topic_partition} and auto_offset_reset does not say "
+            "where to begin: set it to 'earliest' (every record) or 'latest' (only new ones), or commit an offset first"
+        )
+        self.topic_partition = topic_partition
+
+
+class OffsetRegressionError(AioshardError):
+    """An offset came that is not above those before it: the partition was rewound and needs a new epoch."""
+
+    def __init__(self, offset: int, expected: int) -> None:
+        super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
+
+
+class NotDrainedError(AioshardError):
+    """Records still ran when the time to stop was over; they stay uncommitted and are delivered again.
+
+    Attributes:
+        records: `topic/partition/offset` of each record that still ran.
+    """
+
+    def __init__(self, records: Iterable[str], timeout: float) -> None:
+        self.records = tuple(records)
+        super().__init__(
+            f"{len(self.records)} record(s) still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
+            f"{', '.join(self.records[:10])}{', …' if len(self.records) > 10 else ''}"
+        )

@@ -1,0 +1,229 @@
+"""What the engine needs from the outside: a Kafka client behind a small protocol.
+
+The engine knows no client. `aioshard.kafka.client` implements `Transport` on aiokafka,
+`aioshard.testing.broker` in memory. All methods are called from one event loop.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from aioshard.errors import TransportError
+from aioshard.records import Record, TopicPartition
+
+__all__ = [
+    "NOTHING",
+    "NOT_A_MEMBER",
+    "RECORD_OVERHEAD",
+    "Allowance",
+    "AllowanceOf",
+    "Batch",
+    "Committed",
+    "Fault",
+    "GroupListener",
+    "LogRange",
+    "Membership",
+    "Oversized",
+    "Transport",
+    "TransportFactory",
+    "record_size",
+]
+
+RECORD_OVERHEAD = 500
+"""Bytes that a record costs in memory beyond its key, value and headers."""
+
+
+class Membership(NamedTuple):
+    """Who we are in the group. The generation is -1 while we are no member."""
+
+    member_id: str
+    generation: int
+
+
+NOT_A_MEMBER = Membership("", -1)
+
+
+class Allowance(NamedTuple):
+    """How much more of one partition the engine takes in now."""
+
+    records: int
+    bytes: int
+    """Counted as `record_size` counts. The first record that does not fit stays with the client,
+    unless *alone* is true."""
+    alone: bool = False
+    """Whether the first record is taken whatever its size: nothing else is buffered."""
+
+
+NOTHING = Allowance(0, 0)
+
+AllowanceOf = Callable[[TopicPartition], Allowance]
+
+
+class Batch(NamedTuple):
+    """Records of one partition that came together, in offset order; possibly none.
+
+    Invariants:
+        * `next_offset` is the client's position right after these records were taken, captured in the
+          same step. It passes offsets that hold no record for us: transaction markers, aborted
+          batches, compacted records. A batch without records carries a position that moved.
+        * `sizes[i]` is `record_size(records[i])`.
+    """
+
+    topic_partition: TopicPartition
+    records: Sequence[Record]
+    sizes: Sequence[int]
+    next_offset: int
+
+
+class Fault(NamedTuple):
+    """A partition that cannot be read now, and why. Other partitions are not affected.
+
+    A record that does not fit its allowance is no fault; see `Oversized`.
+    """
+
+    topic_partition: TopicPartition
+    error: TransportError
+
+
+class Oversized(NamedTuple):
+    """The next record of a partition does not fit its allowance; it stays with the client."""
+
+    topic_partition: TopicPartition
+    size: int
+
+
+class Committed(NamedTuple):
+    """A committed offset and the text stored with it."""
+
+    offset: int
+    metadata: str
+
+
+class LogRange(NamedTuple):
+    """The first offset of a partition's log and the one past the last that may be read.
+
+    Under `read_committed` the end is the last stable offset.
+    """
+
+    start: int
+    end: int
+
+
+class GroupListener(Protocol):
+    """What a transport tells the engine about the group."""
+
+    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+        """Partitions are being taken away; the group waits until this returns.
+
+        Until it returns, commits under the current membership are accepted, unless *lost*: then the
+        membership is already gone and nothing may be committed. Never raises; returns within the
+        engine's drain deadline.
+        """
+
+    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        """Partitions were given to us. Called synchronously, before the client fetches any of them.
+
+        The transport has paused all of *partitions*; the engine seeks and resumes each when it has
+        checked where to go on. *partitions* is the whole assignment under the eager protocol and
+        what came in addition under a cooperative one; every partition that was not revoked is kept.
+        """
+
+
+class Transport(Protocol):
+    """A member of a consumer group, as the engine sees it.
+
+    Owned by one engine, used from one event loop. Methods that are not coroutines neither block nor
+    raise for a partition that is not assigned any more: they do nothing.
+    """
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        """Connect and begin to join the group; assignments arrive through *listener*.
+
+        Returns once the brokers answered, before or after the first assignment.
+
+        Raises:
+            ConnectError: No broker could be reached.
+            AuthenticationError: The brokers refused our credentials, or we their certificate.
+            AuthorizationError: The group or a topic is not allowed.
+        """
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+        """Take what the client has fetched, as far as *allowance* goes, or wait up to *timeout* seconds.
+
+        A partition whose allowance has no records is left alone: what the client holds of it stays
+        there (at most one fetch) and nothing more is fetched, so back-pressure loses nothing. Returns
+        an empty sequence on time-out and after `wake`. Never hands out a record of a paused or
+        unassigned partition, nor one twice unless `seek` went back. Cancelling a poll loses nothing.
+
+        Raises:
+            ClientLostError: The client's background work ended; build a new transport.
+            TransportError: The group refused us (authorisation, fencing); see `retriable`.
+        """
+
+    def wake(self) -> None:
+        """Make a waiting `poll` return now: allowances have changed."""
+
+    def membership(self) -> Membership:
+        """Who we are in the group now."""
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """The next offset that `poll` would hand out, or None when it is not known."""
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """The end of the log as of the last fetch (last stable offset under read_committed)."""
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """Stop fetching and handing out these partitions; what was prefetched may be fetched again."""
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """Go on with these partitions at their positions."""
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """Set the position; what was prefetched of the partition is discarded."""
+
+    async def commit(self, offsets: Mapping[TopicPartition, int], membership: Membership) -> None:
+        """Send one commit request, once, under *membership*.
+
+        Raises:
+            CommitRefusedError: *membership* is not ours any more (checked before sending and by the
+                broker). The offsets must not be sent again without a new check.
+            CommitError: Not acknowledged for a reason that passes; the request may have been applied.
+            AuthorizationError: The group or a topic is not allowed.
+        """
+
+    async def committed(
+        self, partitions: Collection[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """The group's committed offsets as the broker has them; None where there is none."""
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """The log's first and end offset of each partition, asked from the brokers now."""
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """The partition numbers of a topic as last known; empty when the topic does not exist."""
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """Bound what the client may hold of *partitions* partitions together to *max_bytes*."""
+
+    async def close(self) -> None:
+        """Leave the group and close all connections; commits nothing, calls no listener.
+
+        May take as long as a rebalance in progress: bound it with a deadline.
+        """
+
+
+TransportFactory = Callable[[], Transport]
+"""Makes a transport for one life of the client; called again by the supervisor after a loss."""
+
+
+def record_size(
+    key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+) -> int:
+    """What a record counts against the byte bound: its bytes + `RECORD_OVERHEAD`."""
+    size = RECORD_OVERHEAD
+    if key is not None:
+        size += len(key)
+    if value is not None:
+        size += len(value)
+    if headers:
+        size += sum(len(name) + len(content or b"") for name, content in headers)
+    return size

@@ -1,0 +1,40 @@
+"""The nouns of the package: what Kafka delivers and where it came from."""
+
+from typing import NamedTuple
+
+__all__ = ["Record", "TopicPartition"]
+
+
+class TopicPartition(NamedTuple):
+    """One log: a partition of a topic."""
+
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+
+class Record(NamedTuple):
+    """One record as Kafka delivered it; immutable, and cheap to build.
+
+    Example:
+        >>> record = Record("orders", 0, 41, b"k", b"{}", (), 1700000000.0)
+        >>> record.offset
+        41
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    """None is a tombstone."""
+    headers: tuple[tuple[str, bytes | None], ...]
+    timestamp: float
+    """Seconds since the epoch, as the broker stores it."""
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        """The log that the record is in."""
+        return TopicPartition(self.topic, self.partition)
