@@ -180,8 +180,8 @@ class Transport(Protocol):
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """Set the position; what was prefetched of the partition is discarded."""
 
-    async def commit(self, offsets: Mapping[TopicPartition, int], membership: Membership) -> None:
-        """Send one commit request, once, under *membership*.
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """Send one commit request (offsets with their metadata), once, under *membership*.
 
         Raises:
             CommitRefusedError: *membership* is not ours any more (checked before sending and by the

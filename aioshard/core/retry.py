@@ -1,0 +1,66 @@
+"""What follows a failed attempt: another one after a delay, or the end of trying."""
+
+import dataclasses
+
+from aioshard.errors import HandlerError
+
+__all__ = ["Retry"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Retry:
+    """How often and when a record that failed is tried again; only its shard waits meanwhile.
+
+    Attributes:
+        attempts: How often the handler runs at most, the first run included.
+        initial: Seconds before the second attempt.
+        maximum: Seconds that no delay exceeds.
+        factor: By how much each delay exceeds the one before it.
+        jitter: Share of a delay that is left to chance, 0 to 1, so that many failures do not return at
+            the same moment.
+        retry_on: Exceptions after which another attempt makes sense.
+        give_up_on: Exceptions after which it does not; they win over *retry_on*.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+
+    Example:
+        >>> retry = Retry(attempts=4, initial=0.5, maximum=1.5, jitter=0.0)
+        >>> [retry.delay(ValueError(), attempt, chance=0.0) for attempt in (1, 2, 3, 4)]
+        [0.5, 1.0, 1.5, None]
+    """
+
+    attempts: int = 5
+    initial: float = 0.1
+    maximum: float = 30.0
+    factor: float = 2.0
+    jitter: float = 0.2
+    retry_on: tuple[type[BaseException], ...] = (Exception,)
+    give_up_on: tuple[type[BaseException], ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.attempts >= 1, "attempts", self.attempts, "at least 1: it counts the first run"),
+            (self.initial >= 0, "initial", self.initial, "a number of seconds, 0 or more"),
+            (self.maximum >= self.initial, "maximum", self.maximum, f"at least initial={self.initial}"),
+            (self.factor >= 1, "factor", self.factor, "at least 1, so that delays do not shrink"),
+            (0 <= self.jitter <= 1, "jitter", self.jitter, "a share between 0 and 1"),
+        )
+        for holds, name, value, expected in checks:
+            if not holds:
+                message = f"Retry({name}={value!r}) was refused: expected {expected}"
+                raise HandlerError(message)
+
+    def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
+        """Seconds until the next attempt, or None when there is none.
+
+        Args:
+            error: What attempt number *attempt* raised.
+            attempt: Counted from 1.
+            chance: A random number from 0 to 1; it moves the delay by up to ± `jitter` / 2 of it.
+        """
+        if attempt >= self.attempts or isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on):
+            return None
+        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` rules long before.
+        delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))
+        return float(delay * (1 + self.jitter * (chance - 0.5)))

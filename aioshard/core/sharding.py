@@ -1,0 +1,92 @@
+"""From a record to its shard key, and from a shard key to one of N fixed shards."""
+
+import operator
+import zlib
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+from aioshard.errors import HandlerError
+from aioshard.records import Record
+
+__all__ = ["ShardBy", "ShardKey", "shard_key_of", "shard_number"]
+
+ShardKey = Hashable | None
+"""The identity of a shard within its handler. None asks for no order: the record is its own shard."""
+
+ShardBy = Literal["key", "partition", "record"] | Callable[[Record], ShardKey]
+
+_MULTIPLIER = 1_327_217_885
+"""Spreads crc32 over the shards. The partitioner's own hash modulo N must not be used again: with 64
+partitions and 64 shards every partition would use a single shard (crc32 is librdkafka's, murmur2 Java's)."""
+
+
+def _topic_and_key(record: Record) -> ShardKey:
+    return None if record.key is None else (record.topic, record.key)
+
+
+def _topic_partition(record: Record) -> ShardKey:
+    return (record.topic, record.partition)
+
+
+def _no_order(record: Record) -> ShardKey:  # noqa: ARG001 - one of several functions of one shape
+    return None
+
+
+def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], ShardKey]:
+    """The function that gives a record's shard key.
+
+    Args:
+        shard_by: `"key"`: the identity is (topic, key), and records without a key ask for no order;
+            `"partition"`; `"record"`: no order at all; or a function whose value is the identity.
+        one_topic: Whether all records are of one topic. The key alone is the identity then, which saves
+            a tuple per record.
+
+    Raises:
+        HandlerError: If *shard_by* is none of these.
+
+    Example:
+        >>> record = Record("orders", 0, 41, b"k", None, (), 0.0)
+        >>> shard_key_of("key", one_topic=True)(record)
+        b'k'
+        >>> shard_key_of("key", one_topic=False)(record)
+        ('orders', b'k')
+    """
+    if callable(shard_by):
+        return shard_by
+    if shard_by == "key":
+        return operator.attrgetter("key") if one_topic else _topic_and_key
+    if shard_by == "partition":
+        return _topic_partition
+    if shard_by == "record":
+        return _no_order
+    message = f"shard_by={shard_by!r} is not known: use 'key', 'partition', 'record' or a function of the record"
+    raise HandlerError(message)
+
+
+def shard_number(key: ShardKey, shards: int) -> int:
+    """Which of *shards* fixed shards serves *key*; the same in Python and in Spark SQL.
+
+    Args:
+        key: `bytes`, `str` (as UTF-8), `int` (as decimal digits), or a tuple (topic, key) or (topic,
+            partition) as `shard_key_of` makes them, of which the last part counts.
+        shards: At least 1.
+
+    Raises:
+        TypeError: If the key is of another type: its hash would differ between processes.
+
+    Example:
+        >>> [shard_number(key, 8) for key in (b"alice", "alice", 7)]
+        [5, 5, 4]
+    """
+    if isinstance(key, bytes):
+        data = key
+    elif isinstance(key, str):
+        data = key.encode()
+    elif isinstance(key, int):
+        data = b"%d" % key
+    elif isinstance(key, tuple) and key:
+        return shard_number(key[-1], shards)
+    else:
+        message = f"a shard key for fixed shards must be bytes, str or int, not {type(key).__name__}: {key!r}"
+        raise TypeError(message)
+    return ((zlib.crc32(data) * _MULTIPLIER & 0xFFFFFFFF) * shards) >> 32
