@@ -9,10 +9,12 @@ __all__ = [
     "AuthenticationError",
     "AuthorizationError",
     "ClientLostError",
+    "CancelledRunError",
     "CommitError",
     "CommitRefusedError",
     "ConnectError",
     "CorruptRecordError",
+    "HaltedError",
     "HandlerError",
     "MissingExtraError",
     "NoOffsetError",
@@ -128,6 +130,28 @@ class CommitRefusedError(CommitError):
     """The broker refused a commit because the group has moved on; it must not be sent again as it is."""
 
     retriable = False
+
+
+class CancelledRunError(AioshardError):
+    """A handler raised `CancelledError` although nobody had cancelled it: the attempt failed."""
+
+    def __init__(self) -> None:
+        super().__init__("the handler raised CancelledError by itself: something that it awaited was cancelled")
+
+
+class HaltedError(AioshardError):
+    """Consuming to the end was asked for, and records that failed for good are in the way.
+
+    Attributes:
+        records: `topic/partition/offset` of each halted record.
+    """
+
+    def __init__(self, records: Iterable[str]) -> None:
+        self.records = tuple(records)
+        super().__init__(
+            f"{len(self.records)} record(s) failed for good and hold their shards; the partitions are not committed "
+            f"past them: {', '.join(self.records[:10])}{', …' if len(self.records) > 10 else ''}"
+        )
 
 
 # How the engine ended -----------------------------------------------------------------

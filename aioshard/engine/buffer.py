@@ -1,0 +1,48 @@
+"""The memory of the process: what is buffered, and when whoever waits for room is woken."""
+
+from collections.abc import Callable
+
+from aioshard.core.flow import Usage
+
+__all__ = ["Buffer"]
+
+
+class Buffer:
+    """Records and bytes that the engine holds of all partitions, from being taken in to being complete.
+
+    Owned by the event loop; `take_in` is the pump's, `release` the workers'. Waking costs a completion
+    one subtraction: `arm` says after how many completions the pump wants to look again.
+    """
+
+    __slots__ = ("_countdown", "bounds", "bytes", "records", "wake")
+
+    def __init__(self, bounds: Usage, wake: Callable[[], None]) -> None:
+        self.bounds = bounds
+        self.records = 0
+        self.bytes = 0
+        self.wake = wake
+        """Called when room was made after `arm`."""
+        self._countdown = 0
+
+    def take_in(self, records: int, size: int) -> None:
+        """Count what was taken in."""
+        self.records += records
+        self.bytes += size
+
+    def release(self, size: int) -> None:
+        """Count one record out."""
+        self.records -= 1
+        self.bytes -= size
+        self._countdown -= 1
+        if not self._countdown:
+            self.wake()
+
+    def drop(self, records: int, size: int) -> None:
+        """Count out the records of an epoch that ended."""
+        self.records -= records
+        self.bytes -= size
+        self.wake()
+
+    def arm(self) -> None:
+        """Have `wake` called when a tenth of what is held was released."""
+        self._countdown = max(self.records // 10, 1)

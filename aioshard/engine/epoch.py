@@ -1,0 +1,221 @@
+"""One uninterrupted ownership of a partition, and the deliveries of its records."""
+
+import asyncio
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from aioshard.core.drain import DrainPlan
+from aioshard.core.flow import Usage
+from aioshard.core.offsets import OffsetTracker
+from aioshard.core.sharding import ShardKey
+from aioshard.engine.buffer import Buffer
+from aioshard.ports import Batch
+from aioshard.records import Record, TopicPartition
+
+__all__ = ["Block", "Delivery", "Epoch", "Gate", "Rerun"]
+
+
+class Gate(enum.IntEnum):
+    """Whether records of an epoch may start. Open is 0: the hot path asks `if epoch.gate`."""
+
+    OPEN = 0
+    CLOSED = 1
+    """Revoked, or not resolved yet: only what a drain needs may start."""
+    ENDED = 2
+    """The ownership is over: completions are ignored."""
+
+
+class Block(NamedTuple):
+    """Why a delivery holds its shard without running."""
+
+    halted: bool
+    """True: its attempts are used up. False: it waits for the next one."""
+    error: str
+    since: float
+    """Loop time of the failure."""
+
+
+class Delivery:
+    """A record on its way through the engine.
+
+    Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).
+    """
+
+    __slots__ = ("arrived", "attempt", "block", "epoch", "key", "offset", "record", "size")
+
+    def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
+        self.record = record
+        self.offset = record.offset
+        self.epoch = epoch
+        self.key = key
+        self.size = size
+        self.arrived = arrived
+        self.attempt = 0
+        """How often a worker has started it."""
+        self.block: Block | None = None
+
+    def __repr__(self) -> str:
+        """`topic/partition/offset`, as statistics and messages name a record."""
+        return f"{self.record.topic}/{self.record.partition}/{self.offset}"
+
+
+class Rerun(NamedTuple):
+    """What of a partition this process had started when its last epoch ended, to count replays."""
+
+    highest_started: int
+    never_started: frozenset[int]
+
+    def counts(self, record: Record) -> bool:
+        """Whether *record* ran here before."""
+        return record.offset <= self.highest_started and record.offset not in self.never_started
+
+
+class Epoch:
+    """One uninterrupted ownership of a partition; continuing in place keeps it.
+
+    Owned by the event loop. `take_in` is called by the pump, `complete` by workers, the gate by the
+    rebalance. Nothing here awaits.
+
+    Invariants:
+        * `buffered_bytes` is the sum of the sizes of the incomplete records.
+        * A record of this epoch starts only while the gate is open, or, while it is closed, when the
+          drain waits for it.
+        * After `end`, nothing changes any more.
+    """
+
+    def __init__(self, topic_partition: TopicPartition, number: int, start: int, buffer: Buffer) -> None:
+        self.topic_partition = topic_partition
+        self.number = number
+        self.tracker: OffsetTracker[Delivery] = OffsetTracker(start)
+        self.gate = Gate.CLOSED
+        self.highest_started = -1
+        self.buffered_bytes = 0
+        self.acknowledged: int | None = None
+        """The committed offset as last acknowledged to us; None while there is none."""
+        self.first_generation: int | None = None
+        """The mark that our commits of this partition carry; see `aioshard.core.ownership`."""
+        self.rerun: Rerun | None = None
+        self.trouble: str | None = None
+        """Why the partition cannot be read now, as the broker or its data say."""
+        self.held: list[Delivery] = []
+        """Queued deliveries that a worker met while the gate was closed; they own no shard."""
+        self.suspended: list[Delivery] = []
+        """Deliveries that own their shard and may not go on while the gate is closed."""
+        self.drain: DrainPlan[Delivery] | None = None
+        self.drained: asyncio.Event | None = None
+        self.revoked = asyncio.Event()
+        """Set while the partition is being taken away; handlers see it as `Context.revoked`."""
+        self._frontier: asyncio.Future[None] | None = None
+        self._buffer = buffer
+
+    @property
+    def held_usage(self) -> Usage:
+        """What the partition holds of the buffer."""
+        return Usage(len(self.tracker), self.buffered_bytes)
+
+    def stuck(self, now: float, stuck_after: float) -> bool:
+        """Whether the partition cannot advance: its oldest record is halted or overdue."""
+        oldest = self.tracker.oldest
+        if oldest is None:
+            return False
+        return (oldest.block is not None and oldest.block.halted) or now - oldest.arrived > stuck_after
+
+    def take_in(self, batch: Batch, deliveries: list[Delivery]) -> None:
+        """Track a whole batch, with the position captured with it, in one step (I10).
+
+        Raises:
+            OffsetRegressionError: If the client went back; see `OffsetTracker.track`.
+        """
+        self.tracker.track([delivery.offset for delivery in deliveries], deliveries, batch.next_offset)
+        size = sum(batch.sizes)
+        self.buffered_bytes += size
+        self._buffer.take_in(len(deliveries), size)
+        if not deliveries:
+            self._advanced()
+
+    def complete(self, delivery: Delivery) -> bool:
+        """Take note that a record reached a terminal outcome; False when the epoch has ended (I5)."""
+        if self.gate:
+            if self.gate is Gate.ENDED:
+                return False
+            self._settle(delivery)
+        size = delivery.size
+        self.buffered_bytes -= size
+        self._buffer.release(size)
+        if self.tracker.complete(delivery.offset):
+            self._advanced()
+        return True
+
+    def _advanced(self) -> None:
+        if self._frontier is not None and not self._frontier.done():
+            self._frontier.set_result(None)
+
+    def frontier(self) -> asyncio.Future[None]:
+        """A future that resolves when the oldest record that is now incomplete completes.
+
+        With nothing incomplete it resolves when the position moves. One per wait, not per record.
+        """
+        self.tracker.watch()
+        self._frontier = asyncio.get_running_loop().create_future()
+        return self._frontier
+
+    # The gate -----------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let nothing new start, and plan what must end before the partition is handed over."""
+        blocked = [delivery for delivery in self.tracker.values() if delivery.block is not None]
+        self.gate = Gate.CLOSED
+        self.drain = DrainPlan(self.tracker.values(), self.highest_started, blocked)
+        self.drained = asyncio.Event()
+        self.revoked.set()
+        self._check_drained()
+
+    def may_start(self, delivery: Delivery) -> bool:
+        """Whether a record may start although the gate is not open: the drain waits for it."""
+        return self.gate is Gate.CLOSED and self.drain is not None and delivery.offset in self.drain.pending
+
+    def blocked(self, delivery: Delivery) -> None:
+        """A record failed or was interrupted: a drain does not wait for it, nor for what is behind it."""
+        if self.drain is not None:
+            self.drain.block(delivery)
+            self._check_drained()
+
+    def _settle(self, delivery: Delivery) -> None:
+        if self.drain is not None:
+            self.drain.settle(delivery)
+            self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self.drain is not None and self.drain.done and self.drained is not None:
+            self.drained.set()
+
+    def stop_draining(self) -> list[Delivery]:
+        """Give up on what has not ended: the deliveries that were still due."""
+        late = list(self.drain.pending.values()) if self.drain is not None else []
+        if self.drain is not None:
+            self.drain.pending.clear()
+            self._check_drained()
+        return late
+
+    def open(self) -> None:
+        """Let records start; `Shards.reopen` puts back what was set aside."""
+        self.gate = Gate.OPEN
+        self.drain = self.drained = None
+        self.revoked.clear()
+
+    def end(self) -> Rerun:
+        """End the ownership: what is incomplete is dropped from the count and never completes here."""
+        started = self.tracker.values()
+        never = frozenset(d.offset for d in started if d.attempt == 0 and d.offset <= self.highest_started)
+        self.gate = Gate.ENDED
+        self.revoked.set()
+        self._buffer.drop(len(self.tracker), self.buffered_bytes)
+        self.buffered_bytes = 0
+        self.stop_draining()
+        self._advanced()
+        return Rerun(self.highest_started, never)
+
+    def deliveries(self, records: Iterable[tuple[Record, int]], now: float) -> list[Delivery]:
+        """Deliveries of records with their sizes, without shard keys yet."""
+        return [Delivery(record, self, None, size, now) for record, size in records]

@@ -1,0 +1,268 @@
+"""The pump that calls the client, and the fetch task of each assigned partition."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from aioshard.core.flow import Usage, room_for
+from aioshard.core.sharding import ShardKey, shard_number
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+from aioshard.engine.shards import Shards
+from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
+from aioshard.ports import NOTHING, Allowance, Batch, Fault, Oversized, Transport
+from aioshard.records import Record, TopicPartition
+
+__all__ = ["Feed", "Fetcher", "Pump"]
+
+logger = logging.getLogger("aioshard.engine.fetcher")
+
+_POLL_TIMEOUT = 1.0
+_CHUNKS = 4
+"""A partition takes in nothing until a quarter of its fair share is free, so that a full buffer does not
+lead to polls of single records."""
+_EVERYTHING = 1 << 62
+
+
+class Feed:
+    """Where the records of a handler go: its sharding function and its shards."""
+
+    def __init__(self, name: str, shard_key: Callable[[Record], ShardKey], shards: list[Shards], *, fixed: bool) -> None:
+        """Make a feed.
+
+        Args:
+            name: The handler's.
+            shard_key: From a record to its shard key.
+            shards: One that serves all keys on demand, or N fixed ones.
+            fixed: Whether they are fixed: a record's shard is the hash of its key then.
+        """
+        self.name = name
+        self.shards = shards
+        self._shard_key = shard_key
+        self._fixed = fixed
+        self._turn = 0
+
+    async def put(self, deliveries: list[Delivery]) -> None:
+        """Give each delivery its shard key and queue it; waits only where a fixed shard is full."""
+        shard_key = self._shard_key
+        broken: list[tuple[Delivery, Exception]] = []
+        for delivery in deliveries:
+            try:
+                key = shard_key(delivery.record)
+                delivery.key = self._number(key) if self._fixed else key
+                hash(key)
+            except Exception as error:  # noqa: BLE001 - the user's function; the record fails, nothing else
+                broken.append((delivery, error))
+        if broken:
+            deliveries = self._halt(deliveries, broken)
+        if not self._fixed:
+            await self.shards[0].put(deliveries)
+            return
+        for delivery in deliveries:
+            number = delivery.key
+            assert isinstance(number, int)  # noqa: S101 - set above
+            await self.shards[number].put((delivery,))
+
+    def _number(self, key: ShardKey) -> int:
+        if key is None:
+            self._turn = (self._turn + 1) % len(self.shards)
+            return self._turn
+        return shard_number(key, len(self.shards))
+
+    def _halt(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
+        """Records without a shard key cannot run in order: each halts, as a failure that is not retried."""
+        now = asyncio.get_running_loop().time()
+        for delivery, error in broken:
+            delivery.key = None
+            self.shards[0].halt(delivery, Block(halted=True, error=f"{type(error).__name__}: {error}", since=now))
+            logger.error("the sharding function failed for record %r, which halts: %s", delivery, error, exc_info=error)
+        without = {delivery for delivery, _ in broken}
+        return [delivery for delivery in deliveries if delivery not in without]
+
+    def purge(self, epoch: Epoch) -> None:
+        """Forget the deliveries of an epoch that ended."""
+        for shards in self.shards:
+            shards.purge(epoch)
+
+    def reopen(self, epoch: Epoch) -> None:
+        """Go on with the deliveries of an epoch whose gate has opened."""
+        for shards in self.shards:
+            shards.reopen(epoch)
+
+
+class Fetcher:
+    """The fetch task of one partition: turns batches into deliveries and feeds them to the shards.
+
+    Only this partition waits when a fixed shard is full.
+    """
+
+    def __init__(self, epoch: Epoch, feed: Feed, clock: Callable[[], float]) -> None:
+        self.epoch = epoch
+        self.feed = feed
+        self._clock = clock
+        self._batches: deque[list[Delivery]] = deque()
+        self._arrived = asyncio.Event()
+
+    def accept(self, batch: Batch) -> int:
+        """Track a batch before anything can await, and leave the rest to the task.
+
+        Returns:
+            How many of its records this process had run before.
+        """
+        epoch = self.epoch
+        now = self._clock()
+        deliveries = [
+            Delivery(record, epoch, None, size, now) for record, size in zip(batch.records, batch.sizes, strict=True)
+        ]
+        epoch.take_in(batch, deliveries)
+        epoch.trouble = None
+        if deliveries:
+            self._batches.append(deliveries)
+            self._arrived.set()
+        rerun = epoch.rerun
+        if rerun is None:
+            return 0
+        if batch.next_offset > rerun.highest_started:
+            epoch.rerun = None
+        return sum(1 for record in batch.records if rerun.counts(record))
+
+    async def run(self) -> None:
+        """Feed what was accepted, until cancelled."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._batches:
+                await self.feed.put(self._batches.popleft())
+
+
+class Pump:
+    """The one task that calls the client, for all partitions.
+
+    A `getmany` per partition would wake all of them for every response: free to about 32 partitions, seven
+    times the cost at 512. The pump hands each batch to its partition's fetch task.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        fetchers: Mapping[TopicPartition, Fetcher],
+        clock: Callable[[], float],
+        stuck_after: float,
+        out_of_range: Callable[[Epoch, OffsetOutOfRangeError | OffsetRegressionError], None],
+    ) -> None:
+        """Make a pump; `run` is its task, once per life of a client.
+
+        Args:
+            buffer: What is held of all partitions.
+            fetchers: Of the assigned partitions; owned by the rebalance.
+            clock: Loop time.
+            stuck_after: Seconds after which an incomplete record makes its partition one that cannot advance.
+            out_of_range: Told when an epoch cannot go on because its position is not in the log.
+        """
+        self.replayed = 0
+        """Records taken in that this process had run before."""
+        self._buffer = buffer
+        self._fetchers = fetchers
+        self._clock = clock
+        self._stuck_after = stuck_after
+        self._out_of_range = out_of_range
+        self._waiting: Oversized | None = None
+
+    async def run(self, transport: Transport) -> None:
+        """Poll until cancelled, or until the client is lost.
+
+        Raises:
+            TransportError: From `Transport.poll`.
+        """
+        while True:
+            self._buffer.arm()
+            taken = await transport.poll(self.allowance, _POLL_TIMEOUT)
+            for item in taken:
+                fetcher = self._fetchers.get(item.topic_partition)
+                if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
+                    continue
+                if isinstance(item, Batch):
+                    self._accept(fetcher, item)
+                elif isinstance(item, Fault):
+                    self._fault(fetcher.epoch, item)
+                else:
+                    self._waiting = item
+            if taken:
+                await asyncio.sleep(0)  # a client with data at hand never suspends
+
+    def _accept(self, fetcher: Fetcher, batch: Batch) -> None:
+        if self._waiting is not None and self._waiting.topic_partition == batch.topic_partition:
+            self._waiting = None
+        try:
+            self.replayed += fetcher.accept(batch)
+        except OffsetRegressionError as error:
+            self._out_of_range(fetcher.epoch, error)
+
+    def _fault(self, epoch: Epoch, fault: Fault) -> None:
+        if isinstance(fault.error, OffsetOutOfRangeError):
+            self._out_of_range(epoch, fault.error)
+        elif epoch.trouble != str(fault.error):
+            epoch.trouble = str(fault.error)
+            logger.error("%s cannot be read: %s", epoch.topic_partition, fault.error)
+
+    # How much ---------------------------------------------------------------------
+
+    def allowance(self, topic_partition: TopicPartition) -> Allowance:
+        """What may be taken in of a partition now."""
+        fetcher = self._fetchers.get(topic_partition)
+        if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
+            return NOTHING
+        epoch, buffer = fetcher.epoch, self._buffer
+        stuck = epoch.stuck(self._clock(), self._stuck_after)
+        if self._waiting is not None and not stuck:
+            return self._for_oversized(topic_partition, self._waiting)
+        held = epoch.held_usage
+        room = room_for(buffer.bounds, Usage(buffer.records, buffer.bytes), held, stuck=stuck)
+        if held.records and not stuck:
+            shares = _CHUNKS * (len(self._fetchers) + 1)
+            if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
+                return NOTHING
+        return Allowance(room.records, room.bytes)
+
+    def _for_oversized(self, topic_partition: TopicPartition, waiting: Oversized) -> Allowance:
+        """Keep the room that becomes free for a record that found none, or take it when it is alone.
+
+        What a partition that cannot advance holds does not count: it might be held for ever.
+        """
+        owner = self._fetchers.get(waiting.topic_partition)
+        if owner is None or owner.epoch.gate is not Gate.OPEN:
+            self._waiting = None
+            return NOTHING
+        if topic_partition != waiting.topic_partition:
+            return NOTHING
+        buffer = self._buffer
+        free = buffer.bounds.bytes - buffer.bytes
+        if waiting.size <= free:
+            return Allowance(1, free)
+        now = self._clock()
+        moving = any(
+            len(f.epoch.tracker) and not f.epoch.stuck(now, self._stuck_after) for f in self._fetchers.values()
+        )
+        return NOTHING if moving else Allowance(1, _EVERYTHING, alone=True)
+
+    def reason(self, topic_partition: TopicPartition) -> str | None:
+        """Why nothing of a partition is taken in now, or None when something is."""
+        fetcher = self._fetchers.get(topic_partition)
+        if fetcher is None or fetcher.epoch.gate is not Gate.OPEN or self.allowance(topic_partition).records:
+            return None
+        epoch, buffer = fetcher.epoch, self._buffer
+        waiting = self._waiting
+        if waiting is not None and waiting.topic_partition != topic_partition:
+            return f"a record of {waiting.size} bytes of {waiting.topic_partition} waits for room in the buffer"
+        if waiting is not None:
+            return f"its next record of {waiting.size} bytes waits for room in the buffer"
+        if epoch.stuck(self._clock(), self._stuck_after):
+            return (
+                f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {len(epoch.tracker)} "
+                "records, its minimum share of the buffer"
+            )
+        return (
+            f"the buffer is full: {buffer.records} of {buffer.bounds.records} records and {buffer.bytes} of "
+            f"{buffer.bounds.bytes} bytes, {len(epoch.tracker)} records of it from this partition"
+        )

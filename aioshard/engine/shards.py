@@ -1,0 +1,293 @@
+"""The shards of one handler: which delivery starts next, and what waits behind which."""
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
+
+from aioshard.core.sharding import ShardKey
+from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+
+__all__ = ["Shards"]
+
+
+class _Arrivals(Protocol):
+    """Deliveries in arrival order: a deque, or a bounded `asyncio.Queue`."""
+
+    def __len__(self) -> int: ...
+    def popleft(self) -> Delivery: ...
+    def extend(self, deliveries: Iterable[Delivery], /) -> None: ...
+
+
+class _BoundedArrivals:
+    """A fixed shard's queue: whoever feeds it waits while it is full."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.queue: asyncio.Queue[Delivery] = asyncio.Queue(maxsize)
+
+    def __len__(self) -> int:
+        return self.queue.qsize()
+
+    def popleft(self) -> Delivery:
+        return self.queue.get_nowait()
+
+    def extend(self, deliveries: Iterable[Delivery]) -> None:
+        for delivery in deliveries:
+            self.queue.put_nowait(delivery)
+
+
+class Shards:
+    """Shards on demand, served oldest head record first, by any number of workers.
+
+    Deliveries wait in arrival order. A worker that is free takes the first one whose shard is not
+    occupied; one whose shard is, it moves behind the record that occupies it. A worker that ends a run goes on
+    with what waits in the same shard: that was passed over before, so it is older than everything that
+    has not been looked at. So the oldest head starts first without a heap, in constant time, however
+    many shards there are. Only deliveries that come back (after a retry, or a rebalance) need sorting.
+
+    With a *bound* this is one fixed shard: a bounded queue, and the single key that all its
+    deliveries carry is occupied as long as its worker is busy.
+
+    Owned by the event loop: workers call `take`, `next_after` and what follows a failure, fetch tasks
+    `put`, the rebalance `reopen` and `purge`.
+
+    Invariants:
+        * Of one shard key at most one delivery runs, and none that arrived later has started (I4).
+        * A key is in `_occupied` iff a delivery of it runs, waits for a retry, is halted, suspended or
+          about to go on.
+        * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning,
+          blocked, its epoch's `held` or `suspended`, or with a worker.
+    """
+
+    def __init__(self, bound: int | None = None) -> None:
+        self._arrivals: _Arrivals = deque() if bound is None else _BoundedArrivals(bound)
+        self._bounded = self._arrivals if isinstance(self._arrivals, _BoundedArrivals) else None
+        self._front: deque[Delivery] = deque()
+        self._occupied: dict[Hashable, deque[Delivery] | None] = {}
+        self._returning: list[tuple[float, int, Delivery]] = []
+        self._blocked: dict[Delivery, asyncio.TimerHandle | None] = {}
+        self._tie_break = itertools.count()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._waking = False
+        self._burst = 1
+        self.yielding = 0
+        """Workers that let the loop turn although they have more to do."""
+
+    def __len__(self) -> int:
+        """How many shards are occupied."""
+        return len(self._occupied)
+
+    # Feeding ------------------------------------------------------------------
+
+    async def put(self, deliveries: Sequence[Delivery]) -> None:
+        """Queue deliveries in order; a bounded shard makes its feeder wait while it is full."""
+        if self._bounded is None:
+            self._arrivals.extend(deliveries)
+            self.notify()
+            return
+        for delivery in deliveries:
+            await self._bounded.queue.put(delivery)
+            self.notify()
+
+    # Serving ------------------------------------------------------------------
+
+    def take(self) -> Delivery | None:
+        """The delivery to run next, or None when nothing may start now."""
+        if self._returning and (delivery := self._take_returning()) is not None:
+            return delivery
+        if self._bounded is not None and self._occupied:
+            return None
+        front, arrivals, occupied = self._front, self._arrivals, self._occupied
+        while True:
+            if front:
+                delivery = front.popleft()
+            elif arrivals:
+                delivery = arrivals.popleft()
+            else:
+                return None
+            epoch = delivery.epoch
+            if epoch.gate and not epoch.may_start(delivery):
+                if epoch.gate is Gate.CLOSED:
+                    epoch.held.append(delivery)
+                continue
+            key = delivery.key
+            if key is None:
+                return delivery
+            if key not in occupied:
+                occupied[key] = None
+                return delivery
+            waiting = occupied[key]
+            if waiting is None:
+                occupied[key] = waiting = deque()
+            waiting.append(delivery)
+
+    def next_after(self, delivery: Delivery) -> Delivery | None:
+        """A run ended for good: the next delivery for the same worker, its own shard first."""
+        key = delivery.key
+        if key is not None:
+            waiting = self._occupied[key]
+            if not waiting:
+                del self._occupied[key]
+            elif not self._returning:
+                following = waiting.popleft()
+                if not following.epoch.gate:
+                    return following
+                self._go_on(following)
+            else:
+                self._go_on(waiting.popleft())
+        return self.take()
+
+    def release(self, delivery: Delivery) -> None:
+        """A delivery leaves without a worker that goes on: its shard goes on with the next."""
+        key = delivery.key
+        if key is None:
+            return
+        waiting = self._occupied[key]
+        if waiting:
+            self._go_on(waiting.popleft())
+            self.notify()
+        else:
+            del self._occupied[key]
+
+    def _go_on(self, delivery: Delivery) -> None:
+        """Let a delivery that owns its shard start as soon as a worker is free, if it may."""
+        epoch = delivery.epoch
+        if epoch.gate is Gate.ENDED:
+            self.release(delivery)
+        elif epoch.gate is Gate.CLOSED and not epoch.may_start(delivery):
+            epoch.suspended.append(delivery)
+        else:
+            heapq.heappush(self._returning, (delivery.arrived, next(self._tie_break), delivery))
+
+    def _take_returning(self) -> Delivery | None:
+        while self._returning:
+            delivery = heapq.heappop(self._returning)[2]
+            gate = delivery.epoch.gate
+            if not gate or delivery.epoch.may_start(delivery):
+                return delivery
+            if gate is Gate.CLOSED:
+                delivery.epoch.suspended.append(delivery)
+            else:
+                self.release(delivery)
+        return None
+
+    # Failing ------------------------------------------------------------------
+
+    def suspend(self, delivery: Delivery) -> None:
+        """A run was cancelled: the delivery keeps its shard and runs again when its epoch goes on."""
+        delivery.epoch.blocked(delivery)
+        self._go_on(delivery)
+        self.notify()
+
+    def retry(self, delivery: Delivery, block: Block, delay: float) -> None:
+        """A run failed: its shard waits for *delay* seconds, its neighbours do not."""
+        delivery.block = block
+        self._blocked[delivery] = asyncio.get_running_loop().call_later(delay, self._due, delivery)
+        delivery.epoch.blocked(delivery)
+
+    def halt(self, delivery: Delivery, block: Block) -> None:
+        """A record's attempts are used up: it keeps its shard until its epoch ends."""
+        delivery.block = block
+        self._blocked[delivery] = None
+        delivery.epoch.blocked(delivery)
+
+    def _due(self, delivery: Delivery) -> None:
+        del self._blocked[delivery]
+        delivery.block = None
+        self._go_on(delivery)
+        self.notify()
+
+    @property
+    def halted(self) -> list[Delivery]:
+        """The deliveries that hold their shard because their attempts are used up."""
+        return [d for d in tuple(self._blocked) if d.block is not None and d.block.halted]
+
+    # Rebalancing --------------------------------------------------------------
+
+    def reopen(self, epoch: Epoch) -> None:
+        """Put back what was set aside while the gate of *epoch* was closed, in offset order."""
+        suspended, epoch.suspended = epoch.suspended, []
+        for delivery in suspended:
+            self._go_on(delivery)
+        held, epoch.held = epoch.held, []
+        self._front.extendleft(sorted(held, key=lambda delivery: delivery.offset, reverse=True))
+        self.notify()
+
+    def purge(self, epoch: Epoch) -> None:
+        """Forget the deliveries of an epoch that ended, except those that still run."""
+        self._front = deque(d for d in self._front if d.epoch is not epoch)
+        for key, waiting in self._occupied.items():
+            if waiting:
+                self._occupied[key] = deque(d for d in waiting if d.epoch is not epoch)
+        owners = [d for d in self._blocked if d.epoch is epoch]
+        for delivery in owners:
+            timer = self._blocked.pop(delivery)
+            if timer is not None:
+                timer.cancel()
+        owners += epoch.suspended
+        epoch.suspended = []
+        epoch.held = []
+        for delivery in owners:
+            self.release(delivery)
+        self._purge_arrivals(epoch)
+        self.notify()
+
+    def _purge_arrivals(self, epoch: Epoch) -> None:
+        if isinstance(self._arrivals, deque):
+            self._arrivals = deque(d for d in self._arrivals if d.epoch is not epoch)
+        else:
+            # Through the queue's own methods, so that a feeder that waits for room is woken.
+            for _ in range(len(self._arrivals)):
+                delivery = self._arrivals.popleft()
+                if delivery.epoch is not epoch:
+                    self._front.append(delivery)
+
+    # Waking workers -----------------------------------------------------------
+
+    def notify(self) -> None:
+        """Wake a worker if one is idle and something may start; more follow while handlers suspend.
+
+        One worker runs ahead. Only when the loop turns and nobody is running ahead any more, because
+        its handler waits for something, the next ones are woken, twice as many each time. A handler that
+        never suspends so costs no wake-ups, and one that does fills all workers within a few turns.
+        """
+        if self._idle and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake_workers)
+
+    def _wake_workers(self) -> None:
+        self._waking = False
+        if not self._idle or not self._has_work:
+            self._burst = 1
+            return
+        if self.yielding:
+            self._burst = 1
+        else:
+            for _ in range(min(self._burst, len(self._idle))):
+                idle = self._idle.popleft()
+                if not idle.done():
+                    idle.set_result(None)
+            self._burst *= 2
+        self.notify()
+
+    @property
+    def _has_work(self) -> bool:
+        if self._returning:
+            return True
+        # A fixed shard whose head is blocked starts nothing, whatever waits behind it.
+        return bool(self._front or self._arrivals) and not (self._bounded is not None and self._occupied)
+
+    async def wait(self) -> None:
+        """Wait until `take` may have something."""
+        idle = asyncio.get_running_loop().create_future()
+        self._idle.append(idle)
+        try:
+            await idle
+        except BaseException:
+            if idle in self._idle:
+                self._idle.remove(idle)
+            else:
+                self.notify()  # woken and cancelled at once: hand the turn on
+            raise

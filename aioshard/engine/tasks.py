@@ -1,0 +1,57 @@
+"""A group of named tasks that can be left although one of them does not end."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["TaskSet"]
+
+
+class TaskSet:
+    """The tasks of one owner, each with a name; a crash is reported, and closing has a deadline.
+
+    `asyncio.TaskGroup` waits for ever for a task that ignores its cancellation. A handler may do just
+    that, and the process must still be able to drain, commit and name the record that hangs.
+
+    Owned by whoever made it. A task that raises reports its error to *crashed* once; cancelling a task
+    is no crash.
+    """
+
+    def __init__(self, crashed: Callable[[str, BaseException], None]) -> None:
+        """Make an empty group.
+
+        Args:
+            crashed: Called with the task's name and its error when a task raises.
+        """
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._crashed = crashed
+
+    def start(self, coroutine: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
+        """Run *coroutine* as a task of this group."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crashed(task.get_name(), error)
+
+    async def close(self, timeout: float) -> None:
+        """Cancel every task and wait up to *timeout* seconds for them to end."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
+    async def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel one task and wait for it, unless it is the task that asks."""
+        task.cancel()
+        if task is not asyncio.current_task():
+            await asyncio.wait([task])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tasks that have not ended."""
+        return tuple(task.get_name() for task in tuple(self._tasks))

@@ -1,0 +1,205 @@
+"""N coroutines that take deliveries, run the handler and settle the outcome."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+from aioshard.core.retry import Retry
+from aioshard.engine.epoch import Block, Delivery, Gate
+from aioshard.engine.shards import Shards
+from aioshard.errors import CancelledRunError
+from aioshard.records import Record
+
+__all__ = ["Counters", "Invoke", "Worker"]
+
+logger = logging.getLogger("aioshard.engine.worker")
+
+Invoke = Callable[[Delivery], Awaitable[object]]
+"""Runs one attempt."""
+
+_RUN_AHEAD = 128
+"""Records that workers process without letting the loop turn, while handlers never suspend. Heartbeats
+and other tasks wait for as long as that many handlers take."""
+
+_EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class Counters:
+    """What happened to the records of one handler; owned by the event loop, written by its workers."""
+
+    __slots__ = ("processed", "retried")
+
+    def __init__(self) -> None:
+        self.processed = 0
+        self.retried = 0
+
+
+class Worker:
+    """One coroutine that serves the shards of a handler.
+
+    Cancelling the run (`interrupt`) is not cancelling the worker: the handler sees a
+    `CancelledError`, the record stays incomplete (I8), the worker lives on. A handler that swallows the
+    cancellation keeps its worker and its shard until it returns, and its result counts for nothing.
+
+    Invariants:
+        * A record completes only when its handler returned and nobody had asked for its run to end.
+        * While `delivery` is set, its shard key is occupied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        call: Callable[[Record], Awaitable[object]] | None,
+        invoke: Invoke,
+        retry: Retry,
+        counters: Counters,
+        clock: Callable[[], float],
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """Make a worker; `run` is its task.
+
+        Args:
+            name: For logs and explanations.
+            shards: Where the deliveries are.
+            call: The handler itself where it takes nothing but the record, which spares a call; else None.
+            invoke: Runs an attempt in every other case.
+            retry: What follows a failed attempt.
+            counters: Shared by the workers of a handler.
+            clock: Loop time.
+            chance: Random numbers from 0 to 1, for the jitter.
+        """
+        self.name = name
+        self.delivery: Delivery | None = None
+        self.running: Awaitable[object] | None = None
+        """What the worker awaits; shows where a handler hangs."""
+        self.started = 0.0
+        """Loop time at which the current attempt began."""
+        self.interrupted = False
+        """Whether the current run was asked to end."""
+        self._task: asyncio.Task[object] | None = None
+        self._shards = shards
+        self._call = call
+        self._invoke = invoke
+        self._retry = retry
+        self._counters = counters
+        self._clock = clock
+        self._chance = chance
+
+    def interrupt(self) -> None:
+        """Ask the current run to end; its record stays incomplete. Does nothing between runs."""
+        if self.delivery is not None and not self.interrupted and self._task is not None:
+            self.interrupted = True
+            self._task.cancel()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        self._task = asyncio.current_task()
+        shards, call, invoke, clock, counters = self._shards, self._call, self._invoke, self._clock, self._counters
+        take, next_after = shards.take, shards.next_after
+        ahead = 0
+        delivery = take()
+        while True:
+            if delivery is None:
+                await shards.wait()
+                delivery = take()
+                continue
+            epoch = delivery.epoch
+            if delivery.offset > epoch.highest_started:
+                epoch.highest_started = delivery.offset
+            delivery.attempt += 1
+            self.delivery = delivery
+            self.started = clock()
+            try:
+                self.running = running = call(delivery.record) if call is not None else invoke(delivery)
+                await running
+            except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+                delivery = self._ended_badly(delivery, error)
+                continue
+            if self.interrupted:
+                delivery = self._swallowed_cancellation(delivery)
+                continue
+            self.delivery = self.running = None
+            if epoch.complete(delivery):
+                counters.processed += 1
+            delivery = next_after(delivery)
+            ahead += 1
+            if ahead >= _RUN_AHEAD:
+                ahead = 0
+                if delivery is not None:
+                    delivery = await self._let_the_loop_turn(delivery)
+
+    async def _let_the_loop_turn(self, delivery: Delivery) -> Delivery | None:
+        """Yield with a delivery in hand, and give it back if its epoch closed meanwhile."""
+        self._shards.yielding += 1
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            self._shards.suspend(delivery)
+            raise
+        finally:
+            self._shards.yielding -= 1
+        if delivery.epoch.gate and not delivery.epoch.may_start(delivery):
+            self._shards.suspend(delivery)
+            return self._shards.take()
+        return delivery
+
+    # What is not success --------------------------------------------------------
+
+    def _ended_badly(self, delivery: Delivery, error: BaseException) -> Delivery | None:
+        """The handler raised: settle it, and return what the worker does next.
+
+        Raises:
+            BaseException: *error* itself, when it is the worker that is being cancelled, or the
+                interpreter that is asked to exit.
+        """
+        self.delivery = self.running = None
+        task = self._task
+        assert task is not None  # noqa: S101 - set by run
+        if self.interrupted:
+            self.interrupted = False
+            task.uncancel()
+            self._shards.suspend(delivery)
+            if task.cancelling() or isinstance(error, _EXITS):
+                raise error
+            return self._shards.take()
+        if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
+            self._shards.suspend(delivery)
+            raise error
+        if isinstance(error, asyncio.CancelledError):
+            return self._failed(delivery, CancelledRunError())
+        return self._failed(delivery, error)
+
+    def _swallowed_cancellation(self, delivery: Delivery) -> Delivery | None:
+        """The handler returned although its run was cancelled: that completes nothing (I8)."""
+        self.delivery = self.running = None
+        self.interrupted = False
+        assert self._task is not None  # noqa: S101 - set by run
+        self._task.uncancel()
+        logger.warning("the handler of %r swallowed its cancellation; the record stays incomplete", delivery)
+        self._shards.suspend(delivery)
+        if self._task.cancelling():
+            raise asyncio.CancelledError
+        return self._shards.take()
+
+    def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
+        """An attempt failed: another one later, or the shard halts."""
+        if delivery.epoch.gate is Gate.ENDED:
+            return self._shards.next_after(delivery)
+        text = f"{type(error).__name__}: {error}"
+        delay = self._retry.delay(error, delivery.attempt, self._chance())
+        if delay is None:
+            self._shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
+            logger.error(
+                "record %r failed %d time(s) and halts its shard: its partition is not committed past it (%s)",
+                delivery,
+                delivery.attempt,
+                text,
+                exc_info=error,
+            )
+        else:
+            self._counters.retried += 1
+            self._shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), delay)
+            logger.warning("record %r failed, attempt %d again in %.2f s (%s)", delivery, delivery.attempt + 1, delay, text)
+        return self._shards.take()
