@@ -71,7 +71,7 @@ def computed_drain_timeout(values: Mapping[str, Any]) -> float:
     """
     room = refusals.room_to_drain(values) if values.keys() >= refusals.DRAIN_DEPENDS_ON else None
     # Without room the sum is refused below; any positive number leads there.
-    return 20.0 if room is None or room <= 0 else min(20.0, round(0.9 * room, 3))
+    return 20.0 if room is None or room <= 0 else min(20.0, 0.9 * room)
 
 
 class Settings(BaseSettings):
@@ -98,6 +98,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX,
         env_ignore_empty=True,
         env_parse_none_str="none",
+        dotenv_filtering="match_prefix",
         extra="forbid",
         frozen=True,
         hide_input_in_errors=True,

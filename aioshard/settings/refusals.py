@@ -182,9 +182,9 @@ def _membership(values: Mapping[str, Any]) -> Iterable[str]:
     session, heartbeat = values["session_timeout"], values["heartbeat_interval"]
     if session < 3 * heartbeat:
         yield (
-            f"session_timeout={session:g} s is less than 3 times heartbeat_interval={heartbeat:g} s: one late heartbeat "
-            f"would cost us our partitions; raise session_timeout to {3 * heartbeat:g} s or lower heartbeat_interval "
-            f"to {session / 3:.3g} s"
+            f"session_timeout={session:g} s is less than 3 times heartbeat_interval={heartbeat:g} s: one late "
+            f"heartbeat would cost us our partitions; raise session_timeout to {3 * heartbeat:g} s or lower "
+            f"heartbeat_interval to {session / 3:.3g} s"
         )
     instance = values["group_instance_id"]
     if instance is not None and (instance in {".", ".."} or not _LEGAL_INSTANCE.fullmatch(instance)):

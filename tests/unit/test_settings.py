@@ -1,0 +1,425 @@
+"""Settings: where they come from, what they refuse and how they say it."""
+
+import inspect
+import json
+import os
+import pickle
+import ssl
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiokafka
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshard.errors import AioshardError, SettingsError
+from aioshard.settings import Settings, misspelled_variables, timeout_warnings
+from aioshard.settings.refusals import CLIENT_OPTIONS, OWNED_OPTIONS
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.upper().startswith("AIOSHARD_")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def pem(tmp_path: Path) -> str:
+    path = tmp_path / "file.pem"
+    path.write_text("a certificate")
+    return str(path)
+
+
+def refusal(**values: Any) -> str:
+    """The message with which the values are refused."""
+    with pytest.raises(SettingsError) as caught:
+        Settings(**values)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None, "the original error holds the values, secrets too"
+    return str(caught.value)
+
+
+# Where a value comes from
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    settings = Settings()
+    expected = {
+        "session_timeout": 45.0,
+        "heartbeat_interval": 3.0,
+        "rebalance_timeout": 60.0,
+        "drain_timeout": 20.0,
+        "shutdown_timeout": 25.0,
+        "start_timeout": 10.0,
+        "commit_interval": 1.0,
+        "commit_timeout": 5.0,
+        "auto_offset_reset": None,
+        "isolation_level": "read_committed",
+        "metadata_max_age": 30.0,
+        "max_buffered_records": 10_000,
+        "max_buffered_bytes": 64 * 1024 * 1024,
+        "fetch_max_wait": 0.1,
+        "stuck_after": 60.0,
+        "show_keys": False,
+        "journal": None,
+    }
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+
+def test_argument_wins_over_variable_wins_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHARD_COMMIT_INTERVAL", "0.5")
+    monkeypatch.setenv("AIOSHARD_STUCK_AFTER", "7")
+    settings = Settings(commit_interval=0.25)
+    assert (settings.commit_interval, settings.stuck_after, settings.commit_timeout) == (0.25, 7.0, 5.0)
+
+
+def test_the_text_none_is_none_and_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHARD_START_TIMEOUT", "none")
+    monkeypatch.setenv("AIOSHARD_COMMIT_INTERVAL", "")
+    settings = Settings()
+    assert settings.start_timeout is None
+    assert settings.commit_interval == 1.0
+
+
+def test_client_options_are_json_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", '{"check_crcs": false}')
+    assert Settings().client_options == {"check_crcs": False}
+    monkeypatch.setenv("AIOSHARD_CLIENT_OPTIONS", "check_crcs=false")
+    assert "AIOSHARD_CLIENT_OPTIONS=*** is refused: it is not a JSON object" in refusal()
+
+
+def test_dotenv_file_and_secrets_directory(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("AIOSHARD_STUCK_AFTER=9\nOTHER_PROGRAM=1\n")
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "aioshard_client_id").write_text("from-a-file")
+    settings = Settings(_env_file=dotenv, _secrets_dir=secrets)
+    assert (settings.stuck_after, settings.client_id) == (9.0, "from-a-file")
+    dotenv.write_text("AIOSHARD_STUCK_AFTR=9\n")
+    assert "did you mean 'stuck_after'?" in refusal(_env_file=dotenv)
+
+
+@pytest.mark.parametrize(
+    "given_servers, expected",
+    [
+        ("localhost:9092", "localhost:9092"),
+        (["a:1", "b:2"], "a:1,b:2"),
+        (("a:1",), "a:1"),
+        ("a:1, b:2", "a:1,b:2"),
+        ("[::1]:9092", "[::1]:9092"),
+        ("broker.example", "broker.example"),
+    ],
+)
+def test_bootstrap_servers_become_one_text(given_servers: object, expected: str) -> None:
+    assert Settings(bootstrap_servers=given_servers).bootstrap_servers == expected
+
+
+@pytest.mark.parametrize("servers", ["", "a:1,", "kafka://a:1", "a:0", "a:65536", "a:b", "a b:1", 5, ["a:x"]])
+def test_bootstrap_servers_that_cannot_be_addresses_are_refused(servers: object) -> None:
+    assert "bootstrap_servers=" in refusal(bootstrap_servers=servers)
+
+
+def test_missing_bootstrap_servers_are_refused_when_they_are_needed() -> None:
+    assert Settings(bootstrap_servers="a:1").require_bootstrap_servers() == "a:1"
+    with pytest.raises(SettingsError, match="AIOSHARD_BOOTSTRAP_SERVERS=localhost:9092"):
+        Settings().require_bootstrap_servers()
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().commit_interval = 2.0  # type: ignore[misc]
+
+
+def test_replace_checks_the_whole_and_computes_anew() -> None:
+    settings = Settings(commit_interval=0.5, sasl_password="hunter2", sasl_username="u", sasl_mechanism="PLAIN",
+                        security_protocol="SASL_SSL")  # fmt: skip
+    replaced = settings.replace(rebalance_timeout=18)
+    assert replaced.commit_interval == 0.5
+    assert replaced.sasl_password is not None
+    assert replaced.sasl_password.get_secret_value() == "hunter2"
+    assert settings.drain_timeout == 20.0
+    assert replaced.drain_timeout == pytest.approx(9.0)
+    with pytest.raises(SettingsError, match="session_timeout=1 s"):
+        settings.replace(session_timeout=1)
+
+
+def test_settings_survive_pickling() -> None:
+    settings = Settings(commit_interval=0.5)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+# What is refused
+
+
+def test_unknown_names_get_the_nearest_name() -> None:
+    assert "did you mean 'session_timeout'?" in refusal(sesion_timeout=30)
+    assert "the group id is the first argument of App" in refusal(group_id="billing")
+    assert "use session_timeout, in seconds" in refusal(session_timeout_ms=30_000)
+    assert "put it into client_options" in refusal(check_crcs=False)
+    assert "aioshard.Settings lists all" in refusal(zzz=1)
+
+
+@pytest.mark.parametrize(
+    "name, value, limit",
+    [
+        ("session_timeout", -1, "greater than 0"),
+        ("commit_interval", 0, "greater than 0"),
+        ("commit_timeout", float("nan"), "finite"),
+        ("stuck_after", float("inf"), "finite"),
+        ("start_timeout", 0, "greater than 0"),
+        ("fetch_max_wait", 31, "less than or equal to 30"),
+        ("max_buffered_records", 0, "greater than or equal to 1"),
+        ("max_buffered_records", 1.5, "integer"),
+        ("max_buffered_bytes", -5, "greater than or equal to 1"),
+        ("metadata_max_age", "soon", "number"),
+        ("auto_offset_reset", "smallest", "'earliest', 'latest' or 'error'"),
+        ("isolation_level", "committed", "'read_committed'"),
+        ("client_id", "", "at least 1 character"),
+        ("show_keys", "perhaps", "boolean"),
+        ("client_options", [1], "dictionary"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_name_and_the_limit(name: str, value: object, limit: str) -> None:
+    message = refusal(**{name: value})
+    assert message.startswith(f"{name}=")
+    assert limit in message
+    assert "default: " in message
+
+
+def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHARD_COMMIT_TIMEOUT", "5s")
+    assert refusal().startswith("AIOSHARD_COMMIT_TIMEOUT='5s' is refused: ")
+
+
+def test_several_refusals_are_all_listed() -> None:
+    message = refusal(session_timeout=-1, commit_timeout="x", foo=1)
+    assert message.startswith("3 settings were refused:\n  - ")
+    assert all(name in message for name in ("session_timeout=-1", "commit_timeout='x'", "'foo'"))
+    assert "drain_timeout" not in message, "it is computed from what was refused"
+
+
+def test_several_contradictions_are_all_listed() -> None:
+    message = refusal(session_timeout=5, rebalance_timeout=7, sasl_mechanism="PLAIN")
+    assert message.startswith("3 settings were refused:")
+
+
+def test_session_shorter_than_three_heartbeats() -> None:
+    assert Settings(session_timeout=9, heartbeat_interval=3).session_timeout == 9.0
+    message = refusal(session_timeout=8.9, heartbeat_interval=3)
+    assert "session_timeout=8.9 s is less than 3 times heartbeat_interval=3 s" in message
+    assert "raise session_timeout to 9 s or lower heartbeat_interval to 2.97 s" in message
+
+
+def test_drain_timeout_that_does_not_fit_the_rebalance() -> None:
+    assert Settings(drain_timeout=51.9).drain_timeout == 51.9
+    message = refusal(drain_timeout=52)
+    assert "drain_timeout=52 s does not fit" in message
+    assert "lower it below 52 s or raise rebalance_timeout above 60 s" in message
+
+
+def test_rebalance_that_leaves_no_time_to_drain() -> None:
+    message = refusal(rebalance_timeout=8)
+    assert "rebalance_timeout=8 s leaves no time to drain" in message
+    assert "raise rebalance_timeout well above 8 s" in message
+
+
+@given(
+    rebalance=st.floats(min_value=0.01, max_value=10_000),
+    commit=st.floats(min_value=0.001, max_value=1_000),
+    heartbeat=st.floats(min_value=0.001, max_value=15),
+)
+def test_a_computed_drain_timeout_always_fits(rebalance: float, commit: float, heartbeat: float) -> None:
+    values: dict[str, Any] = {"rebalance_timeout": rebalance, "commit_timeout": commit, "heartbeat_interval": heartbeat}
+    if rebalance - commit - heartbeat <= 0:
+        assert "leaves no time to drain" in refusal(**values)
+    else:
+        settings = Settings(**values)
+        assert 0 < settings.drain_timeout <= 20
+        assert settings.drain_timeout < rebalance - commit - heartbeat
+
+
+def test_drain_timeout_none_is_computed() -> None:
+    assert Settings(drain_timeout=None, rebalance_timeout=18).drain_timeout == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(
+    "values, advice",
+    [
+        ({"client": "confluent"}, "leave it at 'aiokafka'"),
+        ({"group_protocol": "consumer"}, "leave it at 'classic'"),
+        ({"assignor": "fair"}, "use 'sticky'"),
+        ({"assignor": "lag"}, "use 'sticky'"),
+        ({"journal": "decisions.jsonl"}, "leave it out"),
+    ],
+)
+def test_what_is_not_built_is_refused_not_ignored(values: dict[str, Any], advice: str) -> None:
+    message = refusal(**values)
+    assert "is not available in this version" in message
+    assert advice in message
+
+
+@pytest.mark.parametrize("instance", ["a b", "..", "ü", "a/b"])
+def test_an_instance_id_that_kafka_refuses(instance: str) -> None:
+    assert "letters, digits" in refusal(group_instance_id=instance)
+
+
+# Client options
+
+
+@pytest.mark.parametrize("option", ["enable_auto_commit", "enable.auto.commit", "auto_commit_interval_ms"])
+def test_auto_commit_is_refused_with_the_reason(option: str) -> None:
+    message = refusal(client_options={option: True})
+    assert repr(option) in message
+    assert "aioshard commits itself, and only what is finished" in message
+
+
+@pytest.mark.parametrize("option", sorted(OWNED_OPTIONS))
+def test_an_option_that_we_own_names_what_to_use(option: str) -> None:
+    assert f"client_options has {option!r}, which is refused: {OWNED_OPTIONS[option]}" in refusal(
+        client_options={option: 1}
+    )
+
+
+def test_an_unknown_client_option_gets_the_nearest_name() -> None:
+    assert "did you mean 'check_crcs'?" in refusal(client_options={"check_crc": True})
+
+
+def test_every_option_of_the_client_is_either_passed_or_owned() -> None:
+    """Fails when a new version of the client brings options that nobody has decided about."""
+    known = set(inspect.signature(aiokafka.AIOKafkaConsumer.__init__).parameters) - {"self"}
+    assert set(CLIENT_OPTIONS) | set(OWNED_OPTIONS) == known
+    assert not set(CLIENT_OPTIONS) & set(OWNED_OPTIONS)
+
+
+# TLS and SASL
+
+
+def test_tls_and_sasl_that_belong_together(pem: str) -> None:
+    settings = Settings(
+        security_protocol="SASL_SSL",
+        ssl_cafile=pem,
+        ssl_certfile=pem,
+        ssl_keyfile=pem,
+        ssl_password="k",
+        sasl_mechanism="SCRAM-SHA-512",
+        sasl_username="u",
+        sasl_password="p",
+    )
+    assert settings.ssl_check_hostname
+    Settings(security_protocol="SSL", client_options={"ssl_context": ssl.create_default_context()})
+    Settings(
+        security_protocol="SASL_SSL",
+        sasl_mechanism="OAUTHBEARER",
+        client_options={"sasl_oauth_token_provider": object()},
+    )
+
+
+@pytest.mark.parametrize(
+    "values, sentence",
+    [
+        ({"security_protocol": "SASL_SSL"}, "needs sasl_mechanism"),
+        ({"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_password": "p"}, "needs sasl_username"),
+        (
+            {"security_protocol": "SASL_SSL", "sasl_mechanism": "SCRAM-SHA-256", "sasl_username": "u"},
+            "needs sasl_password: set it, or AIOSHARD_SASL_PASSWORD",
+        ),
+        ({"sasl_mechanism": "PLAIN"}, "security_protocol='PLAINTEXT' does not use SASL"),
+        ({"security_protocol": "SSL", "sasl_username": "u"}, "security_protocol='SSL' does not use SASL"),
+        (
+            {"security_protocol": "SASL_SSL", "sasl_mechanism": "GSSAPI", "sasl_username": "u"},
+            "sasl_username is set but sasl_mechanism='GSSAPI' does not use it",
+        ),
+        ({"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}, "sasl_oauth_token_provider"),
+        ({"security_protocol": "SSL", "ssl_cafile": "/missing/ca.pem"}, "'/missing/ca.pem' is no file"),
+        ({"ssl_cafile": __file__}, "does not use TLS"),
+        ({"security_protocol": "SSL", "ssl_keyfile": __file__}, "ssl_keyfile is set without ssl_certfile"),
+        ({"security_protocol": "SSL", "ssl_password": "p"}, "ssl_password is set without ssl_certfile"),
+        ({"client_options": {"ssl_context": None}}, "does not use TLS"),
+        (
+            {"security_protocol": "SSL", "ssl_cafile": __file__, "client_options": {"ssl_context": None}},
+            "replaces ssl_cafile",
+        ),
+    ],
+)
+def test_security_that_cannot_work_is_refused(values: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(**values)
+
+
+# Secrets
+
+
+def test_secrets_are_nowhere_to_be_read(pem: str) -> None:
+    settings = Settings(
+        security_protocol="SASL_SSL",
+        ssl_certfile=pem,
+        ssl_password="key-secret",
+        sasl_mechanism="PLAIN",
+        sasl_username="u",
+        sasl_password="user-secret",
+        client_options={"sasl_oauth_token_provider": object()},
+    )
+    everywhere = repr(settings) + str(settings) + json.dumps(settings.asdict())
+    assert "key-secret" not in everywhere
+    assert "user-secret" not in everywhere
+    assert settings.asdict()["sasl_password"] == "***"
+    assert settings.asdict()["client_options"] == {"sasl_oauth_token_provider": "<object>"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sasl_password": ["user-secret"]},
+        {"sasl_password": "user-secret", "session_timeout": -1},
+        {"sasl_password": "user-secret"},
+        {"ssl_password": b"\xffuser-secret"},
+        {"bootstrap_servers": "sasl://u:user-secret@broker:9092"},
+        {"client_options": "{user-secret"},
+        {"client_options": {"sasl_plain_password": "user-secret"}},
+        {"sasl_passwort": "user-secret"},
+    ],
+)
+def test_secrets_are_not_in_messages(values: dict[str, Any]) -> None:
+    assert "user-secret" not in refusal(**values)
+
+
+# Descriptions and warnings
+
+
+def test_every_setting_is_described() -> None:
+    descriptions = {setting.name: setting for setting in Settings.descriptions()}
+    assert set(descriptions) == set(Settings.model_fields)
+    assert all(setting.description for setting in descriptions.values())
+    session = descriptions["session_timeout"]
+    assert (session.variable, session.default, session.unit) == ("AIOSHARD_SESSION_TIMEOUT", "45", "seconds")
+    assert descriptions["max_buffered_bytes"].unit == "bytes"
+    assert descriptions["start_timeout"].unit == "seconds"
+    assert [name for name, setting in descriptions.items() if setting.secret] == ["ssl_password", "sasl_password"]
+
+
+@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name.endswith(("timeout", "interval"))])
+def test_durations_are_seconds(name: str) -> None:
+    assert next(setting for setting in Settings.descriptions() if setting.name == name).unit == "seconds"
+
+
+def test_a_handler_that_outlasts_the_drain_is_a_warning() -> None:
+    settings = Settings()
+    assert timeout_warnings(settings, [("fast", 20.0), ("endless", None)]) == []
+    drain, *rest = timeout_warnings(settings, [("slow", 22.0)])
+    assert drain.startswith("handler 'slow' may run for timeout=22 s but drain_timeout=20 s")
+    assert rest == []
+    assert len(timeout_warnings(settings, [("slower", 30.0)])) == 2
+
+
+def test_a_misspelled_variable_is_reported_and_a_foreign_one_is_not() -> None:
+    environment = {"AIOSHARD_SESION_TIMEOUT": "1", "AIOSHARD_PORT": "tcp://1", "AIOSHARD_STUCK_AFTER": "1", "HOME": "/"}
+    assert misspelled_variables(environment) == [
+        "AIOSHARD_SESION_TIMEOUT is not used; did you mean AIOSHARD_SESSION_TIMEOUT?"
+    ]
+
+
+def test_a_refusal_is_one_of_ours() -> None:
+    assert issubclass(SettingsError, AioshardError)
+    assert "pydantic" not in sys.modules[AioshardError.__module__].__dict__
