@@ -1,0 +1,85 @@
+"""Fixtures that every test may use: a broker for the run, a broker of one's own, unique names."""
+
+import os
+import re
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_libs import BrokerUnavailableError
+from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
+
+NO_BROKER = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        begin_run()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        end_run()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"kafka", "own_kafka"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.kafka)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    unproven = [report for report in terminalreporter.getreports("skipped") if "Kafka broker" in str(report.longrepr)]
+    if unproven:
+        terminalreporter.section("NO KAFKA BROKER", sep="!", red=True, bold=True)
+        terminalreporter.line(f"{len(unproven)} tests did not run: what they prove is unproven on this machine.")
+
+
+@pytest.fixture(scope="session")
+def kafka() -> SharedKafka:
+    """The run's real broker, shared with every other test: use names of your own, leave it running."""
+    try:
+        return shared_kafka()
+    except BrokerUnavailableError as missing:
+        _skip_or_fail(missing)
+
+
+@pytest.fixture
+async def own_kafka(tmp_path: Path) -> AsyncIterator[KafkaBroker]:
+    """A started broker that this test alone uses, and may stop, kill, freeze and restart."""
+    broker = KafkaBroker(tmp_path)
+    try:
+        await broker.start()
+    except BrokerUnavailableError as missing:
+        _skip_or_fail(missing)
+    try:
+        yield broker
+    finally:
+        await broker.kill()
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """A topic name that no other test uses; the topic does not exist yet."""
+    return _unique(request, "topic")
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> str:
+    """A group id that no other test uses."""
+    return _unique(request, "group")
+
+
+def _unique(request: pytest.FixtureRequest, kind: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", request.node.name)[:80]
+    return f"{readable}-{kind}-{uuid.uuid4().hex[:8]}"
+
+
+def _skip_or_fail(missing: BrokerUnavailableError) -> NoReturn:
+    if os.environ.get("CI", "").lower() in {"1", "true", "yes"}:
+        pytest.fail(f"no Kafka broker, which CI must have: {missing}", pytrace=False)
+    pytest.skip(f"no Kafka broker: {missing}")

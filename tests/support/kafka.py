@@ -1,0 +1,222 @@
+"""A real Kafka broker in a process of its own, on free ports of 127.0.0.1."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+from tests.support.certificates import Certificates, make_certificates
+from tests.support.cluster import KafkaCluster, is_ready
+from tests.support.kafka_libs import PROJECT, kafka_libs
+from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
+
+__all__ = ["KafkaBroker", "KafkaFailedError"]
+
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 20.0
+READY_INTERVAL = 0.05
+TAIL_LINES = 40
+PORT_ATTEMPTS = 3
+
+# Below the range that the kernel gives to outgoing connections: a client that tries again and again to
+# reach a stopped broker on a port of that range may end up connected to itself, and then holds the port.
+PORTS = range(16_000, 32_000)
+
+JVM_OPTIONS = [
+    "-Xms128m",
+    "-Xmx512m",
+    "-XX:+UseSerialGC",  # the quickest start, and the least CPU beside the tests
+    "-XX:TieredStopAtLevel=1",
+    "-XX:-UsePerfData",
+    "-Djava.awt.headless=true",
+]
+
+
+class KafkaFailedError(RuntimeError):
+    """The broker ended, or did not answer in time; the message holds the end of its log."""
+
+
+class KafkaBroker(KafkaCluster):
+    """One KRaft node, broker and controller in one, that keeps its ports and data over a restart.
+
+    It ends with the process *watched*, however that ends.
+
+    Attributes:
+        bootstrap: Address of the plain listener, where everything is allowed.
+        secure_bootstrap: Address of the SASL_SSL listener (PLAIN, SCRAM-SHA-256 and -512), which allows nobody
+            anything without an ACL. Who its users are: `tests.support.kafka_properties`.
+        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
+        log_file: What the broker printed, over all its starts.
+    """
+
+    def __init__(
+        self, directory: Path, *, properties: Mapping[str, str] | None = None, watched: int | None = None
+    ) -> None:
+        self.directory = directory
+        self.log_file = directory / "broker.log"
+        self.certificates: Certificates = make_certificates(directory / "certificates")
+        self._extra = dict(properties or {})
+        self._watched = watched or os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._formatted = False
+        self._take_ports()
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def process_group(self) -> int:
+        """Id of the process group that is the broker; signal this to end it from another process."""
+        if self._process is None:
+            raise KafkaFailedError("the broker was not started: call start() first")
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Starts the broker; returns when it answers and coordinates groups.
+
+        Raises:
+            BrokerUnavailableError: Java or the broker's jars are missing.
+            KafkaFailedError: It ended or did not answer in time.
+        """
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            first = not self._formatted
+            try:
+                if first:
+                    await asyncio.to_thread(self._format)
+                self._launch()
+                await self._until_ready()
+            except KafkaFailedError as failure:
+                taken = "Address already in use" in str(failure)
+                if not (first and taken) or attempt == PORT_ATTEMPTS:
+                    raise
+                self._take_ports()  # nobody knows the old ones yet
+                self._formatted = False
+            else:
+                return
+
+    async def stop(self) -> None:
+        """Lets the broker shut down in order, as an operator would."""
+        await self._end(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """Ends the broker at once, without a chance to write anything."""
+        await self._end(signal.SIGKILL)
+
+    async def restart(self) -> None:
+        """Stops the broker and starts it again on the same ports and data."""
+        await self.stop()
+        await self.start()
+
+    def freeze(self) -> None:
+        """Makes the broker hang: connections stay open and nothing answers, until `thaw`."""
+        os.killpg(self.process_group, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets a frozen broker go on."""
+        os.killpg(self.process_group, signal.SIGCONT)
+
+    def tail(self) -> str:
+        """The last lines of the broker's log."""
+        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def _take_ports(self) -> None:
+        self._ports = Ports(*_free_ports(3))
+        self.bootstrap = f"127.0.0.1:{self._ports.plain}"
+        self.secure_bootstrap = f"127.0.0.1:{self._ports.secure}"
+
+    def _format(self) -> None:
+        """Writes the configuration and an empty metadata log with the one SCRAM user in it."""
+        text = broker_properties(self.directory, self._ports, self.certificates, self._extra)
+        self._properties_file.write_text(text)
+        cluster_id = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        command = ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
+        command += ["--cluster-id", cluster_id, "--config", str(self._properties_file)]
+        for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
+            credentials = f"name={SCRAM_USER.username},password={SCRAM_USER.password}"
+            command += ["--add-scram", f"{mechanism}=[{credentials}]"]
+        done = subprocess.run(
+            self._java() + command, capture_output=True, text=True, timeout=START_TIMEOUT, check=False
+        )
+        if done.returncode != 0:
+            raise KafkaFailedError(f"the broker's storage could not be formatted:\n{done.stdout}{done.stderr}")
+        self._formatted = True
+
+    def _launch(self) -> None:
+        guard = [sys.executable, "-S", str(PROJECT / "tests" / "support" / "guard.py"), str(self._watched)]
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*guard, *self._java(), "kafka.Kafka", str(self._properties_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    async def _until_ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + START_TIMEOUT
+        while loop.time() < give_up:
+            if not self.running:
+                raise KafkaFailedError(f"the broker ended while it started; its log ends with\n{self.tail()}")
+            if await _listens(self._ports.plain) and await is_ready(self.bootstrap):
+                return
+            await asyncio.sleep(READY_INTERVAL)
+        await self.kill()
+        raise KafkaFailedError(
+            f"the broker did not answer within {START_TIMEOUT:g} s; its log ends with\n{self.tail()}"
+        )
+
+    async def _end(self, number: signal.Signals) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            await asyncio.to_thread(process.wait, STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(process.wait, STOP_TIMEOUT)
+
+    def _java(self) -> list[str]:
+        log_settings = PROJECT / "tests" / "kafka" / "log4j2.properties"
+        libs = kafka_libs()
+        return ["java", *JVM_OPTIONS, f"-Dlog4j2.configurationFile={log_settings}", "-cp", f"{libs}/*"]
+
+    @property
+    def _properties_file(self) -> Path:
+        return self.directory / "server.properties"
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        port = random.choice(PORTS)
+        with closing(socket.socket()) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    return found

@@ -1,0 +1,65 @@
+"""Where the broker's jars are: fetched once by Maven, or said by `AIOSHARD_KAFKA_LIBS`."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+__all__ = ["BrokerUnavailableError", "kafka_libs"]
+
+PROJECT = Path(__file__).resolve().parents[2]
+POM = PROJECT / "tests" / "kafka" / "pom.xml"
+DEFAULT_LIBS = PROJECT / "build" / "kafka" / "libs"
+FETCH_TIMEOUT = 300.0
+
+
+class BrokerUnavailableError(RuntimeError):
+    """This machine cannot run a broker; the message says what is missing and how to get it."""
+
+
+def kafka_libs() -> Path:
+    """The folder of the broker's jars; fetches them with Maven when they are not there.
+
+    Raises:
+        BrokerUnavailableError: Java is missing, or the jars are and Maven cannot fetch them.
+    """
+    if shutil.which("java") is None:
+        raise BrokerUnavailableError(
+            "no `java` on PATH, needed to run a Kafka broker: install a JRE of version 17 or newer"
+        )
+    named = os.environ.get("AIOSHARD_KAFKA_LIBS")
+    libs = Path(named) if named else DEFAULT_LIBS
+    if _complete(libs):
+        return libs
+    if named:
+        raise BrokerUnavailableError(
+            f"AIOSHARD_KAFKA_LIBS={named} holds no kafka_2.13-*.jar: unset it, or run `make broker`"
+        )
+    libs.parent.mkdir(parents=True, exist_ok=True)
+    with (libs.parent / "fetch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here at once
+        if not _complete(libs):
+            _fetch(libs)
+    return libs
+
+
+def _complete(libs: Path) -> bool:
+    return any(libs.glob("kafka_2.13-*.jar"))
+
+
+def _fetch(libs: Path) -> None:
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise BrokerUnavailableError(
+            f"the broker's jars are not in {libs} and no `mvn` is on PATH to fetch them: install Maven"
+        )
+    partial = libs.with_name("libs.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [maven, "-q", "-B", "-f", str(POM), "dependency:copy-dependencies"]
+    command += ["-DincludeScope=runtime", f"-DoutputDirectory={partial}"]
+    fetched = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT, check=False)
+    if fetched.returncode != 0:
+        raise BrokerUnavailableError(f"Maven could not fetch the broker's jars:\n{fetched.stdout}{fetched.stderr}")
+    shutil.rmtree(libs, ignore_errors=True)
+    partial.rename(libs)

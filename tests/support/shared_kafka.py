@@ -1,0 +1,98 @@
+"""The one broker of a test run, shared by every process of the run.
+
+The first process that needs it starts it, under a lock; the process that leads the run ends it.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.support.certificates import Certificates
+from tests.support.cluster import KafkaCluster
+from tests.support.kafka import KafkaBroker
+
+__all__ = ["SharedKafka", "begin_run", "end_run", "shared_kafka"]
+
+RUN_DIRECTORY = "AIOSHARD_TEST_RUN"
+"""Environment variable by which the leading process tells its workers where the run keeps its state."""
+RUN_LEADER = "AIOSHARD_TEST_LEADER"
+"""Environment variable with the id of the leading process; the broker ends with it."""
+
+# A started broker is kept until its process ends: a dropped `Popen` would warn that it still runs.
+_started: list[KafkaBroker] = []
+
+
+@dataclass(frozen=True)
+class _Address:
+    bootstrap: str
+    secure_bootstrap: str
+    directory: str
+    process_group: int
+
+
+class SharedKafka(KafkaCluster):
+    """The run's broker as a test sees it: use it, leave it running.
+
+    Attributes:
+        secure_bootstrap: Address of the SASL_SSL listener; see `tests.support.kafka.KafkaBroker`.
+        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
+    """
+
+    def __init__(self, bootstrap: str, secure_bootstrap: str, directory: Path) -> None:
+        super().__init__(bootstrap)
+        self.secure_bootstrap = secure_bootstrap
+        folder = directory / "certificates"
+        self.certificates = Certificates(folder / "ca.pem", folder / "stranger.pem", folder / "server.pem")
+
+
+def begin_run() -> None:
+    """Called by the leading process before it starts workers."""
+    os.environ[RUN_DIRECTORY] = tempfile.mkdtemp(prefix="aioshard-tests-")
+    os.environ[RUN_LEADER] = str(os.getpid())
+
+
+def end_run() -> None:
+    """Called by the leading process at the very end: ends the broker, if there is one, and its data."""
+    directory = Path(os.environ.pop(RUN_DIRECTORY))
+    os.environ.pop(RUN_LEADER)
+    if (address := _read(directory)) is not None:
+        os.killpg(address.process_group, signal.SIGKILL)
+    if _started:
+        asyncio.run(_started.pop().kill())
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def shared_kafka() -> SharedKafka:
+    """The run's broker; starts it when no process of the run has done so yet.
+
+    Raises:
+        BrokerUnavailableError: Java or the broker's jars are missing.
+        KafkaFailedError: It ended or did not answer in time.
+    """
+    directory = Path(os.environ[RUN_DIRECTORY])
+    with (directory / "kafka.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        address = _read(directory) or _start(directory)
+    return SharedKafka(address.bootstrap, address.secure_bootstrap, Path(address.directory))
+
+
+def _read(directory: Path) -> _Address | None:
+    file = directory / "kafka.json"
+    return _Address(**json.loads(file.read_text())) if file.exists() else None
+
+
+def _start(directory: Path) -> _Address:
+    home = directory / "kafka"
+    home.mkdir()
+    broker = KafkaBroker(home, watched=int(os.environ[RUN_LEADER]))
+    asyncio.run(broker.start())
+    _started.append(broker)
+    address = _Address(broker.bootstrap, broker.secure_bootstrap, str(home), broker.process_group)
+    (directory / "kafka.json").write_text(json.dumps(asdict(address)))
+    return address
