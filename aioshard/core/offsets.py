@@ -95,6 +95,8 @@ class OffsetTracker(Generic[T]):
             if next_offset <= offsets[-1]:
                 raise OffsetRegressionError(next_offset, offsets[-1] + 1)
             self._incomplete.update(zip(offsets, values, strict=True))
+            if self._watched < 0:
+                self._watched = offsets[0]
         elif next_offset < self._position:
             raise OffsetRegressionError(next_offset, self._position)
         self._position = next_offset
@@ -112,6 +114,10 @@ class OffsetTracker(Generic[T]):
         return offset == self._watched
 
     def watch(self) -> int:
-        """Name the oldest incomplete offset, whose completion `complete` will report; -1 when there is none."""
+        """Name the oldest incomplete offset, whose completion `complete` will report.
+
+        Returns:
+            That offset, or -1 when nothing is incomplete: the next record that arrives is named then.
+        """
         self._watched = next(iter(self._incomplete), -1)
         return self._watched

@@ -2,7 +2,6 @@
 
 import asyncio
 import enum
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from aioshard.core.drain import DrainPlan
@@ -164,6 +163,8 @@ class Epoch:
 
     def close(self) -> None:
         """Let nothing new start, and plan what must end before the partition is handed over."""
+        if self.gate is not Gate.OPEN:
+            return
         blocked = [delivery for delivery in self.tracker.values() if delivery.block is not None]
         self.gate = Gate.CLOSED
         self.drain = DrainPlan(self.tracker.values(), self.highest_started, blocked)
@@ -215,7 +216,3 @@ class Epoch:
         self.stop_draining()
         self._advanced()
         return Rerun(self.highest_started, never)
-
-    def deliveries(self, records: Iterable[tuple[Record, int]], now: float) -> list[Delivery]:
-        """Deliveries of records with their sizes, without shard keys yet."""
-        return [Delivery(record, self, None, size, now) for record, size in records]

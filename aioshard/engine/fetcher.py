@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from aioshard.core.flow import Usage, room_for
+from aioshard.core.flow import NONE, Usage, room_for
 from aioshard.core.sharding import ShardKey, shard_number
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
@@ -176,7 +176,6 @@ class Pump:
             TransportError: From `Transport.poll`.
         """
         while True:
-            self._buffer.arm()
             taken = await transport.poll(self.allowance, _POLL_TIMEOUT)
             for item in taken:
                 fetcher = self._fetchers.get(item.topic_partition)
@@ -222,7 +221,9 @@ class Pump:
         if held.records and not stuck:
             shares = _CHUNKS * (len(self._fetchers) + 1)
             if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
-                return NOTHING
+                room = NONE
+        if not room.records:
+            buffer.arm()
         return Allowance(room.records, room.bytes)
 
     def _for_oversized(self, topic_partition: TopicPartition, waiting: Oversized) -> Allowance:
@@ -234,9 +235,10 @@ class Pump:
         if owner is None or owner.epoch.gate is not Gate.OPEN:
             self._waiting = None
             return NOTHING
+        buffer = self._buffer
+        buffer.arm()
         if topic_partition != waiting.topic_partition:
             return NOTHING
-        buffer = self._buffer
         free = buffer.bounds.bytes - buffer.bytes
         if waiting.size <= free:
             return Allowance(1, free)

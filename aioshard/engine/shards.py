@@ -204,6 +204,11 @@ class Shards:
         """The deliveries that hold their shard because their attempts are used up."""
         return [d for d in tuple(self._blocked) if d.block is not None and d.block.halted]
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing will start unless something arrives: what is left is halted, or behind it."""
+        return not self._has_work and all(d.block is not None and d.block.halted for d in self._blocked)
+
     # Rebalancing --------------------------------------------------------------
 
     def reopen(self, epoch: Epoch) -> None:

@@ -1,0 +1,178 @@
+"""The commit coordinator: one task that commits what may be committed, in order, once at a time."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import anyio
+
+from aioshard.core.ownership import with_first_generation
+from aioshard.engine.epoch import Epoch, Gate
+from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.ports import Committed, Membership, Transport
+
+__all__ = ["Committer"]
+
+logger = logging.getLogger("aioshard.engine.committer")
+
+_RETRY_DELAY = 0.1
+
+
+class _Request(NamedTuple):
+    """Somebody waits until these epochs are committed."""
+
+    epochs: tuple[Epoch, ...]
+    done: asyncio.Future[bool]
+
+
+class Committer:
+    """Awaits the futures of the oldest incomplete records and commits what has changed.
+
+    Owns which epochs may be committed (`own`, `disown`), and is the only one that sends commits, one at
+    a time, each with a deadline. What was not acknowledged stays due. A commit is computed anew for every
+    attempt, under the membership of that moment, from the epochs that are ours at that moment: nothing is
+    ever sent again as it was (I9).
+
+    Invariants:
+        * An epoch's `acknowledged` changes only when the broker acknowledged, or at its start.
+        * What is sent for an epoch is its committable offset of that moment (I1).
+    """
+
+    def __init__(self, interval: float, timeout: float, clock: Callable[[], float]) -> None:
+        """Make a committer; `run` is its task, once per life of a client.
+
+        Args:
+            interval: Seconds between commits.
+            timeout: Seconds after which a request counts as not acknowledged.
+            clock: Loop time.
+        """
+        self.commits = 0
+        self.failures = 0
+        self.trouble: str | None = None
+        """Why the last commit was not acknowledged; None when it was."""
+        self._interval = interval
+        self._timeout = timeout
+        self._clock = clock
+        self._owned: set[Epoch] = set()
+        self._requests: list[_Request] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._last = -interval
+        self._refused: Membership | None = None
+        self._running = False
+
+    def own(self, epoch: Epoch) -> None:
+        """From now on the epoch is ours to commit."""
+        self._owned.add(epoch)
+        self._wake()
+
+    def disown(self, epoch: Epoch) -> None:
+        """From now on nothing of the epoch is committed."""
+        self._owned.discard(epoch)
+
+    async def flush(self, epochs: Collection[Epoch], timeout: float) -> bool:
+        """Commit what is due of *epochs* now, and again until it is acknowledged.
+
+        Args:
+            epochs: Those that are owned; others are left alone.
+            timeout: Seconds after which to give up.
+
+        Returns:
+            Whether nothing of them is due any more.
+        """
+        if not self._running or not self._due(epochs):
+            return not self._due(epochs)
+        request = _Request(tuple(epochs), asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        self._wake()
+        with anyio.move_on_after(timeout):
+            return await request.done
+        if request in self._requests:
+            self._requests.remove(request)
+        return not self._due(request.epochs)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _due(self, epochs: Collection[Epoch]) -> dict[Epoch, int]:
+        """What may be committed and is not yet, of those epochs that are ours."""
+        return {
+            epoch: committable
+            for epoch in epochs
+            if epoch in self._owned
+            and epoch.gate is not Gate.ENDED
+            and (committable := epoch.tracker.committable) != epoch.acknowledged
+        }
+
+    async def run(self, transport: Transport) -> None:
+        """Commit until cancelled; whoever waits in `flush` then learns that it did not happen."""
+        self._refused = None
+        self._running = True
+        try:
+            while True:
+                await self._until_due(transport)
+                await self._commit_due(transport)
+        finally:
+            self._running = False
+            for request in self._requests:
+                if not request.done.done():
+                    request.done.set_result(False)
+            self._requests.clear()
+
+    async def _until_due(self, transport: Transport) -> None:
+        """Wait for a request, or for something due and the interval since the last commit to pass."""
+        while not self._requests:
+            self._waiter = asyncio.get_running_loop().create_future()
+            awaited: list[asyncio.Future[None]] = [self._waiter]
+            timeout = None
+            if self._due(self._owned):
+                timeout = max(self._last + self._interval - self._clock(), 0.0)
+                if timeout <= 0 and self._may_send(transport.membership()):
+                    return
+                timeout = max(timeout, _RETRY_DELAY)
+            else:
+                awaited += [epoch.frontier() for epoch in self._owned]
+            await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+    def _may_send(self, membership: Membership) -> bool:
+        return membership.generation >= 0 and membership != self._refused
+
+    async def _commit_due(self, transport: Transport) -> None:
+        plan = self._due(self._owned)
+        membership = transport.membership()
+        if plan and self._may_send(membership):
+            await self._send(transport, plan, membership)
+        self._last = self._clock()
+        waiting = self._requests
+        self._requests = [request for request in waiting if self._due(request.epochs)]
+        for request in waiting:
+            if request not in self._requests and not request.done.done():
+                request.done.set_result(True)
+        if self._requests:
+            await asyncio.sleep(_RETRY_DELAY)
+
+    async def _send(self, transport: Transport, plan: dict[Epoch, int], membership: Membership) -> None:
+        offsets = {
+            epoch.topic_partition: Committed(offset, with_first_generation(epoch.first_generation))
+            for epoch, offset in plan.items()
+        }
+        try:
+            with anyio.fail_after(self._timeout):
+                await transport.commit(offsets, membership)
+        except (TransportError, TimeoutError) as error:
+            if isinstance(error, CommitRefusedError):
+                self._refused = membership
+            self._failed(error)
+            return
+        self.commits += 1
+        self.trouble = None
+        for epoch, offset in plan.items():
+            epoch.acknowledged = offset
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        reason = str(error) or f"no answer within commit_timeout={self._timeout:g} s"
+        if reason != self.trouble:
+            logger.warning("a commit was not acknowledged and stays due: %s", reason)
+        self.trouble = reason

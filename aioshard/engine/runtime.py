@@ -1,0 +1,302 @@
+"""One running engine: its tasks from start to stop, and the supervisor of the client."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import NamedTuple
+
+import anyio
+
+from aioshard.core.flow import Usage
+from aioshard.core.retry import Retry
+from aioshard.core.sharding import ShardKey
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.committer import Committer
+from aioshard.engine.epoch import Epoch
+from aioshard.engine.fetcher import Feed, Pump
+from aioshard.engine.rebalance import Limits, Rebalance
+from aioshard.engine.shards import Shards
+from aioshard.engine.tasks import TaskSet
+from aioshard.engine.worker import Counters, Invoke, Worker
+from aioshard.errors import HaltedError, NotDrainedError, StartError, TransportError
+from aioshard.observe import AppState
+from aioshard.ports import Transport, TransportFactory
+from aioshard.records import Record
+
+__all__ = ["Engine", "HandlerSpec", "Options"]
+
+logger = logging.getLogger("aioshard.engine")
+
+_FIRST_BACKOFF = 0.2
+_LONGEST_BACKOFF = 5.0
+_CHECK_INTERVAL = 0.05
+
+
+class HandlerSpec(NamedTuple):
+    """A handler as the engine runs it."""
+
+    name: str
+    topics: tuple[str, ...]
+    pattern: str | None
+    shard_key: Callable[[Record], ShardKey]
+    shards: int | None
+    concurrency: int
+    retry: Retry
+    call: Callable[[Record], Awaitable[object]] | None
+    """The handler itself where it takes nothing but the record."""
+    invoke: Invoke
+    """Runs one attempt in every other case."""
+
+    def takes(self, topic: str) -> bool:
+        """Whether the records of *topic* are this handler's."""
+        return topic in self.topics or (self.pattern is not None and re.fullmatch(self.pattern, topic) is not None)
+
+
+class Options(NamedTuple):
+    """Times in seconds, sizes in bytes; see `aioshard.settings.Settings`."""
+
+    limits: Limits
+    commit_interval: float
+    start_timeout: float | None
+    shutdown_timeout: float
+    stuck_after: float
+    max_buffered_records: int
+
+
+class Running(NamedTuple):
+    """One handler with what serves it."""
+
+    spec: HandlerSpec
+    feed: Feed
+    workers: tuple[Worker, ...]
+    counters: Counters
+
+
+class Engine:
+    """Consumes with the given handlers until stopped; one per start of an app.
+
+    `start` returns once the first assignment is complete, `stop` drains and commits. In between the
+    supervisor rebuilds the client whenever it is lost. Owned by the event loop that started it.
+    """
+
+    def __init__(self, specs: Sequence[HandlerSpec], options: Options, make_transport: TransportFactory) -> None:
+        """Make an engine; nothing runs yet."""
+        loop = asyncio.get_running_loop()
+        self.options = options
+        self.clock = loop.time
+        self.state: AppState = "starting"
+        self.transport: Transport | None = None
+        self.client_losses = 0
+        self.trouble: str | None = None
+        """Why nothing can be consumed at all now."""
+        self.trouble_since = 0.0
+        self.failed: asyncio.Future[None] = loop.create_future()
+        """Ends with an exception when the app cannot go on."""
+        self._make_transport = make_transport
+        self._supervisor: asyncio.Task[object] | None = None
+        self._stopping = False
+        self._tasks = TaskSet(self._crashed)
+        self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
+        self.handlers = tuple(self._running(spec) for spec in specs)
+        self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
+        self.rebalance = Rebalance(options.limits, self, self.committer, self.buffer, self._tasks, self.clock)
+        self.pump = Pump(
+            self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.rebalance.restart
+        )
+
+    def _running(self, spec: HandlerSpec) -> Running:
+        if spec.shards is None:
+            shards = [Shards()]
+            served = shards * spec.concurrency
+        else:
+            bound = max(self.options.max_buffered_records // spec.shards, 1)
+            shards = served = [Shards(bound) for _ in range(spec.shards)]
+        counters = Counters()
+        workers = tuple(
+            Worker(f"{spec.name} worker {number}", part, spec.call, spec.invoke, spec.retry, counters, self.clock)
+            for number, part in enumerate(served)
+        )
+        return Running(spec, Feed(spec.name, spec.shard_key, shards, fixed=spec.shards is not None), workers, counters)
+
+    # What the rebalance asks ------------------------------------------------------------
+
+    @property
+    def workers(self) -> Collection[Worker]:
+        """All workers of all handlers."""
+        return [worker for handler in self.handlers for worker in handler.workers]
+
+    def feed_of(self, topic: str) -> Feed:
+        """Where the records of a topic go."""
+        return next(handler.feed for handler in self.handlers if handler.spec.takes(topic))
+
+    def fail(self, error: BaseException) -> None:
+        """The app cannot go on; whoever serves it gets *error*."""
+        if self.state not in ("draining", "stopped"):
+            self.state = "failed"
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # it is raised where the app is served; not retrieving it is no error
+
+    def _crashed(self, task: str, error: BaseException) -> None:
+        logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error)
+        self.fail(error)
+
+    def _wake_pump(self) -> None:
+        if self.transport is not None:
+            self.transport.wake()
+
+    # Start ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all tasks and wait for the first assignment.
+
+        Raises:
+            StartError: It was not complete within `start_timeout`, or the brokers refused us.
+            AioshardError: What makes consuming impossible, such as `NoOffsetError`.
+        """
+        for handler in self.handlers:
+            for worker in handler.workers:
+                self._tasks.start(worker.run(), worker.name)
+        self._supervisor = self._tasks.start(self._supervise(), "client")
+        if self.options.start_timeout is None:
+            return
+        settled = asyncio.ensure_future(self.rebalance.settled.wait())
+        try:
+            await asyncio.wait([settled, self.failed], timeout=self.options.start_timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            settled.cancel()
+        if self.failed.done():
+            self.failed.result()
+        if not self.rebalance.settled.is_set():
+            reason = self.trouble or "the group has not given out its partitions (another member may be slow to rejoin)"
+            message = f"the app did not start within start_timeout={self.options.start_timeout:g} s: {reason}"
+            raise StartError(message)
+
+    async def _supervise(self) -> None:
+        """Keep a client alive: build it, use it, and build another one when it is lost."""
+        backoff = _FIRST_BACKOFF
+        while True:
+            self.rebalance.settled.clear()
+            try:
+                await self._live()
+            except TransportError as error:
+                if self.rebalance.settled.is_set():
+                    backoff = _FIRST_BACKOFF
+                if self.state == "starting" and not error.retriable:
+                    failure = StartError(str(error))
+                    failure.__cause__ = error
+                    self.fail(failure)
+                    return
+                self._note_trouble(error, backoff)
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+
+    def _note_trouble(self, error: TransportError, backoff: float) -> None:
+        self.client_losses += 1
+        if self.trouble is None:
+            self.trouble_since = self.clock()
+        if str(error) != self.trouble:
+            logger.error("the Kafka client is gone and will be built anew in %.1f s: %s", backoff, error)
+        self.trouble = str(error)
+
+    async def _live(self) -> None:
+        """One life of a client: from connecting until it is lost."""
+        transport = self._make_transport()
+        self.transport = transport
+        self.rebalance.attach(transport)
+        committing: asyncio.Task[object] | None = None
+        watching = self._tasks.start(self._watch_settled(), "settled")
+        try:
+            committing = self._tasks.start(self.committer.run(transport), "commit coordinator")
+            topics = {topic for handler in self.handlers for topic in handler.spec.topics}
+            patterns = [handler.spec.pattern for handler in self.handlers if handler.spec.pattern]
+            pattern = "|".join(f"(?:{text})" for text in (*patterns, *map(re.escape, topics))) if patterns else None
+            await transport.start(topics, pattern, self.rebalance)
+            await self.pump.run(transport)
+        finally:
+            watching.cancel()
+            if committing is not None:
+                committing.cancel()
+            if not self._stopping:
+                self.rebalance.end_all("the client was lost")
+                await self._close(transport)
+
+    async def _watch_settled(self) -> None:
+        """The first assignment ends the start, and any later one ends the trouble."""
+        await self.rebalance.settled.wait()
+        self.trouble = None
+        if self.state == "starting":
+            self.state = "running"
+
+    async def _close(self, transport: Transport) -> None:
+        with anyio.move_on_after(self.options.limits.commit_timeout, shield=True):
+            try:
+                await transport.close()
+            except TransportError as error:
+                logger.warning("the client did not close cleanly: %s", error)
+        self.transport = None
+
+    # Stop -------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Drain, commit and end all tasks within `shutdown_timeout`.
+
+        Raises:
+            NotDrainedError: Records still ran; they were cancelled and stay uncommitted.
+        """
+        self._stopping = True
+        if self.state != "failed":
+            self.state = "draining"
+        timeout = self.options.shutdown_timeout
+        reserve = min(self.options.limits.commit_timeout, timeout / 3)
+        deadline = self.clock() + timeout
+        epochs = self.rebalance.epochs
+        await self.rebalance.drain(epochs, timeout - reserve)
+        late = [repr(worker.delivery) for worker in self.workers if worker.delivery is not None]
+        await self.committer.flush(epochs, max(min(deadline - self.clock(), reserve), 0.1))
+        for worker in self.workers:
+            worker.interrupt()
+        with anyio.move_on_after(max(deadline - self.clock(), 1.0)):
+            if self._supervisor is not None:
+                await self._tasks.cancel(self._supervisor)
+            if self.transport is not None:
+                await self._close(self.transport)
+        self.rebalance.end_all("the app stopped")
+        await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
+        if self.state != "failed":
+            self.state = "stopped"
+        if late:
+            raise NotDrainedError(late, timeout)
+
+    # Consuming to the end -----------------------------------------------------------------------
+
+    async def caught_up(self) -> None:
+        """Wait until everything up to the ends seen at the start is complete.
+
+        Raises:
+            HaltedError: What is left is halted, or waits behind what is.
+        """
+        while True:
+            if self.failed.done():
+                self.failed.result()
+            if self.rebalance.settled.is_set() and all(self._reached_end(e) for e in self.rebalance.epochs):
+                return
+            halted = [d for handler in self.handlers for shards in handler.feed.shards for d in shards.halted]
+            if halted and self._nothing_moves():
+                raise HaltedError(repr(delivery) for delivery in halted)
+            await asyncio.wait([self.failed], timeout=_CHECK_INTERVAL)
+
+    def _reached_end(self, epoch: Epoch) -> bool:
+        return epoch.tracker.committable >= self.rebalance.ends[epoch.topic_partition]
+
+    def _nothing_moves(self) -> bool:
+        if any(worker.delivery is not None for worker in self.workers):
+            return False
+        if not all(shards.at_rest for handler in self.handlers for shards in handler.feed.shards):
+            return False
+        return all(
+            epoch.tracker.position >= self.rebalance.ends[epoch.topic_partition]
+            or not self.pump.allowance(epoch.topic_partition).records
+            for epoch in self.rebalance.epochs
+        )
