@@ -1,8 +1,8 @@
 """Certificates that live for one test run: an authority, and a server key that it signed."""
 
-import datetime
 import ipaddress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
@@ -12,7 +12,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 __all__ = ["Certificates", "make_certificates"]
 
-LIFETIME = datetime.timedelta(days=2)
+LIFETIME = timedelta(days=2)
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ def _name(common_name: str) -> x509.Name:
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(now + LIFETIME)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

@@ -4,7 +4,7 @@ Everything here has a deadline and leaves no connection open.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class KafkaCluster:
         """Deletes a topic; returns when the cluster does not list it any more."""
         async with self._admin() as admin:
             _raise_first_error((await admin.delete_topics([name])).topic_error_codes)
-            while name in await admin.list_topics():
+            while name in await admin.list_topics():  # noqa: ASYNC110  (a broker sends no event)
                 await asyncio.sleep(POLL_INTERVAL)
 
     async def add_partitions(self, name: str, total: int) -> None:
@@ -231,20 +231,29 @@ async def _send(
     positions: list[tuple[int, int]] = [(-1, -1)] * len(messages)
     for lane, indexes in lanes.items():
         sent: list[tuple[asyncio.Future[Any], list[int]]] = []
-        batch, inside = producer.create_batch(), []
-        for index in indexes:
-            key, value = messages[index]
-            if batch.append(key=key, value=value, timestamp=None, headers=list(headers)) is None:
-                sent.append((await producer.send_batch(batch, topic, partition=lane), inside))
-                batch, inside = producer.create_batch(), []
-                batch.append(key=key, value=value, timestamp=None, headers=list(headers))
-            inside.append(index)
-        sent.append((await producer.send_batch(batch, topic, partition=lane), inside))
+        for batch, inside in _batches(producer, messages, indexes, list(headers)):
+            sent.append((await producer.send_batch(batch, topic, partition=lane), inside))
         for acknowledged, inside in sent:
             base = (await acknowledged).offset
             for distance, index in enumerate(inside):
                 positions[index] = (lane, base + distance)
     return positions
+
+
+def _batches(
+    producer: Any, messages: Sequence[Message], indexes: Sequence[int], headers: list[tuple[str, bytes | None]]
+) -> Iterator[tuple[Any, list[int]]]:
+    """Full batches of the messages at *indexes*, each with the indexes inside it."""
+    batch = producer.create_batch()
+    inside: list[int] = []
+    for index in indexes:
+        key, value = messages[index]
+        if batch.append(key=key, value=value, timestamp=None, headers=headers) is None:
+            yield batch, inside
+            batch, inside = producer.create_batch(), []
+            batch.append(key=key, value=value, timestamp=None, headers=headers)
+        inside.append(index)
+    yield batch, inside
 
 
 def _record(found: Any) -> Record:

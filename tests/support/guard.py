@@ -26,13 +26,17 @@ def _wait_for_end(pid: int) -> None:
         except ProcessLookupError:
             return
         select.select([ended], [], [])
-        return
-    while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(1.0)
+    else:
+        while _exists(pid):
+            time.sleep(1.0)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _end_with(pid: int) -> None:

@@ -58,6 +58,9 @@ QUICK: dict[str, str] = {
     "log.cleaner.dedupe.buffer.size": "8388608",
     # An abandoned transaction is aborted about a second after its own time-out.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+    # After a kill the controller refuses the same broker until its old session has ended.
+    "broker.session.timeout.ms": "3000",
+    "broker.heartbeat.interval.ms": "500",
     # Small machine.
     "num.network.threads": "2",
     "num.io.threads": "4",
