@@ -1,0 +1,107 @@
+"""Errors of aiokafka as ours: sentences that name the group, the topic or the partition."""
+
+import asyncio
+from collections.abc import Collection
+
+from aiokafka import errors as kafka
+
+from aioshard.errors import (
+    AuthorizationError,
+    ClientLostError,
+    CommitError,
+    CommitRefusedError,
+    CorruptRecordError,
+    TransportError,
+)
+from aioshard.records import TopicPartition
+
+__all__ = ["commit_error", "corrupt_record", "group_error", "reason", "request_error"]
+
+_MOVED_ON = (
+    kafka.UnknownMemberIdError,
+    kafka.IllegalGenerationError,
+    kafka.RebalanceInProgressError,
+)
+"""Answers that say: the group has moved on since the membership was given."""
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, or its class where it says nothing, without a full stop."""
+    text = str(error).strip().rstrip(".")
+    if isinstance(error, kafka.BrokerResponseError):
+        explained = getattr(error, "description", "").split(".")[0].strip()
+        return f"{getattr(error, 'message', type(error).__name__)}: {explained or text}"
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return text or "no answer in time"
+    return text or type(error).__name__
+
+
+def group_error(error: BaseException, group_id: str) -> TransportError:
+    """What ends membership for good: refusals of the group or a topic, and whatever the client gave up on."""
+    return _denied(error, group_id) or ClientLostError(
+        f"the Kafka client gave up on group {group_id!r} ({reason(error)}); a new client is needed"
+    )
+
+
+def request_error(error: BaseException, what: str, group_id: str) -> TransportError:
+    """A failed question to the brokers.
+
+    Args:
+        error: What the client raised.
+        what: What was asked for, as in "the committed offsets of orders/0".
+    """
+    translated = _denied(error, group_id)
+    if translated is None:
+        translated = TransportError(f"the brokers did not tell {what}: {reason(error)}")
+        translated.retriable = bool(getattr(error, "retriable", False))
+    return translated
+
+
+def commit_error(error: BaseException, partitions: Collection[TopicPartition], group_id: str) -> TransportError:
+    """A commit that was not acknowledged."""
+    if isinstance(error, _MOVED_ON):
+        return CommitRefusedError(
+            f"the broker refused a commit of group {group_id!r}: the group has moved on "
+            f"({reason(error)}); what was not committed is delivered again"
+        )
+    named = ", ".join(map(str, list(partitions)[:5]))
+    return _denied(error, group_id) or CommitError(
+        f"a commit of group {group_id!r} for {named}{', …' if len(partitions) > 5 else ''} "  # noqa: PLR2004
+        f"was not acknowledged ({reason(error)}); it stays due"
+    )
+
+
+def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset: int) -> CorruptRecordError:
+    """A batch that cannot be read."""
+    if isinstance(error, kafka.UnsupportedCodecError):
+        return CorruptRecordError(
+            f"the batch at offset {offset} of {topic_partition} cannot be decompressed here ({reason(error)}): "
+            "install the codec with  pip install 'aiokafka[all]'"
+        )
+    return CorruptRecordError(
+        f"the batch at offset {offset} of {topic_partition} cannot be read ({reason(error)}): the position stays "
+        "before it. Restore it from a replica, or move the group past it with the consumer stopped"
+    )
+
+
+def _denied(error: BaseException, group_id: str) -> AuthorizationError | None:
+    # aiokafka wraps refusals that it does not expect in a KafkaError of their repr.
+    text = repr(error)
+    if isinstance(error, kafka.GroupAuthorizationFailedError) or "GroupAuthorizationFailedError" in text:
+        return AuthorizationError(
+            f"the brokers do not allow this user to read with group {group_id!r}: "
+            f"grant READ and DESCRIBE on the group, or use another group id"
+        )
+    if isinstance(error, kafka.TopicAuthorizationFailedError) or "TopicAuthorizationFailedError" in text:
+        return AuthorizationError(
+            f"the brokers do not allow this user to read {_topics(error)}: grant READ and DESCRIBE on it"
+        )
+    return None
+
+
+def _topics(error: BaseException) -> str:
+    named = error.args[0] if isinstance(error, kafka.TopicAuthorizationFailedError) and error.args else ()
+    names = [named] if isinstance(named, str) else sorted(named)
+    if not names:
+        return "a topic that this app subscribes to"
+    return f"topic{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
