@@ -103,7 +103,7 @@ def test_dotenv_file_and_secrets_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given_servers, expected",
+    ("given_servers", "expected"),
     [
         ("localhost:9092", "localhost:9092"),
         (["a:1", "b:2"], "a:1,b:2"),
@@ -163,7 +163,7 @@ def test_unknown_names_get_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value, limit",
+    ("name", "value", "limit"),
     [
         ("session_timeout", -1, "greater than 0"),
         ("commit_interval", 0, "greater than 0"),
@@ -246,7 +246,7 @@ def test_drain_timeout_none_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    "values, advice",
+    ("values", "advice"),
     [
         ({"client": "confluent"}, "leave it at 'aiokafka'"),
         ({"group_protocol": "consumer"}, "leave it at 'classic'"),
@@ -318,7 +318,7 @@ def test_tls_and_sasl_that_belong_together(pem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "values, sentence",
+    ("values", "sentence"),
     [
         ({"security_protocol": "SASL_SSL"}, "needs sasl_mechanism"),
         ({"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_password": "p"}, "needs sasl_username"),

@@ -1,0 +1,107 @@
+"""Log output of the command line."""
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from aioshard.telemetry.logs import LogFormat, configure
+
+Configure = Callable[[str, LogFormat], io.StringIO]
+
+
+@pytest.fixture
+def configured() -> Iterator[Configure]:
+    """`configure` on a stream of its own, undone afterwards."""
+    root = logging.getLogger()
+    level = root.level
+    quiet = {name: logging.getLogger(name).level for name in ("aiokafka", "kafka", "uvicorn", "asyncio")}
+    handlers: list[logging.Handler] = []
+
+    def start(name: str, style: LogFormat) -> io.StringIO:
+        stream = io.StringIO()
+        handlers.append(configure(name, style, stream))
+        return stream
+
+    yield start
+    for handler in handlers:
+        root.removeHandler(handler)
+    root.setLevel(level)
+    for name, number in quiet.items():
+        logging.getLogger(name).setLevel(number)
+    logging.captureWarnings(capture=False)
+
+
+def test_text_is_one_readable_line_with_the_extra_fields(configured: Configure) -> None:
+    stream = configured("info", "text")
+    logging.getLogger("aioshard.engine").warning(
+        "partition %s waits", "orders/3", extra={"topic": "orders", "offset": 7}
+    )
+    line = stream.getvalue()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING aioshard\.engine: partition orders/3 waits "
+        r"\[topic=orders offset=7\]\n",
+        line,
+    )
+
+
+def test_json_is_one_object_per_line_whatever_is_logged(configured: Configure) -> None:
+    stream = configured("info", "json")
+    logger = logging.getLogger("aioshard.engine")
+    logger.info("two\nlines", extra={"topic": "orders", "what": object()})
+    try:
+        raise ValueError("wrong")  # noqa: TRY301
+    except ValueError:
+        logger.exception("it broke")
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first["message"] == "two\nlines"
+    assert (first["level"], first["logger"], first["topic"]) == ("INFO", "aioshard.engine", "orders")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+    assert "ValueError: wrong" in second["exception"]
+
+
+def test_an_extra_field_cannot_replace_the_message(configured: Configure) -> None:
+    stream = configured("info", "json")
+    logging.getLogger("aioshard").info("sentence", extra={"level": "mine"})
+    assert json.loads(stream.getvalue())["level"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("level", "heard"),
+    [
+        ("warning", {"ours warning", "client warning"}),
+        ("info", {"ours info", "ours warning", "client warning"}),
+        ("debug", {"ours debug", "ours info", "ours warning", "client info", "client warning"}),
+        ("error", set()),
+    ],
+)
+def test_the_client_is_quieter_than_we_are(configured: Configure, level: str, heard: set[str]) -> None:
+    stream = configured(level, "json")
+    ours, client = logging.getLogger("aioshard.engine"), logging.getLogger("aiokafka.consumer")
+    ours.debug("ours debug")
+    ours.info("ours info")
+    ours.warning("ours warning")
+    client.info("client info")
+    client.warning("client warning")
+    assert {json.loads(line)["message"] for line in stream.getvalue().splitlines()} == heard
+
+
+def test_warnings_become_log_records(configured: Configure) -> None:
+    stream = configured("info", "json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(capture=True)
+        warnings.warn("old ways", stacklevel=1)
+    assert "old ways" in json.loads(stream.getvalue())["message"]
+
+
+def test_importing_the_module_configures_nothing() -> None:
+    script = "import logging, aioshard.telemetry.logs as _; print(logging.getLogger().handlers)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,248 @@
+"""Health: what the routes answer in each state, and the server that serves them."""
+
+import asyncio
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import httpx
+import prometheus_client
+import pytest
+from fastapi import FastAPI
+from starlette.applications import Starlette
+
+from aioshard.errors import AioshardError
+from aioshard.observe import AppState, HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.telemetry.metrics import AppCollector
+from aioshard.web.health import PortError, findings, health_routes, serve_health
+
+PARTITION = PartitionStatistics(
+    topic="orders",
+    partition=3,
+    epoch=1,
+    position=120,
+    committed=100,
+    committable=101,
+    end_offset=150,
+    lag=50,
+    incomplete=19,
+    buffered_records=18,
+    buffered_bytes=9_000,
+    paused=None,
+    oldest_incomplete_age=2.5,
+)
+HANDLER = HandlerStatistics(
+    name="on_order",
+    topics=("orders",),
+    concurrency=64,
+    busy=5,
+    shards=7,
+    processed=1_000,
+    retried=11,
+    skipped=2,
+    dead_lettered=3,
+    parked=4,
+    halted=0,
+    outliving=(),
+)
+STATISTICS = Statistics(
+    state="running",
+    group_id="billing",
+    member_id="m-1",
+    rebalances=2,
+    commits=30,
+    commit_failures=1,
+    replayed=6,
+    buffered_records=18,
+    buffered_bytes=9_000,
+    client_losses=1,
+    trouble=None,
+    partitions=(PARTITION,),
+    handlers=(HANDLER,),
+)
+
+
+class FakeApp:
+    """An app whose state a test sets."""
+
+    def __init__(self, statistics: Statistics = STATISTICS, stuck_after: float = 60.0) -> None:
+        self.current = statistics
+        self.settings = SimpleNamespace(stuck_after=stuck_after)
+
+    def statistics(self) -> Statistics:
+        return self.current
+
+    def explain(self) -> str:
+        return "orders/3 waits for record 101 (key #1f2e)"
+
+
+def client_of(app: FakeApp) -> httpx.AsyncClient:
+    """A client of the routes without a server."""
+    transport = httpx.ASGITransport(app=Starlette(routes=health_routes(app)))
+    return httpx.AsyncClient(transport=transport, base_url="http://app")
+
+
+# Routes
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "ready"),
+    [
+        ("starting", 200, 503),
+        ("running", 200, 200),
+        ("draining", 200, 503),
+        ("stopped", 200, 503),
+        ("failed", 503, 503),
+    ],
+)
+async def test_status_of_each_state(state: AppState, live: int, ready: int) -> None:
+    async with client_of(FakeApp(dataclasses.replace(STATISTICS, state=state))) as client:
+        for path, expected in (("/livez", live), ("/readyz", ready)):
+            response = await client.get(path)
+            assert response.status_code == expected, path
+            body = response.json()
+            assert body["state"] == state
+            assert body["status"] == ("ok" if expected == 200 else "unavailable")
+            assert bool(body["reasons"]) == (expected == 503), "a refusal says why, an approval has no reasons"
+
+
+async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> None:
+    rebalancing = dataclasses.replace(
+        STATISTICS, member_id=None, partitions=(), trouble="no broker has answered for 8 s"
+    )
+    async with client_of(FakeApp(rebalancing)) as client:
+        for path in ("/livez", "/readyz"):
+            response = await client.get(path)
+            assert response.status_code == 200
+            assert response.json()["findings"] == ["no broker answers since 8 s"]
+
+
+async def test_a_start_that_hangs_says_on_what() -> None:
+    starting = dataclasses.replace(STATISTICS, state="starting", trouble="connection refused by 127.0.0.1:1")
+    async with client_of(FakeApp(starting)) as client:
+        response = await client.get("/readyz")
+        assert response.json()["reasons"] == ["the group has not been joined yet: connection refused by 127.0.0.1:1"]
+
+
+async def test_statistics_explanation_and_metrics() -> None:
+    async with client_of(FakeApp()) as client:
+        assert (await client.get("/statistics.json")).json() == STATISTICS.asdict() | {
+            "partitions": [dataclasses.asdict(PARTITION)],
+            "handlers": [dataclasses.asdict(HANDLER) | {"topics": ["orders"], "outliving": []}],
+        }
+        explanation = await client.get("/explain")
+        assert explanation.text == "orders/3 waits for record 101 (key #1f2e)"
+        assert explanation.headers["content-type"].startswith("text/plain")
+        metrics = await client.get("/metrics")
+        assert 'aioshard_partition_lag_records{group="billing",partition="3",topic="orders"} 50.0' in metrics.text
+        assert metrics.headers["content-type"].startswith("text/plain")
+        accepting = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+        assert accepting.headers["content-type"].startswith("application/openmetrics-text")
+        assert accepting.text.endswith("# EOF\n")
+
+
+async def test_a_registry_of_the_user_shows_its_own_metrics_too() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    prometheus_client.Counter("orders_paid", "The user's own.", registry=registry).inc()
+    app = FakeApp()
+    AppCollector(app, registry=registry)
+    transport = httpx.ASGITransport(app=Starlette(routes=health_routes(app, registry=registry)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        text = (await client.get("/metrics")).text
+    assert "orders_paid_total 1.0" in text
+    assert "aioshard_commits_total" in text
+
+
+async def test_the_routes_fit_a_fastapi_application() -> None:
+    application = FastAPI(routes=health_routes(FakeApp()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=application), base_url="http://app") as client:
+        assert (await client.get("/readyz")).status_code == 200
+
+
+# Findings
+
+
+def test_nothing_to_find_in_a_healthy_app() -> None:
+    assert findings(STATISTICS, stuck_after=60.0) == []
+
+
+def test_findings_name_partition_record_limit_and_handler() -> None:
+    partition = dataclasses.replace(
+        PARTITION, oldest_incomplete_age=61.0, paused="max_buffered_records=10000 is reached"
+    )
+    handler = dataclasses.replace(HANDLER, halted=2, outliving=("orders/3/101",))
+    troubled = dataclasses.replace(STATISTICS, partitions=(partition,), handlers=(handler,), trouble="access refused")
+    trouble, stuck, paused, halted, outliving = findings(troubled, stuck_after=60.0)
+    assert trouble == "access refused"
+    assert stuck.startswith("orders/3 has not advanced for 61 s: record 101 is incomplete")
+    assert paused == "orders/3 is paused: max_buffered_records=10000 is reached"
+    assert halted.startswith("handler on_order has 2 halted record(s)")
+    assert "orders/3/101" in outliving
+
+
+# Server
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port on which somebody else listens until the test ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+async def test_the_server_answers_from_the_first_moment_and_ends_with_the_context() -> None:
+    async with serve_health(FakeApp(), host="127.0.0.1", port=0) as (host, port):
+        assert host == "127.0.0.1"
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            assert (await client.get("/livez")).status_code == 200
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(host, port)
+    assert not [task for task in asyncio.all_tasks() if "health" in task.get_name()]
+
+
+async def test_an_idle_connection_does_not_hold_the_end_up() -> None:
+    async with asyncio.timeout(5), serve_health(FakeApp(), host="127.0.0.1", port=0) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: app\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_the_server_leaves_the_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    async with serve_health(FakeApp(), host="127.0.0.1", port=0) as (host, port):
+        async with httpx.AsyncClient() as client:
+            await client.get(f"http://{host}:{port}/livez")
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+async def test_a_port_in_use_is_a_sentence(taken_port: int) -> None:
+    with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{taken_port}: .*choose another --health-port"):
+        async with serve_health(FakeApp(), host="127.0.0.1", port=taken_port):
+            pytest.fail("the port belongs to somebody else")
+    assert issubclass(PortError, AioshardError)
+
+
+async def test_a_host_that_is_not_ours_is_a_sentence() -> None:
+    with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        async with serve_health(FakeApp(), host="192.0.2.1", port=0):
+            pytest.fail("the address belongs to nobody")
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+def test_without_the_extra_the_error_names_it(missing: str) -> None:
+    script = f"""
+import sys
+sys.modules[{missing!r}] = None
+from aioshard.errors import MissingExtraError
+try:
+    import aioshard.web.health
+except MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'aioshard[web]'" in done.stdout
