@@ -1,0 +1,381 @@
+"""A broker in memory: topics, consumer groups, and what may go wrong with them, as plain calls."""
+
+import asyncio
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from aioshard.errors import CommitRefusedError, ConnectError, TransportError
+from aioshard.ports import Committed, Membership
+from aioshard.records import Record, TopicPartition
+from aioshard.testing.group import ConsumerGroup
+from aioshard.testing.log import PartitionLog
+
+__all__ = ["CommitRequest", "InMemoryBroker"]
+
+
+class CommitRequest(NamedTuple):
+    """One commit that reached the broker, in `InMemoryBroker.commits`."""
+
+    group_id: str
+    membership: Membership
+    offsets: Mapping[TopicPartition, Committed]
+    applied: bool
+    owned: bool
+    """Whether every partition belonged to the member then. A broker does not ask, tests should."""
+
+
+class InMemoryBroker:
+    """Topics, partition logs and consumer groups of one pretended Kafka cluster.
+
+    Every method that changes something is synchronous and done when it returns; whoever waits for it
+    (a poll, `until`) is woken. Offsets, generations, member ids and commits behave as on a broker; there
+    is no network, no replication and no time of its own.
+
+    Owned by one test, used from one event loop.
+
+    Example:
+        >>> broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+        >>> broker.publish("orders", b"paid", key=b"k").offset
+        0
+        >>> broker.skip("orders", 0, 1)  # as a transaction marker does
+        >>> broker.publish("orders", b"sent", key=b"k").offset
+        2
+    """
+
+    def __init__(self, *, partitions: int = 4, clock: Callable[[], float] = time.time) -> None:
+        """Make an empty broker.
+
+        Args:
+            partitions: How many partitions a topic gets that appears on first use.
+            clock: Gives the timestamps of records, in seconds since the epoch.
+        """
+        self.commits: list[CommitRequest] = []
+        """Every commit request that reached the broker, in order."""
+        self._default_partitions = partitions
+        self._clock = clock
+        self._topics: dict[str, list[PartitionLog]] = {}
+        self._turns: dict[str, int] = {}
+        self._groups: dict[str, ConsumerGroup] = {}
+        self._commit_failures: deque[tuple[TransportError, bool]] = deque()
+        self._poll_failures: deque[TransportError] = deque()
+        self._start_failures: deque[TransportError] = deque()
+        self._faults: dict[TopicPartition, TransportError] = {}
+        self._available = True
+        self._watchers: dict[int, Callable[[], None]] = {}
+        self._watched = 0
+
+    # Topics ----------------------------------------------------------------------------
+
+    def create_topic(self, name: str, partitions: int | None = None) -> None:
+        """Create a topic; groups that read it rebalance.
+
+        Raises:
+            ValueError: The topic exists, or *partitions* is not positive.
+        """
+        count = self._default_partitions if partitions is None else partitions
+        if name in self._topics:
+            message = f"topic {name!r} exists already with {len(self._topics[name])} partitions: use add_partitions"
+            raise ValueError(message)
+        self._topics[name] = []
+        self.add_partitions(name, count)
+
+    def add_partitions(self, topic: str, count: int) -> None:
+        """Give a topic *count* more partitions; groups that read it rebalance.
+
+        Raises:
+            ValueError: *count* is not positive.
+        """
+        if count < 1:
+            message = f"topic {topic!r} cannot get {count} partitions: at least 1 is expected"
+            raise ValueError(message)
+        logs = self._topics.setdefault(topic, [])
+        logs.extend(PartitionLog(TopicPartition(topic, number)) for number in range(len(logs), len(logs) + count))
+        for group in self._groups.values():
+            group.topics_changed([topic])
+        self.notify()
+
+    def recreate(self, topic: str, *, forget_commits: bool = True) -> None:
+        """Delete a topic and create it again with as many partitions: all logs are empty and begin at 0.
+
+        Args:
+            topic: An existing one.
+            forget_commits: Whether the groups' committed offsets go too, as brokers do, later.
+        """
+        count = len(self._topics[topic])
+        self._topics[topic] = [PartitionLog(TopicPartition(topic, number)) for number in range(count)]
+        for group in self._groups.values():
+            if forget_commits:
+                group.commit_from_outside({TopicPartition(topic, number): None for number in range(count)})
+        self.notify()
+
+    def ensure_topic(self, name: str) -> None:
+        """Create a topic with the default number of partitions unless it exists."""
+        if name not in self._topics:
+            self.create_topic(name)
+
+    def topics(self) -> Mapping[str, int]:
+        """The number of partitions of each topic."""
+        return {name: len(logs) for name, logs in self._topics.items()}
+
+    def log(self, topic: str, partition: int) -> PartitionLog:
+        """The log of a partition; its topic is created on first use.
+
+        Raises:
+            LookupError: The topic has no such partition.
+        """
+        self.ensure_topic(topic)
+        logs = self._topics[topic]
+        if not 0 <= partition < len(logs):
+            message = f"topic {topic!r} has partitions 0 to {len(logs) - 1} and not {partition}: create it with more"
+            raise LookupError(message)
+        return logs[partition]
+
+    # Records ---------------------------------------------------------------------------
+
+    def publish(
+        self,
+        topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Iterable[tuple[str, bytes | None]] = (),
+        timestamp: float | None = None,
+    ) -> Record:
+        """Append a record; without *partition* the key's crc32 chooses it, without a key they take turns.
+
+        Args:
+            topic: Created on first use.
+            value: None is a tombstone.
+            key: None asks for no order.
+            partition: Where to put it.
+            headers: Name and content of each.
+            timestamp: Seconds since the epoch; the broker's clock without it.
+        """
+        self.ensure_topic(topic)
+        if partition is None:
+            partition = self._choose_partition(topic, key)
+        log = self.log(topic, partition)
+        now = self._clock() if timestamp is None else timestamp
+        record = log.append(value, key=key, headers=tuple(headers), timestamp=now)
+        self.notify()
+        return record
+
+    def records(self, topic: str, partition: int | None = None) -> Sequence[Record]:
+        """What a topic, or one partition, holds: by timestamp, then partition and offset."""
+        logs = self._topics.get(topic, []) if partition is None else [self.log(topic, partition)]
+        records = [record for log in logs for record in log.records]
+        return sorted(records, key=lambda record: (record.timestamp, record.partition, record.offset))
+
+    def skip(self, topic: str, partition: int, count: int) -> None:
+        """Leave a hole of *count* offsets at the end of a log."""
+        self.log(topic, partition).skip(count)
+        self.notify()
+
+    def delete(self, topic: str, partition: int, offset: int) -> None:
+        """Remove one record and leave a hole."""
+        self.log(topic, partition).delete(offset)
+        self.notify()
+
+    def compact(self, topic: str, partition: int) -> None:
+        """Keep the newest record of each key of a partition and leave holes for the others."""
+        self.log(topic, partition).compact()
+        self.notify()
+
+    def truncate_before(self, topic: str, partition: int, offset: int) -> None:
+        """Delete what lies before *offset*, as retention does."""
+        self.log(topic, partition).truncate_before(offset)
+        self.notify()
+
+    def begin_transaction(self, topic: str, partition: int) -> None:
+        """Hold the last stable offset of a partition: what comes now is not readable yet."""
+        self.log(topic, partition).begin_transaction()
+
+    def end_transaction(self, topic: str, partition: int, *, commit: bool) -> None:
+        """Make what came since `begin_transaction` readable, or a hole; the marker takes one offset more."""
+        self.log(topic, partition).end_transaction(commit=commit)
+        self.notify()
+
+    # Groups ----------------------------------------------------------------------------
+
+    def group(self, group_id: str) -> ConsumerGroup:
+        """A consumer group; it appears on first use. Rebalances of one group are scripted there."""
+        if group_id not in self._groups:
+            self._groups[group_id] = ConsumerGroup(group_id, self.topics, self.notify)
+        return self._groups[group_id]
+
+    def committed(self, group_id: str, topic: str, partition: int) -> int | None:
+        """The committed offset of a partition, or None."""
+        committed = self.group(group_id).committed(TopicPartition(topic, partition))
+        return None if committed is None else committed.offset
+
+    def rebalance(self) -> None:
+        """Make every member of every group give back its partitions and join again under its member id."""
+        for group in self._groups.values():
+            group.rebalance()
+
+    def revoke(self, topic: str, partition: int) -> None:
+        """Take a partition away from every group here, as if another member got it."""
+        self._of_topic(topic, partition)
+        for group in self._groups.values():
+            group.revoke(TopicPartition(topic, partition))
+
+    def assign(self, topic: str, partition: int) -> None:
+        """Give a revoked partition back."""
+        self._of_topic(topic, partition)
+        for group in self._groups.values():
+            group.assign(TopicPartition(topic, partition))
+
+    def lose(self) -> None:
+        """Forget every member: each learns that it lost its partitions and joins under a new member id."""
+        for group in self._groups.values():
+            group.lose()
+
+    # What goes wrong -------------------------------------------------------------------
+
+    def fail_next_commit(self, error: TransportError, *, applied: bool = False) -> None:
+        """Answer the next commit request with *error*; further calls are for those after it.
+
+        Args:
+            error: `CommitRefusedError`, `CommitError` or `AuthorizationError`.
+            applied: Whether the offsets are stored nevertheless: only the acknowledgement is lost.
+
+        Raises:
+            ValueError: A refused commit cannot have been applied.
+        """
+        if applied and isinstance(error, CommitRefusedError):
+            message = "a commit that the broker refuses is never applied: use CommitError for a lost acknowledgement"
+            raise ValueError(message)
+        self._commit_failures.append((error, applied))
+
+    def fail_next_poll(self, error: TransportError) -> None:
+        """Raise *error* from the next poll of any client; a `ClientLostError` is the end of that client."""
+        self._poll_failures.append(error)
+        self.notify()
+
+    def fail_next_start(self, error: TransportError) -> None:
+        """Raise *error* from the next `Transport.start`."""
+        self._start_failures.append(error)
+
+    def fail_fetches(self, topic: str, partition: int, error: TransportError | None) -> None:
+        """Answer every fetch of a partition with *error*, until called with None."""
+        if error is None:
+            self._faults.pop(TopicPartition(topic, partition), None)
+        else:
+            self._faults[TopicPartition(topic, partition)] = error
+        self.notify()
+
+    @property
+    def available(self) -> bool:
+        """Whether the broker answers; while it does not, requests fail and nothing is fetched."""
+        return self._available
+
+    @available.setter
+    def available(self, available: bool) -> None:
+        self._available = available
+        self.notify()
+
+    # What clients ask ------------------------------------------------------------------
+
+    def commit(self, group_id: str, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """Answer a commit request.
+
+        Raises:
+            CommitRefusedError: *membership* is not in force.
+            TransportError: What `fail_next_commit` asked for.
+        """
+        self.check_available()
+        group = self.group(group_id)
+        failure, applied = self._commit_failures.popleft() if self._commit_failures else (None, True)
+        owned = all(group.owner(partition) == membership.member_id for partition in offsets)
+        request = CommitRequest(group_id, membership, dict(offsets), applied=False, owned=owned)
+        self.commits.append(request)
+        if applied:
+            group.commit(offsets, membership)
+            self.commits[-1] = request._replace(applied=True)
+        self.notify()
+        if failure is not None:
+            raise failure
+
+    def fault(self, topic_partition: TopicPartition) -> TransportError | None:
+        """What `fail_fetches` asked for."""
+        return self._faults.get(topic_partition)
+
+    def check_available(self) -> None:
+        """Refuse a request while the broker does not answer.
+
+        Raises:
+            ConnectError: It does not.
+        """
+        if not self._available:
+            message = "the in-memory broker is not available: the test has set broker.available to False"
+            raise ConnectError(message)
+
+    def check_start(self) -> None:
+        """Admit a client.
+
+        Raises:
+            TransportError: What `fail_next_start` asked for.
+            ConnectError: The broker is not available.
+        """
+        if self._start_failures:
+            raise self._start_failures.popleft()
+        self.check_available()
+
+    def check_poll(self) -> None:
+        """Admit a poll.
+
+        Raises:
+            TransportError: What `fail_next_poll` asked for.
+        """
+        if self._poll_failures:
+            raise self._poll_failures.popleft()
+
+    # Who waits -------------------------------------------------------------------------
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call *changed* after every change, until the function that this returns is called."""
+        self._watched += 1
+        number = self._watched
+        self._watchers[number] = changed
+
+        def unwatch() -> None:
+            self._watchers.pop(number, None)
+
+        return unwatch
+
+    def notify(self) -> None:
+        """Tell everybody who watches that something has changed."""
+        for changed in tuple(self._watchers.values()):
+            changed()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds; it is looked at after every change at the broker."""
+        changed = asyncio.Event()
+        unwatch = self.watch(changed.set)
+        try:
+            while not condition():
+                changed.clear()
+                await changed.wait()
+        finally:
+            unwatch()
+
+    # Inside ----------------------------------------------------------------------------
+
+    def _choose_partition(self, topic: str, key: bytes | None) -> int:
+        count = len(self._topics[topic])
+        if key is not None:
+            return zlib.crc32(key) % count
+        turn = self._turns.get(topic, -1) + 1
+        self._turns[topic] = turn
+        return turn % count
+
+    def _of_topic(self, topic: str, partition: int) -> None:
+        """Refuse a partition that does not exist: a misspelt one would make a test pass by doing nothing."""
+        if topic not in self._topics:
+            message = f"there is no topic {topic!r}; there are {sorted(self._topics)}"
+            raise LookupError(message)
+        self.log(topic, partition)

@@ -1,0 +1,468 @@
+"""A member of a consumer group on the in-memory broker: the `Transport` port without a network."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from aioshard.errors import (
+    ClientLostError,
+    CommitError,
+    CommitRefusedError,
+    ConnectError,
+    OffsetOutOfRangeError,
+    StateError,
+    TransportError,
+)
+from aioshard.ports import (
+    NOT_A_MEMBER,
+    AllowanceOf,
+    Batch,
+    Committed,
+    Fault,
+    GroupListener,
+    LogRange,
+    Membership,
+    Oversized,
+    record_size,
+)
+from aioshard.records import Record, TopicPartition
+from aioshard.testing.broker import InMemoryBroker
+from aioshard.testing.group import Subscription
+from aioshard.testing.log import PartitionLog
+
+__all__ = ["InMemoryTransport", "Latency", "Operation"]
+
+logger = logging.getLogger("aioshard.testing.transport")
+
+Operation = Literal[
+    "start", "heartbeat", "join", "fetch", "commit", "commit reply", "committed", "log ranges", "partitions", "close"
+]
+"""What a member asks the broker. `heartbeat` is the time until it notices a rebalance or its own loss, `join`
+that from the new generation to its `assigned`, `fetch` that between two responses with records; `commit` passes
+before the offsets are stored and `commit reply` after."""
+
+Latency = Callable[[Operation], float]
+"""The seconds that an operation takes, asked anew each time."""
+
+_FAULT_INTERVAL = 1.0
+"""Seconds after which a fault that goes on is reported again; a client retries a failed fetch with backoff."""
+
+
+class InMemoryTransport:
+    """One client of an `InMemoryBroker`; implements `aioshard.ports.Transport`.
+
+    Several of one group may run in one event loop. Its one task follows the group: it awaits the
+    listener's `revoked`, joins again and calls `assigned`.
+
+    Invariants:
+        * A record is handed out and the position moved in one step, so a cancelled poll loses nothing.
+        * While `revoked` runs, nothing is handed out.
+    """
+
+    def __init__(
+        self,
+        broker: InMemoryBroker,
+        group_id: str,
+        *,
+        isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed",
+        latency: Latency | None = None,
+        max_batch_records: int = 500,
+        max_fetch_offsets: int | None = None,
+        rebalance_timeout: float = 60.0,
+        session_timeout: float = 45.0,
+    ) -> None:
+        """Make a client that has not joined yet.
+
+        Args:
+            broker: Where its topics and its group are.
+            group_id: The group to join.
+            isolation_level: Whether records of open and aborted transactions are read.
+            latency: How long each operation takes; without it, none takes time.
+            max_batch_records: Upper bound of a batch.
+            max_fetch_offsets: Offsets that one fetch of a partition covers, records or not: a longer
+                hole comes as batches without records. Everything that is readable without it.
+            rebalance_timeout: Seconds after which a member that still holds on to its partitions is
+                removed from the group.
+            session_timeout: Seconds after which a member that has crashed is removed from the group.
+        """
+        self.prefetch: tuple[int, int] | None = None
+        """Partitions and bytes of the last `adjust_prefetch`."""
+        self._broker = broker
+        self._group = broker.group(group_id)
+        self._read_committed = isolation_level == "read_committed"
+        self._latency = latency
+        self._max_batch_records = max_batch_records
+        self._max_fetch_offsets = max_fetch_offsets
+        self._rebalance_timeout = rebalance_timeout
+        self._session_timeout = session_timeout
+        self._listener: GroupListener | None = None
+        self._subscription = Subscription(frozenset())
+        self._membership = NOT_A_MEMBER
+        self._member_id = ""
+        self._positions: dict[TopicPartition, int | None] = {}
+        self._paused: set[TopicPartition] = set()
+        self._ends: dict[TopicPartition, int] = {}
+        self._reported: dict[TopicPartition, float] = {}
+        self._revoking = False
+        self._fetch_due = 0.0
+        self._waiter: asyncio.Future[Literal["woken", "changed", "time"]] | None = None
+        self._stirred = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._unwatch: Callable[[], None] | None = None
+        self._ending = False
+        self._crashed = False
+        self._lost: TransportError | None = None
+
+    # The life of a client --------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        """Join the group; see `Transport.start`. Topics that do not exist are created.
+
+        Raises:
+            StateError: It was started before.
+            TransportError: The broker is not available, or a test asked for it.
+        """
+        if self._listener is not None:
+            message = "this client was started before: make a new one with the transport factory"
+            raise StateError(message)
+        self._listener = listener
+        await self._take("start")
+        self._broker.check_start()
+        for topic in topics:
+            self._broker.ensure_topic(topic)
+        self._subscription = Subscription(frozenset(topics), pattern)
+        self._unwatch = self._broker.watch(self._changed)
+        self._member_id = self._group.join(self._subscription, self._stirred.set)
+        name = f"in-memory client {self._member_id}"
+        self._task = asyncio.get_running_loop().create_task(self._follow_group(), name=name)
+
+    async def close(self) -> None:
+        """Leave the group; waits for a `revoked` that is running. See `Transport.close`."""
+        self._ending = True
+        self._stirred.set()
+        if self._unwatch is not None:
+            self._unwatch()
+        try:
+            if self._task is not None:
+                await self._task
+            if not self._crashed:
+                await self._take("close")
+        finally:
+            if not self._crashed:
+                self._group.leave(self._member_id)
+            self._membership = NOT_A_MEMBER
+            self._forget_partitions()
+
+    def kill(self, error: TransportError | None = None) -> None:
+        """Let the client's background work end: every poll raises from now on, while the group still has it."""
+        self._lost = error or ClientLostError("the client's background work ended: the test has killed it")
+        self._changed()
+
+    def crash(self) -> None:
+        """Be as dead as after `kill -9`: nothing reaches the broker any more, not even that it leaves.
+
+        The group removes the member `session_timeout` seconds later, or when a test calls `lose` on it.
+        """
+        self._crashed = self._ending = True
+        self.kill()
+        self._stirred.set()
+        if self._unwatch is not None:
+            self._unwatch()
+        asyncio.get_running_loop().call_later(self._session_timeout, self._group.leave, self._member_id)
+
+    # The group -------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`."""
+        return self._membership
+
+    async def _follow_group(self) -> None:
+        try:
+            while not self._ending:
+                self._stirred.clear()
+                duty = self._group.duty(Membership(self._member_id, self._membership.generation))
+                if duty == "nothing":
+                    await self._stirred.wait()
+                elif duty == "rejoin":
+                    await self._take("heartbeat")
+                    await self._give_back()
+                elif duty == "join anew":
+                    await self._take("heartbeat")
+                    await self._join_anew()
+                else:
+                    await self._take("join")
+                    self._adopt()
+        except Exception as error:
+            # A listener must not raise. A client of a real broker would go on with whatever state that
+            # leaves; a test must hear of it.
+            logger.exception("the group listener of %s raised", self._member_id)
+            self._lost = ClientLostError(f"the group listener raised {type(error).__name__}: {error}")
+            self._lost.__cause__ = error
+            self._group.leave(self._member_id)
+            self._changed()
+
+    async def _give_back(self) -> None:
+        loop = asyncio.get_running_loop()
+        remove = loop.call_later(
+            self._rebalance_timeout,
+            self._group.leave_unless_rejoined,
+            self._member_id,
+            self._group.generation,
+        )
+        try:
+            await self._revoke(lost=False)
+        finally:
+            remove.cancel()
+        if not self._ending:
+            self._group.rejoin(self._member_id)
+
+    async def _join_anew(self) -> None:
+        self._membership = NOT_A_MEMBER
+        await self._revoke(lost=True)
+        if not self._ending:
+            self._member_id = self._group.join(self._subscription, self._stirred.set)
+
+    async def _revoke(self, *, lost: bool) -> None:
+        if not self._positions or self._ending:
+            return
+        self._revoking = True
+        try:
+            await self._heard.revoked(tuple(sorted(self._positions)), lost=lost)
+        finally:
+            self._revoking = False
+        self._forget_partitions()
+
+    def _adopt(self) -> None:
+        # The group may have moved on, and the client may have been closed, while the answer was on its way.
+        if self._ending or self._group.duty(Membership(self._member_id, self._membership.generation)) != "adopt":
+            return
+        partitions = self._group.assignment(self._member_id)
+        self._membership = self._group.adopt(self._member_id)
+        self._positions = dict.fromkeys(partitions)
+        self._paused = set(partitions)
+        self._heard.assigned(partitions, self._membership)
+
+    @property
+    def _heard(self) -> GroupListener:
+        if self._listener is None:
+            message = "this client has no listener: await start first"
+            raise StateError(message)
+        return self._listener
+
+    def _forget_partitions(self) -> None:
+        self._positions = {}
+        self._paused = set()
+        self._ends = {}
+        self._reported = {}
+
+    # Records ---------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+        """See `Transport.poll`.
+
+        Raises:
+            ClientLostError: The client was killed, has crashed, or its listener raised.
+            TransportError: A test asked for it.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            self._check_alive()
+            found = self._collect(allowance, loop.time()) if loop.time() >= self._fetch_due else []
+            if found:
+                if self._latency is not None:
+                    self._fetch_due = loop.time() + self._latency("fetch")
+                if not any(isinstance(item, Batch) for item in found):
+                    await asyncio.sleep(0)  # Nothing was taken: a caller who asks again must not block the loop.
+                return found
+            outcome = await self._wait(deadline)
+            if outcome == "woken" or (outcome == "time" and loop.time() >= deadline):
+                return []
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._end_wait("woken")
+
+    def _check_alive(self) -> None:
+        if self._lost is None:
+            try:
+                self._broker.check_poll()
+            except ClientLostError as error:
+                self._lost = error
+        if self._lost is not None:
+            raise self._lost
+
+    async def _wait(self, deadline: float) -> Literal["woken", "changed", "time"]:
+        loop = asyncio.get_running_loop()
+        until = deadline
+        if loop.time() < self._fetch_due:
+            until = min(until, self._fetch_due)
+        again = [when for when in self._reported.values() if when > loop.time()]
+        self._waiter = loop.create_future()
+        timer = loop.call_at(min([until, *again]), self._end_wait, "time")
+        try:
+            return await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _changed(self) -> None:
+        self._end_wait("changed")
+
+    def _end_wait(self, outcome: Literal["woken", "changed", "time"]) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(outcome)
+
+    def _collect(self, allowance: AllowanceOf, now: float) -> list[Batch | Fault | Oversized]:
+        if self._revoking or not self._broker.available:
+            return []
+        found: list[Batch | Fault | Oversized] = []
+        for topic_partition in self._positions:
+            if topic_partition not in self._paused:
+                item = self._collect_from(topic_partition, allowance, now)
+                if item is not None:
+                    found.append(item)
+        return found
+
+    def _collect_from(
+        self, topic_partition: TopicPartition, allowance: AllowanceOf, now: float
+    ) -> Batch | Fault | Oversized | None:
+        log = self._broker.log(*topic_partition)
+        position = self._positions[topic_partition]
+        error = self._broker.fault(topic_partition)
+        if error is None and position is None:
+            error = TransportError(f"{topic_partition} was resumed without a position: seek before resume")
+        if error is None and position is not None and not log.start <= position <= log.end:
+            error = OffsetOutOfRangeError(topic_partition, position)
+        if error is not None:
+            if now < self._reported.get(topic_partition, now) or not allowance(topic_partition).records:
+                return None
+            self._reported[topic_partition] = now + _FAULT_INTERVAL
+            return Fault(topic_partition, error)
+        self._reported.pop(topic_partition, None)
+        end = self._readable_end(log)
+        self._ends[topic_partition] = end
+        if position is None or position >= end:
+            return None
+        return self._take_records(log, position, end, allowance)
+
+    def _take_records(
+        self, log: PartitionLog, position: int, end: int, allowance: AllowanceOf
+    ) -> Batch | Oversized | None:
+        topic_partition = log.topic_partition
+        room = allowance(topic_partition)
+        if room.records < 1:
+            return None
+        if self._max_fetch_offsets is not None:
+            end = min(end, position + self._max_fetch_offsets)
+        records: list[Record] = []
+        sizes: list[int] = []
+        free = room.bytes
+        next_offset = end
+        for record in log.read(position, end):
+            size = record_size(record.key, record.value, record.headers)
+            fits = size <= free or (room.alone and not records)
+            if not fits and not records:
+                return Oversized(topic_partition, size)
+            if not fits or len(records) >= min(room.records, self._max_batch_records):
+                next_offset = records[-1].offset + 1
+                break
+            records.append(record)
+            sizes.append(size)
+            free -= size
+        self._positions[topic_partition] = next_offset
+        return Batch(topic_partition, records, sizes, next_offset)
+
+    def _readable_end(self, log: PartitionLog) -> int:
+        return log.stable_end if self._read_committed else log.end
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        return self._positions.get(topic_partition)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`."""
+        return self._ends.get(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        self._paused.update(partition for partition in partitions if partition in self._positions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`."""
+        self._paused.difference_update(partitions)
+        self._changed()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`."""
+        if topic_partition in self._positions:
+            self._positions[topic_partition] = offset
+            self._reported.pop(topic_partition, None)
+            self._changed()
+
+    # Requests --------------------------------------------------------------------------
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """See `Transport.commit`.
+
+        Raises:
+            CommitRefusedError: *membership* is not ours any more, or a test asked for it.
+            CommitError: The broker is not available, or a test asked for it.
+        """
+        if membership != self._membership or membership == NOT_A_MEMBER:
+            message = f"the commit was made under {membership} and the client is {self._membership} now: plan it anew"
+            raise CommitRefusedError(message)
+        await self._take("commit")
+        if self._crashed:
+            message = "the commit was not acknowledged: the client has crashed"
+            raise CommitError(message)
+        try:
+            self._broker.commit(self._group.group_id, offsets, membership)
+        except ConnectError as error:
+            message = f"the commit was not acknowledged: {error}"
+            raise CommitError(message) from error
+        await self._take("commit reply")
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`.
+
+        Raises:
+            ConnectError: The broker is not available.
+        """
+        await self._ask("committed")
+        return {partition: self._group.committed(partition) for partition in partitions}
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`.
+
+        Raises:
+            ConnectError: The broker is not available.
+        """
+        await self._ask("log ranges")
+        logs = {partition: self._broker.log(*partition) for partition in partitions}
+        return {partition: LogRange(log.start, self._readable_end(log)) for partition, log in logs.items()}
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`.
+
+        Raises:
+            ConnectError: The broker is not available.
+        """
+        await self._ask("partitions")
+        return frozenset(range(self._broker.topics().get(topic, 0)))
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`; nothing is prefetched here, so the numbers are only kept."""
+        self.prefetch = (partitions, max_bytes)
+
+    async def _ask(self, operation: Operation) -> None:
+        await self._take(operation)
+        if self._crashed:
+            message = "the client has crashed: nothing reaches the broker any more"
+            raise ConnectError(message)
+        self._broker.check_available()
+
+    async def _take(self, operation: Operation) -> None:
+        """Let the time of an operation pass; a request always lets others run, as a network would."""
+        await asyncio.sleep(0 if self._latency is None else self._latency(operation))
