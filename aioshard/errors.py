@@ -55,9 +55,7 @@ class MissingExtraError(AioshardError):
     """A feature needs packages that an extra installs."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(
-            f"{feature} needs the extra {extra!r}: install it with  pip install 'aioshard[{extra}]'"
-        )
+        super().__init__(f"{feature} needs the extra {extra!r}: install it with  pip install 'aioshard[{extra}]'")
 
 
 class StateError(AioshardError):

@@ -153,7 +153,7 @@ class Handlers:
     def __len__(self) -> int:
         return len(self._registrations)
 
-    def consume(  # noqa: PLR0913 - the public signature of the decorator
+    def consume(
         self,
         *topics: str,
         pattern: str | None = None,
@@ -198,6 +198,9 @@ class Handlers:
         shard_key_of(shard_by, one_topic=True)
 
         def register(function: F) -> F:
+            if not callable(function):
+                message = f"consume() decorates a function, not {function!r}"
+                raise HandlerError(message)
             takes_context = _check_signature(function)
             registration = Registration(
                 function=function,
@@ -239,10 +242,11 @@ def _check_source(topics: tuple[str, ...], pattern: str | None) -> None:
         message = "consume() was given neither a topic nor a pattern: name at least one topic"
         raise HandlerError(message)
     for topic in topics:
-        if not isinstance(topic, str) or not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", topic):
+        if callable(topic):
+            message = "consume needs a topic: write @app.consume('orders'), not @app.consume"
+            raise HandlerError(message)
+        if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", str(topic)):
             message = f"{topic!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
-            if callable(topic):
-                message = "consume needs a topic: write @app.consume('orders'), not @app.consume"
             raise HandlerError(message)
     if len(set(topics)) != len(topics):
         message = f"a topic is named twice in consume({', '.join(map(repr, topics))})"
@@ -263,7 +267,7 @@ def _check_workers(shards: int | None, concurrency: int | None) -> int:
         )
         raise HandlerError(message)
     for name, value in (("shards", shards), ("concurrency", concurrency)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             message = f"{name}={value!r} was refused: a whole number of at least 1 was expected"
             raise HandlerError(message)
     return shards or concurrency or 64
@@ -279,9 +283,6 @@ def _is_async(function: Callable[..., Any]) -> bool:
 def _check_signature(function: Callable[..., Any]) -> bool:
     """Whether the function takes a context; refuses what cannot be called with a record."""
     name = getattr(function, "__name__", repr(function))
-    if not callable(function):
-        message = f"consume() decorates a function, not {function!r}"
-        raise HandlerError(message)
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         message = f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield"
         raise HandlerError(message)
@@ -314,6 +315,6 @@ def _check_overlap(one: Registration, other: Registration) -> None:
         if first.pattern is not None:
             common |= {topic for topic in second.topics if re.fullmatch(first.pattern, topic)}
     if common or (one.pattern is not None and one.pattern == other.pattern):
-        what = f"topic {sorted(common)[0]!r}" if common else f"pattern {one.pattern!r}"
+        what = f"topic {min(common)!r}" if common else f"pattern {one.pattern!r}"
         message = f"{what} belongs to handler {one.name!r} and was given to {other.name!r} too: a topic has one handler"
         raise HandlerError(message)

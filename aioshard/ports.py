@@ -190,9 +190,7 @@ class Transport(Protocol):
             AuthorizationError: The group or a topic is not allowed.
         """
 
-    async def committed(
-        self, partitions: Collection[TopicPartition]
-    ) -> Mapping[TopicPartition, Committed | None]:
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """The group's committed offsets as the broker has them; None where there is none."""
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
@@ -215,9 +213,7 @@ TransportFactory = Callable[[], Transport]
 """Makes a transport for one life of the client; called again by the supervisor after a loss."""
 
 
-def record_size(
-    key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
-) -> int:
+def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
     """What a record counts against the byte bound: its bytes + `RECORD_OVERHEAD`."""
     size = RECORD_OVERHEAD
     if key is not None:

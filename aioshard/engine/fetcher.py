@@ -28,16 +28,14 @@ _EVERYTHING = 1 << 62
 class Feed:
     """Where the records of a handler go: its sharding function and its shards."""
 
-    def __init__(self, name: str, shard_key: Callable[[Record], ShardKey], shards: list[Shards], *, fixed: bool) -> None:
+    def __init__(self, shard_key: Callable[[Record], ShardKey], shards: list[Shards], *, fixed: bool) -> None:
         """Make a feed.
 
         Args:
-            name: The handler's.
             shard_key: From a record to its shard key.
             shards: One that serves all keys on demand, or N fixed ones.
             fixed: Whether they are fixed: a record's shard is the hash of its key then.
         """
-        self.name = name
         self.shards = shards
         self._shard_key = shard_key
         self._fixed = fixed

@@ -73,6 +73,7 @@ class Rebalance:
         self,
         limits: Limits,
         outside: Outside,
+        *,
         committer: Committer,
         buffer: Buffer,
         tasks: TaskSet,
@@ -184,7 +185,14 @@ class Rebalance:
             if worker.delivery is not None and worker.delivery.epoch is epoch:
                 worker.interrupt()
         level = logging.WARNING if dropped else logging.INFO
-        logger.log(level, "epoch %d of %s ended: %s; %d record(s) in hand were dropped and will be fetched again by whoever has the partition", epoch.number, epoch.topic_partition, reason, dropped)
+        logger.log(
+            level,
+            "epoch %d of %s ended: %s; %d incomplete record(s) were dropped and are fetched again where it goes on",
+            epoch.number,
+            epoch.topic_partition,
+            reason,
+            dropped,
+        )
 
     # Given ------------------------------------------------------------------------------
 
@@ -240,7 +248,7 @@ class Rebalance:
                 return
 
     async def _try_to_settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
-        unsettled = [tp for tp in partitions if tp not in self.fetchers or self.fetchers[tp].epoch.gate is not Gate.OPEN]
+        unsettled = [tp for tp in partitions if not self._is_open(tp)]
         if not unsettled:
             return
         client = self._client
@@ -253,11 +261,17 @@ class Rebalance:
         for topic_partition in unsettled:
             self.ends[topic_partition] = ranges[topic_partition].end
             fetcher = self.fetchers.get(topic_partition)
-            if fetcher is None or not self._continue(fetcher, committed[topic_partition], ranges[topic_partition], membership):
+            if fetcher is None or not self._continue(
+                fetcher, committed[topic_partition], ranges[topic_partition], membership
+            ):
                 fresh.append(topic_partition)
         begun = await self._begin_all(fresh, committed, ranges, membership)
         if begun:
             await self._open_resolved(begun, membership)
+
+    def _is_open(self, topic_partition: TopicPartition) -> bool:
+        fetcher = self.fetchers.get(topic_partition)
+        return fetcher is not None and fetcher.epoch.gate is Gate.OPEN
 
     def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
         epoch = fetcher.epoch
@@ -286,7 +300,10 @@ class Rebalance:
             ours = committed[topic_partition]
             offset = ours.offset if ours else None
             origin = origin_of(
-                offset, ranges[topic_partition], self._limits.auto_offset_reset, group_knows_topic=topic_partition.topic in known
+                offset,
+                ranges[topic_partition],
+                self._limits.auto_offset_reset,
+                group_knows_topic=topic_partition.topic in known,
             )
             if origin is None and ours is not None:
                 raise OffsetOutOfRangeError(topic_partition, ours.offset)
@@ -297,7 +314,12 @@ class Rebalance:
             epoch.first_generation = first_generation(ours.metadata) if ours else membership.generation
             if origin.resolved:
                 if ours is not None:
-                    logger.warning("committed offset %d of %s is outside its log; going on at %d", ours.offset, topic_partition, origin.offset)
+                    logger.warning(
+                        "committed offset %d of %s is outside its log; going on at %d",
+                        ours.offset,
+                        topic_partition,
+                        origin.offset,
+                    )
                 resolved.append(epoch)
             else:
                 self._open(epoch, membership)

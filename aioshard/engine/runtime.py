@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -100,10 +100,10 @@ class Engine:
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
         self.handlers = tuple(self._running(spec) for spec in specs)
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
-        self.rebalance = Rebalance(options.limits, self, self.committer, self.buffer, self._tasks, self.clock)
-        self.pump = Pump(
-            self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.rebalance.restart
+        self.rebalance = Rebalance(
+            options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
         )
+        self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.rebalance.restart)
 
     def _running(self, spec: HandlerSpec) -> Running:
         if spec.shards is None:
@@ -114,10 +114,18 @@ class Engine:
             shards = served = [Shards(bound) for _ in range(spec.shards)]
         counters = Counters()
         workers = tuple(
-            Worker(f"{spec.name} worker {number}", part, spec.call, spec.invoke, spec.retry, counters, self.clock)
+            Worker(
+                f"{spec.name} worker {number}",
+                part,
+                call=spec.call,
+                invoke=spec.invoke,
+                retry=spec.retry,
+                counters=counters,
+                clock=self.clock,
+            )
             for number, part in enumerate(served)
         )
-        return Running(spec, Feed(spec.name, spec.shard_key, shards, fixed=spec.shards is not None), workers, counters)
+        return Running(spec, Feed(spec.shard_key, shards, fixed=spec.shards is not None), workers, counters)
 
     # What the rebalance asks ------------------------------------------------------------
 
@@ -161,9 +169,10 @@ class Engine:
         self._supervisor = self._tasks.start(self._supervise(), "client")
         if self.options.start_timeout is None:
             return
-        settled = asyncio.ensure_future(self.rebalance.settled.wait())
+        timeout = self.options.start_timeout
+        settled: asyncio.Future[Any] = asyncio.ensure_future(self.rebalance.settled.wait())
         try:
-            await asyncio.wait([settled, self.failed], timeout=self.options.start_timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({settled, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             settled.cancel()
         if self.failed.done():

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
-from aioshard.core.sharding import ShardKey
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
 
 __all__ = ["Shards"]
@@ -93,7 +92,7 @@ class Shards:
 
     # Serving ------------------------------------------------------------------
 
-    def take(self) -> Delivery | None:
+    def take(self) -> Delivery | None:  # noqa: C901 - the hot path: no calls
         """The delivery to run next, or None when nothing may start now."""
         if self._returning and (delivery := self._take_returning()) is not None:
             return delivery

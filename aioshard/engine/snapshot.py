@@ -153,7 +153,7 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explain_partition(engine: Engine, epoch: Epoch, now: float, show_keys: bool) -> str:  # noqa: FBT001 - internal
+def _explain_partition(engine: Engine, epoch: Epoch, now: float, show_keys: bool) -> str:
     tracker = epoch.tracker
     oldest = tracker.oldest
     paused = _why_paused(engine, epoch)

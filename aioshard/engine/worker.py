@@ -51,6 +51,7 @@ class Worker:
         self,
         name: str,
         shards: Shards,
+        *,
         call: Callable[[Record], Awaitable[object]] | None,
         invoke: Invoke,
         retry: Retry,
@@ -106,7 +107,7 @@ class Worker:
                 delivery = take()
                 continue
             epoch = delivery.epoch
-            if delivery.offset > epoch.highest_started:
+            if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
                 epoch.highest_started = delivery.offset
             delivery.attempt += 1
             self.delivery = delivery
@@ -201,5 +202,7 @@ class Worker:
         else:
             self._counters.retried += 1
             self._shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), delay)
-            logger.warning("record %r failed, attempt %d again in %.2f s (%s)", delivery, delivery.attempt + 1, delay, text)
+            logger.warning(
+                "record %r failed, attempt %d again in %.2f s (%s)", delivery, delivery.attempt + 1, delay, text
+            )
         return self._shards.take()

@@ -1,0 +1,40 @@
+"""An asyncio-native Kafka consumer framework: partitions in parallel, keys in order, nothing lost."""
+
+from typing import TYPE_CHECKING, Any
+
+from aioshard.app import App
+from aioshard.core.retry import Retry
+from aioshard.errors import AioshardError
+from aioshard.handlers import Context, Handlers
+from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.records import Record, TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AioshardError",
+    "App",
+    "Context",
+    "HandlerStatistics",
+    "Handlers",
+    "PartitionStatistics",
+    "Record",
+    "Retry",
+    "Settings",
+    "Statistics",
+    "TopicPartition",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Settings are pydantic's; importing the package does not need them.
+    if name == "Settings":
+        from aioshard.settings import Settings  # noqa: PLC0415
+
+        return Settings
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)

@@ -1,0 +1,339 @@
+"""The app: handlers and settings and a client become a running engine."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aioshard.engine.rebalance import Limits
+from aioshard.engine.runtime import Engine, Options
+from aioshard.engine.snapshot import explain, statistics
+from aioshard.errors import HandlerError, NotDrainedError, StateError
+from aioshard.handlers import Handlers
+from aioshard.observe import Statistics
+from aioshard.ports import Transport, TransportFactory
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["App"]
+
+logger = logging.getLogger("aioshard.app")
+
+Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
+
+
+class App(Handlers):
+    """A member of a consumer group with its handlers.
+
+    Run it with `run` (blocks), `serve` (inside a running loop), `async with app:` or, in FastAPI, with
+    `lifespan=app.lifespan`. One app runs once at a time; it may be started again after it has stopped.
+
+    Example:
+        >>> from aioshard import App, Record
+        >>> app = App("billing", bootstrap_servers="localhost:9092", auto_offset_reset="earliest")
+        >>> @app.consume("orders", concurrency=256)
+        ... async def on_order(record: Record) -> None: ...
+        >>> [handler.name for handler in app.handlers]
+        ['on_order']
+    """
+
+    def __init__(
+        self,
+        group_id: str,
+        *,
+        bootstrap_servers: str | None = None,
+        settings: "Settings | None" = None,
+        resources: Resources | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Make an app; nothing connects yet.
+
+        Args:
+            group_id: The consumer group.
+            bootstrap_servers: `host:port`, several with commas.
+            settings: Instead of `AIOSHARD_*` variables and defaults.
+            resources: An async context manager around the time in which handlers run; what it yields is
+                `Context.state`.
+            overrides: Single settings by name; they win over *settings* and the environment.
+
+        Raises:
+            SettingsError: If a setting is unknown, outside its range, or contradicts another.
+            HandlerError: If *group_id* is no group id.
+        """
+        super().__init__()
+        if not str(group_id or "").strip():
+            message = f"App({group_id!r}): a group id was expected, such as App('billing')"
+            raise HandlerError(message)
+        self.group_id = group_id
+        if bootstrap_servers is not None:
+            overrides["bootstrap_servers"] = bootstrap_servers
+        self._overrides = overrides
+        self._given = settings
+        self._resources = resources
+        self._settings = self._load()
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._last: Statistics | None = None
+        self._state: Any = None
+        self._exit: contextlib.AsyncExitStack | None = None
+
+    def _load(self) -> "Settings":
+        from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
+
+        if self._given is None:
+            return Settings(**self._overrides)
+        return self._given.replace(**self._overrides) if self._overrides else self._given
+
+    @property
+    def settings(self) -> "Settings":
+        """The settings in effect."""
+        return self._settings
+
+    @property
+    def handlers(self) -> Handlers:
+        """The registered handlers, in order."""
+        return self
+
+    def configure(self, **overrides: Any) -> None:
+        """Change settings by name before the app is started.
+
+        Raises:
+            SettingsError: As in the constructor.
+            StateError: If the app runs.
+        """
+        if self._engine is not None:
+            message = f"app {self.group_id!r} runs: its settings can be changed only before it is started"
+            raise StateError(message)
+        before = self._overrides
+        self._overrides = {**before, **overrides}
+        try:
+            self._settings = self._load()
+        except BaseException:
+            self._overrides = before
+            raise
+
+    def include(self, handlers: Handlers) -> None:
+        """Take over the handlers of another module.
+
+        Raises:
+            HandlerError: If a topic has a handler already. Nothing was taken over then.
+        """
+        before = list(self._registrations)
+        try:
+            for registration in handlers:
+                self._add(registration)
+        except HandlerError:
+            self._registrations = before
+            raise
+
+    # Running --------------------------------------------------------------------------
+
+    def run(self, *, until_caught_up: bool = False) -> None:
+        """Run until SIGINT or SIGTERM; blocks. On uvloop where it is installed.
+
+        The first signal drains and commits, a second one ends the process at once with exit code 130.
+
+        Args:
+            until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
+
+        Raises:
+            AioshardError: As `serve`.
+        """
+        runner = asyncio.Runner(loop_factory=_loop_factory())
+        try:
+            runner.run(self._serve_with_signals(until_caught_up=until_caught_up))
+        except NotDrainedError:
+            raise  # closing the loop would wait for the handler that did not end
+        except BaseException:
+            runner.close()
+            raise
+        runner.close()
+
+    async def _serve_with_signals(self, *, until_caught_up: bool) -> None:
+        loop = asyncio.get_running_loop()
+        seen: list[int] = []
+
+        def on_signal() -> None:
+            if seen:
+                os._exit(130)
+            seen.append(1)
+            self.stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, on_signal)
+        await self.serve(until_caught_up=until_caught_up)
+
+    async def serve(self, *, until_caught_up: bool = False) -> None:
+        """Consume until `stop` is called or the task is cancelled; then drain and commit.
+
+        Args:
+            until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
+
+        Raises:
+            StartError: It could not start within `start_timeout`, or was refused.
+            NotDrainedError: Records still ran after `shutdown_timeout`.
+            HaltedError: With *until_caught_up*, halted records are in the way.
+            AioshardError: What makes consuming impossible.
+        """
+        async with self:
+            engine, stop = self._running()
+            stopping = asyncio.ensure_future(stop.wait())
+            awaited: list[asyncio.Future[Any]] = [stopping, engine.failed]
+            if until_caught_up:
+                awaited.append(asyncio.ensure_future(engine.caught_up()))
+            try:
+                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for future in (stopping, *awaited[2:]):
+                    future.cancel()
+            for future in done:
+                future.result()
+
+    def stop(self) -> None:
+        """Ask a running app to drain, commit and end; returns at once. Safe from any thread."""
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    async def __aenter__(self) -> Self:
+        """Start; returns once the first assignment is complete.
+
+        Raises:
+            StartError: As `serve`.
+        """
+        await self._start(self._make_transport())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Drain and commit within `shutdown_timeout`, then close the client and the resources."""
+        await self._end()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, asgi_app: object) -> AsyncIterator[None]:  # noqa: ARG002 - the protocol's parameter
+        """The lifespan of an ASGI app: `FastAPI(lifespan=app.lifespan)`.
+
+        Start-up returns once the first assignment is complete; shutdown drains and commits. Signals stay
+        with the server.
+        """
+        async with self:
+            yield
+
+    @contextlib.asynccontextmanager
+    async def started(self, make_transport: TransportFactory) -> AsyncIterator[Self]:
+        """As `async with app:`, with another client: the test kit's in-memory broker."""
+        await self._start(make_transport)
+        try:
+            yield self
+        finally:
+            await self._end()
+
+    async def _start(self, make_transport: TransportFactory) -> None:
+        if self._engine is not None:
+            message = f"app {self.group_id!r} is already running: an app runs once at a time"
+            raise StateError(message)
+        if not len(self):
+            message = f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')"
+            raise HandlerError(message)
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._exit = contextlib.AsyncExitStack()
+        try:
+            if self._resources is not None:
+                self._state = await self._exit.enter_async_context(self._resources(self))
+            specs = [registration.spec(lambda: self._state) for registration in self]
+            self._engine = Engine(specs, self._options(), make_transport)
+            await self._engine.start()
+        except BaseException:
+            await self._end(quietly=True)
+            raise
+
+    async def _end(self, *, quietly: bool = False) -> None:
+        engine, stack = self._engine, self._exit
+        try:
+            if engine is not None:
+                await engine.stop()
+        except Exception:
+            if not quietly:
+                raise
+        finally:
+            if engine is not None:
+                self._last = statistics(engine, self.group_id)
+            self._engine = None
+            self._exit = None
+            if stack is not None:
+                await stack.aclose()
+            self._state = None
+
+    def _running(self) -> tuple[Engine, asyncio.Event]:
+        if self._engine is None or self._stop is None:
+            message = f"app {self.group_id!r} does not run"
+            raise StateError(message)
+        return self._engine, self._stop
+
+    def _make_transport(self) -> TransportFactory:
+        settings = self._settings
+        settings.require_bootstrap_servers()
+
+        def make() -> Transport:
+            from aioshard.kafka.client import AiokafkaTransport  # noqa: PLC0415 - imported on use
+
+            return AiokafkaTransport(settings, self.group_id)
+
+        return make
+
+    def _options(self) -> Options:
+        settings = self._settings
+        limits = Limits(
+            group_id=self.group_id,
+            drain_timeout=settings.drain_timeout,
+            commit_timeout=settings.commit_timeout,
+            auto_offset_reset=settings.auto_offset_reset,
+            max_buffered_bytes=settings.max_buffered_bytes,
+        )
+        return Options(
+            limits=limits,
+            commit_interval=settings.commit_interval,
+            start_timeout=settings.start_timeout,
+            shutdown_timeout=settings.shutdown_timeout,
+            stuck_after=settings.stuck_after,
+            max_buffered_records=settings.max_buffered_records,
+        )
+
+    # Looking in ---------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """A frozen snapshot of what the app does; safe to call from any thread.
+
+        After the app has ended: its last state.
+        """
+        engine = self._engine
+        if engine is not None:
+            return statistics(engine, self.group_id)
+        if self._last is not None:
+            return self._last
+        return Statistics("stopped", self.group_id, None, 0, 0, 0, 0, 0, 0, 0, None, (), ())
+
+    def explain(self) -> str:
+        """Why each partition does not advance, in sentences; safe to call from any thread."""
+        engine = self._engine
+        if engine is None:
+            return "The app does not run.\n"
+        return explain(engine, show_keys=self._settings.show_keys)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop  # noqa: PLC0415 - not there on Windows
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
