@@ -454,7 +454,7 @@ class AiokafkaTransport:
             return NOT_A_MEMBER
         return self._membership
 
-    async def commit(self, offsets: Mapping[TopicPartition, int], membership: Membership) -> None:
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
         """See `aioshard.ports.Transport.commit`. Has no deadline; cancelling it is clean."""
         if not offsets:
             return
@@ -467,7 +467,7 @@ class AiokafkaTransport:
         except kafka.KafkaError as error:
             raise commit_error(error, offsets.keys(), self._group_id) from error
 
-    def _refuse_what_is_not_ours(self, offsets: Mapping[TopicPartition, int], membership: Membership) -> None:
+    def _refuse_what_is_not_ours(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
         current = self.membership()
         if membership != current or current == NOT_A_MEMBER:
             message = (

@@ -292,10 +292,10 @@ class Internals:
         """Ask once which broker coordinates the group; raises when the group is not allowed."""
         await self.client.coordinator_lookup(CoordinationType.GROUP, self.group_id)
 
-    async def commit_once(self, offsets: Mapping[TopicPartition, int]) -> None:
+    async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Send one commit request under the membership of this moment: nothing is awaited before it is built."""
         await self.coordinator._do_commit_offsets(
-            None, {partition: OffsetAndMetadata(offset, "") for partition, offset in offsets.items()}
+            None, {partition: OffsetAndMetadata(*due) for partition, due in offsets.items()}
         )
 
     async def committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
