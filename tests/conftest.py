@@ -1,6 +1,5 @@
 """Fixtures that every test may use: a broker for the run, a broker of one's own, unique names."""
 
-import os
 import re
 import uuid
 from collections.abc import AsyncIterator
@@ -10,10 +9,8 @@ from typing import NoReturn
 import pytest
 
 from tests.support.kafka import KafkaBroker
-from tests.support.kafka_libs import BrokerUnavailableError
+from tests.support.kafka_libs import BrokerUnavailableError, in_ci
 from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
-
-NO_BROKER = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,6 +77,6 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
 
 
 def _skip_or_fail(missing: BrokerUnavailableError) -> NoReturn:
-    if os.environ.get("CI", "").lower() in {"1", "true", "yes"}:
+    if in_ci():
         pytest.fail(f"no Kafka broker, which CI must have: {missing}", pytrace=False)
     pytest.skip(f"no Kafka broker: {missing}")

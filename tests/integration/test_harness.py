@@ -1,7 +1,6 @@
 """The harness itself: a broker that lies about the tests' results is worse than none."""
 
 import asyncio
-import os
 import ssl
 import sys
 from pathlib import Path
@@ -248,9 +247,9 @@ async def test_a_broker_ends_with_the_process_it_belongs_to(tmp_path: Path, kafk
         stdout=asyncio.subprocess.PIPE,
     )
     assert owner.stdout is not None
-    group = int(await owner.stdout.readline())
-    processes = [one for one in psutil.process_iter() if os.getpgid(one.pid) == group]
-    assert len(processes) == 2  # the guard and the broker
+    guard = psutil.Process(int(await owner.stdout.readline()))
+    processes = [guard, *guard.children()]
+    assert [one.name() for one in processes[1:]] == ["java"]
 
     owner.kill()
     await owner.wait()

@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.support.certificates import Certificates
 from tests.support.cluster import KafkaCluster
 from tests.support.kafka import KafkaBroker
@@ -62,7 +64,7 @@ def end_run() -> None:
     directory = Path(os.environ.pop(RUN_DIRECTORY))
     os.environ.pop(RUN_LEADER)
     if (address := _read(directory)) is not None:
-        os.killpg(address.process_group, signal.SIGKILL)
+        _end(address.process_group)
     if _started:
         asyncio.run(_started.pop().kill())
     shutil.rmtree(directory, ignore_errors=True)
@@ -80,6 +82,16 @@ def shared_kafka() -> SharedKafka:
         fcntl.flock(lock, fcntl.LOCK_EX)
         address = _read(directory) or _start(directory)
     return SharedKafka(address.bootstrap, address.secure_bootstrap, Path(address.directory))
+
+
+def _end(process_group: int) -> None:
+    """Ends the broker, which a worker that is gone may have started, and waits for it."""
+    try:
+        processes = [leader := psutil.Process(process_group), *leader.children()]
+        os.killpg(process_group, signal.SIGKILL)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return  # it ended by itself; the tests have said what they thought of it
+    psutil.wait_procs(processes, timeout=5)
 
 
 def _read(directory: Path) -> _Address | None:

@@ -1,0 +1,77 @@
+# Each verb sets up what it needs; a second run is quick. Answers to `make` alone: the list of verbs.
+
+ARGS ?=
+WORKERS ?= 2
+# Any Python from 3.11 on; `make PYTHON=...` takes another.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
+
+COMMA := ,
+VENV := .venv
+BIN := $(VENV)/bin
+# Spark is large: it is installed once the package has a use for it.
+EXTRAS := demo,web$(if $(wildcard aioshard/spark/__init__.py),$(COMMA)spark)
+CODE := aioshard tests $(wildcard benchmarks examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench chaos coverage docs broker clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
+	@$(BIN)/aioshard demo $(ARGS)
+
+test: $(VENV)/.dev broker ## run the tests on a real broker; ARGS="-k order" chooses
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(CODE)
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/zensical build --strict --clean
+
+format: $(VENV)/.dev ## format the code, and fix what can be fixed safely
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.bench broker ## run the benchmarks on a real broker; ARGS chooses and says --json
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+chaos: $(VENV)/.dev broker ## run the long tests that kill processes and brokers
+	@$(BIN)/python -m pytest -m chaos $(ARGS)
+
+coverage: $(VENV)/.dev broker ## run the tests and show the lines and branches that none of them runs
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
+
+docs: $(VENV)/.dev ## build the documentation into site/
+	@$(BIN)/zensical build --strict --clean
+
+broker: $(VENV)/.dev ## fetch the broker's jars; without Java or Maven the tests that need one are skipped
+	@$(BIN)/python -m tests.support.kafka_libs
+
+clean: ## remove what the verbs made: environment, jars, caches, site
+	rm -rf $(VENV) build dist site .cache .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \
+		.pytest_cache .ruff_cache htmlcov
+
+$(VENV)/.pip:
+	@test -n "$(PYTHON)" || { echo "no Python from 3.11 on was found on PATH: install one, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/.pip
+	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(wildcard aioshard/spark/__init__.py) | $(VENV)/.pip
+	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' --group dev
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@$(BIN)/python -m pip install --quiet --group bench
+	@touch $@

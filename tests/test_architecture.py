@@ -1,0 +1,187 @@
+"""What holds for every module: where it stands, how long it is, what it says of itself."""
+
+import ast
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGE = PROJECT / "aioshard"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+MODULE_LINES = 400
+FUNCTION_LINES = 60
+
+LATE_IMPORTS = ["click", "prometheus_client", "pyarrow", "pydantic", "pyspark", "rich", "starlette", "uvloop"]
+"""Packages that cost start-up time or come with an extra: imported where they are used."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(PROJECT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _is_public(name: str) -> bool:
+    return not any(part.startswith("_") for part in name.split("."))
+
+
+EVERY_MODULE = pytest.mark.parametrize("path", MODULES, ids=_dotted)
+EVERY_PUBLIC_MODULE = pytest.mark.parametrize("path", [one for one in MODULES if _is_public(_dotted(one))], ids=_dotted)
+
+
+def test_import_contracts_hold() -> None:
+    """The contracts themselves are in pyproject.toml."""
+    linted = _lint(PROJECT)
+
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "contract"),
+    [
+        ("core/offsets.py", "import asyncio", "What decides has no clock"),
+        ("core/retry.py", "import aioshard.ports", "A module imports only from lower layers"),
+        ("engine/worker.py", "import confluent_kafka", "The engine knows no Kafka client"),
+        ("records.py", "import aioshard.errors", "A module imports only from lower layers"),
+    ],
+    ids=["clock-in-core", "core-looks-up", "vendor-in-engine", "circle-at-the-bottom"],
+)
+def test_a_forbidden_import_breaks_its_contract(tmp_path: Path, module: str, statement: str, contract: str) -> None:
+    """A contract that nothing can break proves nothing."""
+    shutil.copytree(PACKAGE, tmp_path / "aioshard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PROJECT / "pyproject.toml", tmp_path)
+    source = tmp_path / "aioshard" / module
+    source.write_text(f"{source.read_text()}\n{statement}\n")
+
+    linted = _lint(tmp_path)
+
+    assert linted.returncode == 1, linted.stdout + linted.stderr
+    broken = [line for line in linted.stdout.splitlines() if line.endswith("BROKEN")]
+    assert any(line.startswith(contract) for line in broken), linted.stdout
+
+
+def _lint(project: Path) -> subprocess.CompletedProcess[str]:
+    """Runs import-linter on the package in *project*, and on no other that is installed."""
+    script = (
+        "import sys\n"
+        "sys.path.insert(0, sys.argv.pop())\n"
+        "from importlinter.cli import lint_imports_command\n"
+        "lint_imports_command()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-P", "-c", script, "--no-cache", "--no-logo", str(project)],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@EVERY_MODULE
+def test_a_module_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MODULE_LINES
+
+
+@EVERY_MODULE
+def test_functions_are_short(path: Path) -> None:
+    """Lines of a function without its docstring."""
+    functions = [node for node in ast.walk(_tree(path)) if isinstance(node, Function)]
+
+    assert {node.name: lines for node in functions if (lines := _lines(node)) > FUNCTION_LINES} == {}
+
+
+def _lines(function: Function) -> int:
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None and first.end_lineno is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+@EVERY_PUBLIC_MODULE
+def test_all_names_what_a_module_offers(path: Path) -> None:
+    """Every public class and function is in `__all__`, and everything in `__all__` is there."""
+    tree = _tree(path)
+    offered = {node.name for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")}
+    named = _all_of(tree)
+
+    if offered:
+        assert named is not None, "the module has public names and no __all__"
+    for name in named or ():
+        if name not in _bound(tree):
+            assert hasattr(importlib.import_module(_dotted(path)), name), f"__all__ names {name!r}, which is not there"
+    assert offered - set(named or ()) == set()
+
+
+def _all_of(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            value = getattr(node, "value", None)
+            assert isinstance(value, ast.expr)
+            return list(ast.literal_eval(value))
+    return None
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case _:
+                pass
+    return names
+
+
+@EVERY_PUBLIC_MODULE
+def test_every_public_name_has_a_docstring(path: Path) -> None:
+    tree = _tree(path)
+
+    silent = [where for where, node in _public_definitions(tree, "") if ast.get_docstring(node) is None]
+
+    assert silent == []
+    assert ast.get_docstring(tree) is not None or not tree.body
+
+
+def _public_definitions(owner: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, Definition]]:
+    for node in owner.body:
+        if not isinstance(node, Definition) or node.name.startswith("_") or _explained_elsewhere(node):
+            continue
+        yield prefix + node.name, node
+        if isinstance(node, ast.ClassDef):
+            yield from _public_definitions(node, f"{prefix}{node.name}.")
+
+
+def _explained_elsewhere(node: Definition) -> bool:
+    """Whether the docstring is that of the overridden method, the whole overload or the property."""
+    marks = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    return bool(marks & {"overload", "override", "setter"})
+
+
+def test_import_is_light() -> None:
+    """`import aioshard` brings in nothing that only a part of the users needs."""
+    script = "import json, sys, aioshard; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    ran = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)
+
+    assert set(json.loads(ran.stdout)) & set(LATE_IMPORTS) == set()
