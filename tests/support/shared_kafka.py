@@ -101,7 +101,7 @@ def _read(directory: Path) -> _Address | None:
 
 def _start(directory: Path) -> _Address:
     home = directory / "kafka"
-    home.mkdir()
+    home.mkdir(exist_ok=True)  # an attempt of another process may have failed
     broker = KafkaBroker(home, watched=int(os.environ[RUN_LEADER]))
     asyncio.run(broker.start())
     _started.append(broker)
