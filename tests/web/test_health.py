@@ -111,9 +111,7 @@ async def test_status_of_each_state(state: AppState, live: int, ready: int) -> N
 
 
 async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> None:
-    rebalancing = dataclasses.replace(
-        STATISTICS, member_id=None, partitions=(), trouble="no broker has answered for 8 s"
-    )
+    rebalancing = dataclasses.replace(STATISTICS, member_id=None, partitions=(), trouble="no broker answers since 8 s")
     async with client_of(FakeApp(rebalancing)) as client:
         for path in ("/livez", "/readyz"):
             response = await client.get(path)

@@ -1,0 +1,1 @@
+"""The command `aioshard`: arguments become calls. `aioshard.cli.main` is the entry."""

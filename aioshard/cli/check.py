@@ -1,0 +1,145 @@
+"""`aioshard check`: is the app what its author meant, and would it start? Without a broker."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import click
+
+from aioshard.app import App
+from aioshard.cli.loading import load_app
+from aioshard.errors import AioshardError, HandlerError
+from aioshard.handlers import Registration
+from aioshard.settings import Settings, misspelled_variables, timeout_warnings
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:APP")
+@click.option(
+    "--app-dir",
+    type=click.Path(exists=True, file_okay=False),
+    default=".",
+    show_default=True,
+    help="Where MODULE is looked for first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def command(target: str, *, app_dir: str, as_json: bool) -> None:
+    """Check an app without a broker: its handlers, its settings, and what may surprise."""
+    try:
+        app = load_app(target, app_dir)
+        if not list(app.handlers):
+            raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
+    except (AioshardError, click.ClickException) as error:
+        if as_json:
+            click.echo(
+                json.dumps(
+                    {"ok": False, "error": error.message if isinstance(error, click.ClickException) else str(error)}
+                )
+            )
+        raise
+    warnings = list(_warnings(app))
+    if as_json:
+        click.echo(json.dumps(_as_json(app, target, warnings)))
+    else:
+        click.echo("\n".join(_as_text(app, target, warnings)))
+
+
+# What may surprise --------------------------------------------------------------------
+
+
+def _warnings(app: App) -> Iterator[str]:
+    settings, handlers = app.settings, list(app.handlers)
+    if settings.bootstrap_servers is None:
+        yield "bootstrap_servers is not set: give it to the app, in AIOSHARD_BOOTSTRAP_SERVERS or to `aioshard run`"
+    if settings.auto_offset_reset is None:
+        yield (
+            "auto_offset_reset is not set: a group without committed offsets will not start; choose 'earliest' "
+            "(every record) or 'latest' (only new ones)"
+        )
+    yield from timeout_warnings(settings, ((handler.name, getattr(handler, "timeout", None)) for handler in handlers))
+    workers = sum(handler.concurrency for handler in handlers)
+    if workers > settings.max_buffered_records:
+        yield (
+            f"the handlers have {workers} workers together but max_buffered_records={settings.max_buffered_records}: "
+            "they can never all be busy"
+        )
+    for name, count in Counter(handler.name for handler in handlers).items():
+        if count > 1:
+            yield f"{count} handlers are named {name!r}: statistics and metrics cannot tell them apart"
+    if settings.security_protocol == "SASL_PLAINTEXT":
+        yield "security_protocol='SASL_PLAINTEXT' sends names, passwords and records unencrypted"
+    if settings.security_protocol in {"SSL", "SASL_SSL"} and not settings.ssl_check_hostname:
+        yield "ssl_check_hostname=False lets any broker with a trusted certificate pass for ours"
+    yield from misspelled_variables()
+
+
+# Output -------------------------------------------------------------------------------
+
+
+def _handler(registration: Registration) -> dict[str, Any]:
+    shard_by = registration.shard_by
+    return {
+        "name": registration.name,
+        "topics": list(registration.topics),
+        "pattern": registration.pattern,
+        "shard_by": shard_by if isinstance(shard_by, str) else getattr(shard_by, "__name__", repr(shard_by)),
+        "shards": registration.shards,
+        "concurrency": registration.concurrency,
+        "on_failure": str(registration.on_failure),
+        "runs_in": "event loop" if registration.is_async else "threads",
+    }
+
+
+def _as_json(app: App, target: str, warnings: Sequence[str]) -> dict[str, Any]:
+    return {
+        "ok": True,
+        "app": target,
+        "group_id": app.group_id,
+        "handlers": [_handler(registration) for registration in app.handlers],
+        "settings": app.settings.asdict(),
+        "warnings": list(warnings),
+    }
+
+
+def _as_text(app: App, target: str, warnings: Sequence[str]) -> Iterator[str]:
+    yield f"{target} is an app of group {app.group_id!r}"
+    yield ""
+    heading = ("handler", "topics", "shard by", "shards", "concurrency", "on failure", "runs in")
+    yield from _table([heading, *(_row(_handler(registration)) for registration in app.handlers)])
+    yield ""
+    yield from _table([("setting", "value", "unit", ""), *_settings_rows(app.settings)])
+    for warning in warnings:
+        yield ""
+        yield f"Warning: {warning}"
+
+
+def _row(handler: dict[str, Any]) -> tuple[str, ...]:
+    topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
+    shards = "on demand" if handler["shards"] is None else str(handler["shards"])
+    return (
+        handler["name"],
+        ", ".join(topics),
+        handler["shard_by"],
+        shards,
+        str(handler["concurrency"]),
+        handler["on_failure"],
+        handler["runs_in"],
+    )
+
+
+def _settings_rows(settings: Settings) -> Iterator[tuple[str, ...]]:
+    values = settings.asdict()
+    for setting in Settings.descriptions():
+        value = values[setting.name]
+        shown = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        yield setting.name, shown, setting.unit or "", "set" if setting.name in settings.model_fields_set else ""
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

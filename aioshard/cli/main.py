@@ -1,0 +1,110 @@
+"""The entry of the command line: commands loaded on use, errors as sentences, exit codes.
+
+| code | meaning |
+| --- | --- |
+| 0 | clean |
+| 1 | crashed: the brokers, or an unexpected error |
+| 2 | usage: wrong options, unknown module or app, a setting or a handler refused |
+| 3 | halted records are in the way of `--until-caught-up` |
+| 4 | records still ran when the time to stop was over |
+| 130 | interrupted, or left at a second signal |
+"""
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from aioshard import __version__
+from aioshard.errors import (
+    AioshardError,
+    HaltedError,
+    HandlerError,
+    MissingExtraError,
+    NotDrainedError,
+    SettingsError,
+)
+
+__all__ = ["COMMANDS", "INTERRUPTED", "cli", "exit_code", "main"]
+
+INTERRUPTED = 130
+
+COMMANDS = {
+    "run": ("aioshard.cli.run", "Run an app until a signal ends it."),
+    "check": ("aioshard.cli.check", "Check an app without a broker."),
+    "broker": ("aioshard.cli.broker", "Run the embedded broker."),
+    "publish": ("aioshard.cli.publish", "Publish records."),
+    "demo": ("aioshard.cli.demo", "Run the demonstration."),
+}
+"""Module and summary of each command; the module's `command` is imported when it is used."""
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are used, so that `--help` is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (the signature is click's)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="aioshard")
+def cli() -> None:
+    """Consume each Kafka partition in parallel inside one asyncio process."""
+
+
+def exit_code(error: AioshardError) -> int:
+    """The exit code that an error ends the process with."""
+    match error:
+        case SettingsError() | HandlerError() | MissingExtraError():
+            return 2
+        case HaltedError():
+            return 3
+        case NotDrainedError():
+            return 4
+        case _:
+            return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Args:
+        arguments: Instead of the process's.
+    """
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        result = cli.main(arguments, prog_name="aioshard", standalone_mode=False)
+        sys.stdout.flush()
+    except click.Abort:
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except AioshardError as error:
+        click.echo(f"Error: {error}", err=True)
+        return exit_code(error)
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            raise
+        # Whoever read our output has left; what the interpreter still flushes goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
