@@ -21,10 +21,10 @@ NONE = Usage(0, 0)
 def room_for(bounds: Usage, total: Usage, held: Usage, *, stuck: bool) -> Usage:
     """What one partition may take in now, on top of what it holds.
 
-    A partition may hold at most half of what would be free without it. So one busy partition fills half
-    of the memory, two a third each, n an (n + 1)th, and whoever comes late always finds room. A
-    partition that cannot advance keeps only a hundredth: what piles up behind a halted record never
-    starves the others.
+    A partition may hold at most half of what would be free without it: whoever comes late always finds
+    half of what is left. As records complete, n busy partitions come to an (n + 1)th each. A partition that
+    cannot advance takes in no more than a hundredth: what piles up behind a halted record never starves
+    the others.
 
     Args:
         bounds: The bounds of the process.

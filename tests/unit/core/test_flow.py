@@ -1,0 +1,60 @@
+"""How much more of a partition may be taken in."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshard.core.flow import NONE, Usage, room_for
+
+BOUNDS = Usage(10_000, 64 * 2**20)
+
+
+def fill(partitions: int, stuck: frozenset[int] = frozenset(), held: list[int] | None = None) -> list[int]:
+    """Let greedy partitions take turns until none finds room."""
+    held = held or [0] * partitions
+    while True:
+        moved = False
+        for index in range(partitions):
+            total = Usage(sum(held), sum(held))
+            room = room_for(BOUNDS, total, Usage(held[index], held[index]), stuck=index in stuck)
+            held[index] += room.records
+            moved = moved or room.records > 0
+        if not moved:
+            return held
+
+
+def test_one_busy_partition_fills_half() -> None:
+    assert fill(1) == [5_000]
+
+
+def test_whoever_comes_late_finds_half_of_what_is_left() -> None:
+    assert fill(4) == [5_000, 2_500, 1_250, 625]
+
+
+def test_busy_partitions_come_to_equal_shares_and_leave_one_for_the_next() -> None:
+    held = fill(9)
+    for _ in range(100):
+        held = fill(9, held=[records - records // 5 for records in held])
+
+    assert max(held) - min(held) <= BOUNDS.records / 50
+    assert sum(held) <= BOUNDS.records * 0.92
+
+
+def test_stuck_partitions_do_not_starve_the_others() -> None:
+    held = fill(9, stuck=frozenset(range(8)))
+
+    assert held[:8] == [100] * 8
+    assert held[8] > 4_000
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000), st.booleans())
+def test_the_bounds_are_never_passed(others: int, held: int, stuck: bool) -> None:
+    total = Usage(others + held, 0)
+
+    room = room_for(BOUNDS, total, Usage(held, 0), stuck=stuck)
+
+    assert room == NONE or total.records + room.records <= BOUNDS.records
+    assert room == NONE or held + room.records <= BOUNDS.records - total.records - room.records + 1
+
+
+def test_without_room_for_bytes_there_is_no_room_for_records() -> None:
+    assert room_for(BOUNDS, Usage(1, BOUNDS.bytes), Usage(1, BOUNDS.bytes), stuck=False) == NONE

@@ -1,0 +1,90 @@
+"""Where to go on with a partition that was assigned."""
+
+import pytest
+
+from aioshard.core.ownership import (
+    Claim,
+    Evidence,
+    Origin,
+    first_generation,
+    origin_of,
+    reason_to_end,
+    with_first_generation,
+)
+
+CLAIM = Claim("member-1", generation=7, acknowledged=40, position=55)
+EVIDENCE = Evidence("member-1", generation=8, committed=40, log_start=0, log_end=100)
+
+
+def test_a_partition_that_nobody_touched_continues() -> None:
+    assert reason_to_end(CLAIM, EVIDENCE) is None
+
+
+def test_it_continues_without_a_commit_when_there_was_none() -> None:
+    assert reason_to_end(CLAIM._replace(acknowledged=None), EVIDENCE._replace(committed=None)) is None
+
+
+@pytest.mark.parametrize("position", [0, 100])
+def test_the_ends_of_the_log_belong_to_it(position: int) -> None:
+    assert reason_to_end(CLAIM._replace(position=position), EVIDENCE) is None
+
+
+@pytest.mark.parametrize(
+    ("claim", "evidence", "reason"),
+    [
+        (None, EVIDENCE, "not in the assignment before"),
+        (CLAIM, EVIDENCE._replace(member_id="member-2"), "another member id"),
+        (CLAIM._replace(member_id=""), EVIDENCE._replace(member_id=""), "another member id"),
+        (CLAIM, EVIDENCE._replace(generation=9), "generation went from 7 to 9"),
+        (CLAIM, EVIDENCE._replace(generation=7), "generation went from 7 to 7"),
+        (CLAIM, EVIDENCE._replace(committed=41), "committed offset is 41"),
+        (CLAIM, EVIDENCE._replace(committed=39), "committed offset is 39"),
+        (CLAIM, EVIDENCE._replace(committed=None), "committed offset is None"),
+        (CLAIM._replace(acknowledged=None), EVIDENCE, "ours was None"),
+        (CLAIM, EVIDENCE._replace(log_start=56), "outside the log"),
+        (CLAIM, EVIDENCE._replace(log_end=54), "outside the log"),
+    ],
+)
+def test_each_condition_alone_ends_the_epoch(claim: Claim | None, evidence: Evidence, reason: str) -> None:
+    assert reason in str(reason_to_end(claim, evidence))
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest", "error", None])
+def test_a_committed_offset_in_the_log_wins_over_every_policy(policy: str | None) -> None:
+    assert origin_of(9, (5, 20), policy, group_knows_topic=True) == Origin(9, resolved=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest", None])
+@pytest.mark.parametrize("committed", [4, 21])
+def test_a_committed_offset_outside_the_log_begins_at_its_start(committed: int, policy: str | None) -> None:
+    """The records after the group's first position must not be lost, so never at its end (I3)."""
+    origin = origin_of(committed, (5, 20), policy, group_knows_topic=True)  # type: ignore[arg-type]
+    assert origin == Origin(5, resolved=True)
+
+
+def test_under_error_a_committed_offset_outside_the_log_is_the_users_decision() -> None:
+    assert origin_of(4, (5, 20), "error", group_knows_topic=True) is None
+
+
+@pytest.mark.parametrize(("policy", "offset"), [("earliest", 5), ("latest", 20)])
+def test_a_new_group_begins_where_the_policy_says_and_commits_that_first(policy: str, offset: int) -> None:
+    origin = origin_of(None, (5, 20), policy, group_knows_topic=False)  # type: ignore[arg-type]
+    assert origin == Origin(offset, resolved=True)
+
+
+@pytest.mark.parametrize("policy", ["error", None])
+def test_a_new_group_without_a_policy_does_not_begin(policy: str | None) -> None:
+    assert origin_of(None, (5, 20), policy, group_knows_topic=False) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["earliest", "latest", "error", None])
+def test_a_partition_that_appeared_later_begins_at_its_start(policy: str | None) -> None:
+    origin = origin_of(None, (0, 20), policy, group_knows_topic=True)  # type: ignore[arg-type]
+    assert origin == Origin(0, resolved=True)
+
+
+def test_the_mark_of_the_first_generation_survives_the_broker() -> None:
+    assert first_generation(with_first_generation(12)) == 12
+    assert first_generation("") is None
+    assert first_generation("somebody else's text") is None
+    assert with_first_generation(None) == ""

@@ -1,0 +1,45 @@
+"""What follows a failed attempt."""
+
+import pytest
+
+from aioshard.core.retry import Retry
+from aioshard.errors import HandlerError
+
+
+def test_delays_grow_to_the_maximum_and_end_with_the_attempts() -> None:
+    retry = Retry(attempts=6, initial=0.1, maximum=0.5, jitter=0.0)
+
+    delays = [retry.delay(ValueError(), attempt, 0.5) for attempt in range(1, 7)]
+
+    assert delays == [0.1, 0.2, 0.4, 0.5, 0.5, None]
+
+
+def test_attempts_count_the_first_run() -> None:
+    assert Retry(attempts=1).delay(ValueError(), 1, 0.5) is None
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+def test_jitter_moves_a_delay_by_half_its_share_in_either_direction(chance: float) -> None:
+    delay = Retry(initial=1.0, jitter=0.4).delay(ValueError(), 1, chance)
+
+    assert delay == pytest.approx(0.8 + 0.4 * chance)
+
+
+def test_errors_that_no_attempt_cures_end_at_once() -> None:
+    retry = Retry(retry_on=(OSError,), give_up_on=(FileNotFoundError,))
+
+    assert retry.delay(TimeoutError(), 1, 0.5) is not None
+    assert retry.delay(FileNotFoundError(), 1, 0.5) is None
+    assert retry.delay(ValueError(), 1, 0.5) is None
+
+
+def test_a_late_attempt_does_not_overflow() -> None:
+    assert Retry(attempts=10_000, maximum=7.0, jitter=0.0).delay(ValueError(), 9_000, 0.5) == 7.0
+
+
+@pytest.mark.parametrize(
+    "values", [{"attempts": 0}, {"initial": -1.0}, {"maximum": 0.01}, {"factor": 0.5}, {"jitter": 1.5}]
+)
+def test_values_outside_their_range_are_refused_by_name(values: dict[str, float]) -> None:
+    with pytest.raises(HandlerError, match=next(iter(values))):
+        Retry(**values)  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""From a record to its shard."""
+
+from collections import Counter
+
+import pytest
+
+from aioshard.core.sharding import shard_key_of, shard_number
+from aioshard.errors import HandlerError
+from aioshard.records import Record
+
+
+def record(key: bytes | None, topic: str = "orders", partition: int = 0) -> Record:
+    return Record(topic, partition, 0, key, b"", (), 0.0)
+
+
+def test_one_topic_shards_by_the_key_alone() -> None:
+    shard_key = shard_key_of("key", one_topic=True)
+
+    assert shard_key(record(b"a")) == shard_key(record(b"a", partition=3))
+
+
+def test_the_same_key_in_two_topics_is_two_shards() -> None:
+    shard_key = shard_key_of("key", one_topic=False)
+
+    assert shard_key(record(b"a", "orders")) != shard_key(record(b"a", "clicks"))
+
+
+@pytest.mark.parametrize("one_topic", [True, False])
+def test_records_without_a_key_ask_for_no_order(one_topic: bool) -> None:
+    assert shard_key_of("key", one_topic=one_topic)(record(None)) is None
+
+
+def test_an_empty_key_is_a_key() -> None:
+    assert shard_key_of("key", one_topic=False)(record(b"")) is not None
+
+
+def test_partition_keeps_a_whole_partition_in_order() -> None:
+    shard_key = shard_key_of("partition", one_topic=True)
+
+    assert shard_key(record(b"a")) == shard_key(record(b"b"))
+    assert shard_key(record(b"a")) != shard_key(record(b"a", partition=1))
+
+
+def test_record_keeps_no_order() -> None:
+    assert shard_key_of("record", one_topic=True)(record(b"a")) is None
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(HandlerError, match="'keys'"):
+        shard_key_of("keys", one_topic=True)  # type: ignore[arg-type]
+
+
+def test_the_fixed_shard_of_a_key_never_changes() -> None:
+    """Spark computes the same figures in SQL; a change would send keys to other shards in an upgrade."""
+    assert [shard_number(key, 64) for key in (b"N725MQ", "N725MQ", 725, b"", "ä")] == [41, 41, 4, 0, 52]
+
+
+def test_fixed_shards_spread_the_keys_of_one_partition() -> None:
+    """With the partitioner's hash modulo N a partition of 64 would use one shard of 64."""
+    import zlib  # noqa: PLC0415
+
+    keys = [b"key-%d" % number for number in range(100_000)]
+    one_partition = [key for key in keys if zlib.crc32(key) % 64 == 5]
+
+    used = Counter(shard_number(key, 64) for key in one_partition)
+
+    assert len(used) == 64
+    assert max(used.values()) < 3 * len(one_partition) / 64
+
+
+def test_other_types_are_refused_because_their_hash_differs_between_processes() -> None:
+    with pytest.raises(TypeError, match="float"):
+        shard_number(1.5, 8)
