@@ -133,6 +133,17 @@ class InMemoryBroker:
             raise LookupError(message)
         return logs[partition]
 
+    def check_partition(self, topic: str, partition: int) -> None:
+        """Refuse a partition that does not exist: a misspelt one would let a test pass by doing nothing.
+
+        Raises:
+            LookupError: There is no such topic, or it has fewer partitions.
+        """
+        if topic not in self._topics:
+            message = f"there is no topic {topic!r}; there are {sorted(self._topics)}"
+            raise LookupError(message)
+        self.log(topic, partition)
+
     # Records ---------------------------------------------------------------------------
 
     def publish(
@@ -219,13 +230,13 @@ class InMemoryBroker:
 
     def revoke(self, topic: str, partition: int) -> None:
         """Take a partition away from every group here, as if another member got it."""
-        self._of_topic(topic, partition)
+        self.check_partition(topic, partition)
         for group in self._groups.values():
             group.revoke(TopicPartition(topic, partition))
 
     def assign(self, topic: str, partition: int) -> None:
         """Give a revoked partition back."""
-        self._of_topic(topic, partition)
+        self.check_partition(topic, partition)
         for group in self._groups.values():
             group.assign(TopicPartition(topic, partition))
 
@@ -372,10 +383,3 @@ class InMemoryBroker:
         turn = self._turns.get(topic, -1) + 1
         self._turns[topic] = turn
         return turn % count
-
-    def _of_topic(self, topic: str, partition: int) -> None:
-        """Refuse a partition that does not exist: a misspelt one would make a test pass by doing nothing."""
-        if topic not in self._topics:
-            message = f"there is no topic {topic!r}; there are {sorted(self._topics)}"
-            raise LookupError(message)
-        self.log(topic, partition)

@@ -23,7 +23,7 @@ class Subscription(NamedTuple):
 
     def includes(self, topic: str) -> bool:
         """Whether the member reads *topic*."""
-        return topic in self.topics or (self.pattern is not None and re.match(self.pattern, topic) is not None)
+        return topic in self.topics or (self.pattern is not None and re.fullmatch(self.pattern, topic) is not None)
 
 
 class _Member:

@@ -10,7 +10,6 @@ from aioshard.errors import (
     CommitError,
     CommitRefusedError,
     ConnectError,
-    OffsetOutOfRangeError,
     StateError,
     TransportError,
 )
@@ -24,12 +23,11 @@ from aioshard.ports import (
     LogRange,
     Membership,
     Oversized,
-    record_size,
 )
-from aioshard.records import Record, TopicPartition
+from aioshard.records import TopicPartition
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.group import Subscription
-from aioshard.testing.log import PartitionLog
+from aioshard.testing.reading import IsolationLevel, Reading
 
 __all__ = ["InMemoryTransport", "Latency", "Operation"]
 
@@ -44,9 +42,6 @@ before the offsets are stored and `commit reply` after."""
 
 Latency = Callable[[Operation], float]
 """The seconds that an operation takes, asked anew each time."""
-
-_FAULT_INTERVAL = 1.0
-"""Seconds after which a fault that goes on is reported again; a client retries a failed fetch with backoff."""
 
 
 class InMemoryTransport:
@@ -65,7 +60,7 @@ class InMemoryTransport:
         broker: InMemoryBroker,
         group_id: str,
         *,
-        isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed",
+        isolation_level: IsolationLevel = "read_committed",
         latency: Latency | None = None,
         max_batch_records: int = 500,
         max_fetch_offsets: int | None = None,
@@ -90,20 +85,14 @@ class InMemoryTransport:
         """Partitions and bytes of the last `adjust_prefetch`."""
         self._broker = broker
         self._group = broker.group(group_id)
-        self._read_committed = isolation_level == "read_committed"
         self._latency = latency
-        self._max_batch_records = max_batch_records
-        self._max_fetch_offsets = max_fetch_offsets
+        self._reading = Reading(broker, isolation_level, max_batch_records, max_fetch_offsets)
         self._rebalance_timeout = rebalance_timeout
         self._session_timeout = session_timeout
         self._listener: GroupListener | None = None
         self._subscription = Subscription(frozenset())
         self._membership = NOT_A_MEMBER
         self._member_id = ""
-        self._positions: dict[TopicPartition, int | None] = {}
-        self._paused: set[TopicPartition] = set()
-        self._ends: dict[TopicPartition, int] = {}
-        self._reported: dict[TopicPartition, float] = {}
         self._revoking = False
         self._fetch_due = 0.0
         self._waiter: asyncio.Future[Literal["woken", "changed", "time"]] | None = None
@@ -152,7 +141,7 @@ class InMemoryTransport:
             if not self._crashed:
                 self._group.leave(self._member_id)
             self._membership = NOT_A_MEMBER
-            self._forget_partitions()
+            self._reading.take_all()
 
     def kill(self, error: TransportError | None = None) -> None:
         """Let the client's background work end: every poll raises from now on, while the group still has it."""
@@ -224,14 +213,15 @@ class InMemoryTransport:
             self._member_id = self._group.join(self._subscription, self._stirred.set)
 
     async def _revoke(self, *, lost: bool) -> None:
-        if not self._positions or self._ending:
+        partitions = self._reading.partitions
+        if not partitions or self._ending:
             return
         self._revoking = True
         try:
-            await self._heard.revoked(tuple(sorted(self._positions)), lost=lost)
+            await self._heard.revoked(partitions, lost=lost)
         finally:
             self._revoking = False
-        self._forget_partitions()
+        self._reading.take_all()
 
     def _adopt(self) -> None:
         # The group may have moved on, and the client may have been closed, while the answer was on its way.
@@ -239,8 +229,7 @@ class InMemoryTransport:
             return
         partitions = self._group.assignment(self._member_id)
         self._membership = self._group.adopt(self._member_id)
-        self._positions = dict.fromkeys(partitions)
-        self._paused = set(partitions)
+        self._reading.give(partitions)
         self._heard.assigned(partitions, self._membership)
 
     @property
@@ -249,12 +238,6 @@ class InMemoryTransport:
             message = "this client has no listener: await start first"
             raise StateError(message)
         return self._listener
-
-    def _forget_partitions(self) -> None:
-        self._positions = {}
-        self._paused = set()
-        self._ends = {}
-        self._reported = {}
 
     # Records ---------------------------------------------------------------------------
 
@@ -269,16 +252,22 @@ class InMemoryTransport:
         deadline = loop.time() + timeout
         while True:
             self._check_alive()
-            found = self._collect(allowance, loop.time()) if loop.time() >= self._fetch_due else []
+            found = self._fetch(allowance, loop.time())
             if found:
-                if self._latency is not None:
-                    self._fetch_due = loop.time() + self._latency("fetch")
                 if not any(isinstance(item, Batch) for item in found):
                     await asyncio.sleep(0)  # Nothing was taken: a caller who asks again must not block the loop.
                 return found
             outcome = await self._wait(deadline)
             if outcome == "woken" or (outcome == "time" and loop.time() >= deadline):
                 return []
+
+    def _fetch(self, allowance: AllowanceOf, now: float) -> list[Batch | Fault | Oversized]:
+        if self._revoking or not self._broker.available or now < self._fetch_due:
+            return []
+        found = self._reading.collect(allowance, now)
+        if found and self._latency is not None:
+            self._fetch_due = now + self._latency("fetch")
+        return found
 
     def wake(self) -> None:
         """See `Transport.wake`."""
@@ -295,12 +284,10 @@ class InMemoryTransport:
 
     async def _wait(self, deadline: float) -> Literal["woken", "changed", "time"]:
         loop = asyncio.get_running_loop()
-        until = deadline
-        if loop.time() < self._fetch_due:
-            until = min(until, self._fetch_due)
-        again = [when for when in self._reported.values() if when > loop.time()]
+        now = loop.time()
+        looks = (deadline, self._fetch_due if now < self._fetch_due else None, self._reading.next_look(now))
         self._waiter = loop.create_future()
-        timer = loop.call_at(min([until, *again]), self._end_wait, "time")
+        timer = loop.call_at(min(when for when in looks if when is not None), self._end_wait, "time")
         try:
             return await self._waiter
         finally:
@@ -314,92 +301,27 @@ class InMemoryTransport:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(outcome)
 
-    def _collect(self, allowance: AllowanceOf, now: float) -> list[Batch | Fault | Oversized]:
-        if self._revoking or not self._broker.available:
-            return []
-        found: list[Batch | Fault | Oversized] = []
-        for topic_partition in self._positions:
-            if topic_partition not in self._paused:
-                item = self._collect_from(topic_partition, allowance, now)
-                if item is not None:
-                    found.append(item)
-        return found
-
-    def _collect_from(
-        self, topic_partition: TopicPartition, allowance: AllowanceOf, now: float
-    ) -> Batch | Fault | Oversized | None:
-        log = self._broker.log(*topic_partition)
-        position = self._positions[topic_partition]
-        error = self._broker.fault(topic_partition)
-        if error is None and position is None:
-            error = TransportError(f"{topic_partition} was resumed without a position: seek before resume")
-        if error is None and position is not None and not log.start <= position <= log.end:
-            error = OffsetOutOfRangeError(topic_partition, position)
-        if error is not None:
-            if now < self._reported.get(topic_partition, now) or not allowance(topic_partition).records:
-                return None
-            self._reported[topic_partition] = now + _FAULT_INTERVAL
-            return Fault(topic_partition, error)
-        self._reported.pop(topic_partition, None)
-        end = self._readable_end(log)
-        self._ends[topic_partition] = end
-        if position is None or position >= end:
-            return None
-        return self._take_records(log, position, end, allowance)
-
-    def _take_records(
-        self, log: PartitionLog, position: int, end: int, allowance: AllowanceOf
-    ) -> Batch | Oversized | None:
-        topic_partition = log.topic_partition
-        room = allowance(topic_partition)
-        if room.records < 1:
-            return None
-        if self._max_fetch_offsets is not None:
-            end = min(end, position + self._max_fetch_offsets)
-        records: list[Record] = []
-        sizes: list[int] = []
-        free = room.bytes
-        next_offset = end
-        for record in log.read(position, end):
-            size = record_size(record.key, record.value, record.headers)
-            fits = size <= free or (room.alone and not records)
-            if not fits and not records:
-                return Oversized(topic_partition, size)
-            if not fits or len(records) >= min(room.records, self._max_batch_records):
-                next_offset = records[-1].offset + 1
-                break
-            records.append(record)
-            sizes.append(size)
-            free -= size
-        self._positions[topic_partition] = next_offset
-        return Batch(topic_partition, records, sizes, next_offset)
-
-    def _readable_end(self, log: PartitionLog) -> int:
-        return log.stable_end if self._read_committed else log.end
-
     def position(self, topic_partition: TopicPartition) -> int | None:
         """See `Transport.position`."""
-        return self._positions.get(topic_partition)
+        return self._reading.position(topic_partition)
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
         """See `Transport.end_offset`."""
-        return self._ends.get(topic_partition)
+        return self._reading.end_offset(topic_partition)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """See `Transport.pause`."""
-        self._paused.update(partition for partition in partitions if partition in self._positions)
+        self._reading.pause(partitions)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
         """See `Transport.resume`."""
-        self._paused.difference_update(partitions)
+        self._reading.resume(partitions)
         self._changed()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`."""
-        if topic_partition in self._positions:
-            self._positions[topic_partition] = offset
-            self._reported.pop(topic_partition, None)
-            self._changed()
+        self._reading.seek(topic_partition, offset)
+        self._changed()
 
     # Requests --------------------------------------------------------------------------
 
@@ -440,8 +362,7 @@ class InMemoryTransport:
             ConnectError: The broker is not available.
         """
         await self._ask("log ranges")
-        logs = {partition: self._broker.log(*partition) for partition in partitions}
-        return {partition: LogRange(log.start, self._readable_end(log)) for partition, log in logs.items()}
+        return {partition: self._reading.log_range(partition) for partition in partitions}
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`.

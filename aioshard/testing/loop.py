@@ -1,0 +1,324 @@
+"""An asyncio event loop with virtual time and a seeded order of steps: slow and racy tests become neither."""
+
+import asyncio
+import math
+import random
+import selectors
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aioshard.errors import AioshardError, StateError
+
+__all__ = ["DeadlockError", "VirtualTimeLoop", "run", "waiting_place"]
+
+T = TypeVar("T")
+
+_TIME_LIMIT = 10_000.0
+_BUSY_PASSES = 10_000
+"""Passes within one instant after which time goes on nevertheless, as it would in a process that computes."""
+_BUSY_TICK = 0.001
+_BUSY_LIMIT = 300_000
+_THREAD_PATIENCE = 0.5
+_THREAD_LIMIT = 10.0
+
+
+class DeadlockError(AioshardError):
+    """Nothing can go on, or nothing ever comes to an end; the message says where each task waits."""
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is a number: when nothing is ready, it jumps to the next timer.
+
+    An hour of `asyncio.sleep` takes no time, and a time-out fires exactly when it is due. When nothing
+    is ready, no timer is set and no thread works, nothing can ever happen again: that is raised as a
+    `DeadlockError` instead of hanging.
+
+    With a seed, the order of steps is permuted, to find races. asyncio runs in each pass what was ready
+    when the pass began. Within a pass, **the steps of different tasks change places at random; all other
+    callbacks keep their order among themselves**, because asyncio promises that for `call_soon` and its
+    own parts rely on it, and nothing moves to another pass. Correct code cannot depend on what is permuted:
+    it is the order in which tasks that are all ready go on. The same seed gives the same order of steps, as
+    long as the code under test does not iterate over sets of strings or of objects without an order
+    (set `PYTHONHASHSEED` for the first). Without a seed the order is asyncio's.
+
+    Threads (`asyncio.to_thread`, `run_in_executor`, `anyio.to_thread`) work in real time: the loop does not jump
+    while one is busy, unless it has been so for half a second and nothing else happens. Sockets, pipes and
+    subprocesses are refused.
+
+    Invariants:
+        * `time` never goes back, and moves only while nothing is ready; the exception is a process that
+          never rests: after 10,000 passes within one instant each further pass takes a millisecond.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        on_step: Callable[[], None] | None = None,
+        time_limit: float = _TIME_LIMIT,
+    ) -> None:
+        """Make a loop at time 0.
+
+        Args:
+            seed: Permutes the steps of tasks; None keeps asyncio's order.
+            on_step: Called after every callback, to check what must always hold; what it raises ends the
+                run, and it is not called again.
+            time_limit: Seconds of virtual time after which `DeadlockError` is raised: a program with a
+                periodic timer never stands still, so only this ends it when what a test awaits never comes.
+        """
+        self._now = 0.0
+        self._time_limit = time_limit
+        self._virtual = _VirtualSelector(self)
+        super().__init__(self._virtual)
+        self._virtual.sockets_refused = True
+        self._steps = _ReadyQueue(None if seed is None else random.Random(seed), on_step)  # noqa: S311
+        self._ready = self._steps
+        self._executor_jobs: set[asyncio.Future[Any]] = set()
+        self._closing_executor = 0
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def run_in_executor(  # type: ignore[override] # typeshed's variadic signature has no spelling in 3.11
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """As asyncio's; the loop waits for it in real time."""
+        job = super().run_in_executor(executor, func, *args)
+        self._executor_jobs.add(job)
+        job.add_done_callback(self._executor_jobs.discard)
+        return job
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ARG002
+        """As asyncio's, waiting for the threads in real time and without *timeout*."""
+        self._closing_executor += 1
+        try:
+            await super().shutdown_default_executor()
+        finally:
+            self._closing_executor -= 1
+
+    # What the selector asks ------------------------------------------------------------
+
+    def end_pass(self) -> None:
+        """A pass over the ready callbacks is over."""
+        self._steps.end_pass()
+
+    def busy_threads(self) -> frozenset[int]:
+        """Something that identifies each piece of work that a thread does for this loop now."""
+        busy = {id(job) for job in self._executor_jobs}
+        if self._closing_executor:
+            busy.add(0)
+        for thread in threading.enumerate():
+            # anyio tells nobody about its worker threads. Theirs is a queue that counts a call as unfinished
+            # until after its result was handed to the loop.
+            calls: Any = getattr(thread, "queue", None)
+            if getattr(thread, "loop", None) is self and getattr(calls, "unfinished_tasks", None):
+                busy.add(id(thread))
+        return frozenset(busy)
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock.
+
+        Raises:
+            DeadlockError: The time limit is reached.
+        """
+        self._now += seconds
+        if self._now > self._time_limit:
+            limit = self._time_limit
+            self._time_limit += _TIME_LIMIT  # What is cancelled now needs time to end.
+            raise self.stuck(
+                f"what the test waits for did not come within {limit:g} s of virtual time; if that is too short, "
+                "give run a greater time_limit"
+            )
+
+    def next_timer(self) -> float:
+        """When the next timer is due; infinite without one."""
+        timers: list[asyncio.TimerHandle] = getattr(self, "_scheduled", [])
+        return timers[0].when() if timers else math.inf
+
+    def stuck(self, sentence: str) -> DeadlockError:
+        """An error that says *sentence* and where every task waits."""
+        lines = [f"  task {task.get_name()!r} waits at {waiting_place(task)}" for task in asyncio.all_tasks(self)]
+        return DeadlockError("\n".join([sentence, *sorted(lines)]))
+
+
+class _ReadyQueue(deque[asyncio.Handle]):
+    """The loop's queue of ready callbacks; gives them out permuted, pass by pass.
+
+    `BaseEventLoop._run_once` takes as many as there were when its pass began, one by one from the left,
+    while new ones come in on the right. So what is permuted is that many on the left, in place: an error
+    in the middle of a pass leaves the others where asyncio looks for them.
+    """
+
+    def __init__(self, rng: random.Random | None, on_step: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._rng = rng
+        self._on_step = on_step
+        self._left = 0
+        self._running = False
+
+    def popleft(self) -> asyncio.Handle:
+        self._finish_step()
+        if self._left == 0:
+            self._left = len(self)
+            if self._rng is not None and self._left > 1:
+                self._permute(self._rng)
+        handle = super().popleft()
+        self._left -= 1
+        self._running = True
+        return handle
+
+    def end_pass(self) -> None:
+        self._left = 0
+        self._finish_step()
+
+    def _finish_step(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        if self._on_step is not None:
+            on_step, self._on_step = self._on_step, None
+            on_step()
+            self._on_step = on_step
+
+    def _permute(self, rng: random.Random) -> None:
+        lanes: dict[int, deque[asyncio.Handle]] = defaultdict(deque)
+        turns: list[int] = []
+        for _ in range(self._left):
+            handle = super().popleft()
+            lane = _lane(handle)
+            lanes[lane].append(handle)
+            turns.append(lane)
+        rng.shuffle(turns)
+        self.extendleft([lanes[lane].popleft() for lane in turns][::-1])
+
+
+def _lane(handle: asyncio.Handle) -> int:
+    """What keeps its order: one lane for each task, and one for everything else."""
+    task = getattr(getattr(handle, "_callback", None), "__self__", None)
+    return id(task) if isinstance(task, asyncio.Task) else 0
+
+
+class _VirtualSelector(selectors.DefaultSelector):
+    """Where the loop would wait for sockets: here the clock moves instead."""
+
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self.sockets_refused = False
+        self._loop = loop
+        self._busy_passes = 0
+        self._waited = 0.0
+        self._waited_for: frozenset[int] = frozenset()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if self.sockets_refused:
+            message = (
+                "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: "
+                "run what needs them with asyncio.run"
+            )
+            raise StateError(message)
+        return super().register(fileobj, events, data)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._loop.end_pass()
+        if timeout is not None and timeout <= 0:
+            self._note_busy_pass()
+            return super().select(0)
+        self._busy_passes = 0
+        # In this order: a thread that ends after it was seen idle has woken the loop before.
+        busy = self._loop.busy_threads()
+        events = super().select(0)
+        if not events and busy:
+            events = self._wait_for(busy, forever=timeout is None)
+        if events:
+            self._waited = 0.0
+            return events
+        if timeout is None or math.isinf(self._loop.next_timer()):
+            hung = f", and {len(busy)} thread(s) did not end within {_THREAD_LIMIT:g} s" if busy else ""
+            raise self._loop.stuck(f"nothing can go on: no callback is ready and no timer is set{hung}")
+        self._loop.pass_time(timeout)
+        return []
+
+    def _note_busy_pass(self) -> None:
+        self._busy_passes += 1
+        if self._busy_passes > _BUSY_LIMIT:
+            self._busy_passes = 0
+            raise self._loop.stuck(f"the program never rests: {_BUSY_LIMIT} passes without waiting for anything")
+        if self._busy_passes > _BUSY_PASSES:
+            self._loop.pass_time(_BUSY_TICK)
+
+    def _wait_for(self, busy: frozenset[int], *, forever: bool) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait in real time for a thread; not again for the same ones when they did not end in time."""
+        if busy != self._waited_for:
+            self._waited_for = busy
+            self._waited = 0.0
+        patience = (_THREAD_LIMIT if forever else _THREAD_PATIENCE) - self._waited
+        if patience <= 0:
+            return []
+        before = time.monotonic()
+        events = super().select(patience)
+        self._waited += time.monotonic() - before
+        return events
+
+
+def run(
+    main: Coroutine[Any, Any, T],
+    *,
+    seed: int | None = None,
+    on_step: Callable[[], None] | None = None,
+    time_limit: float = _TIME_LIMIT,
+) -> T:
+    """Run a coroutine on a `VirtualTimeLoop` of its own, as `asyncio.run` does, and return its result.
+
+    What it raises carries a note with the seed, so that a failure can be repeated.
+
+    Args:
+        main: The test.
+        seed: Permutes the steps of tasks; try several.
+        on_step: Called after every callback; what it raises ends the run.
+        time_limit: Seconds of virtual time after which the run is given up.
+
+    Raises:
+        DeadlockError: Nothing can go on, or the time limit is reached.
+        BaseException: What *main* or *on_step* raised.
+
+    Example:
+        >>> async def an_hour() -> float:
+        ...     await asyncio.sleep(3600)
+        ...     return asyncio.get_running_loop().time()
+        >>> run(an_hour())
+        3600.0
+    """
+
+    def make_loop() -> VirtualTimeLoop:
+        return VirtualTimeLoop(seed=seed, on_step=on_step, time_limit=time_limit)
+
+    try:
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            return runner.run(main)
+    except BaseException as error:
+        if seed is not None:
+            error.add_note(f"The order of steps is repeated with seed={seed}.")
+        raise
+
+
+def waiting_place(task: asyncio.Task[Any]) -> str:
+    """Where a task is suspended: `file:line in function` of each frame, the innermost last."""
+    places: list[str] = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = _first(awaited, "cr_frame", "gi_frame", "ag_frame")
+        if frame is None:
+            break
+        path = Path(frame.f_code.co_filename)
+        places.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}")
+        awaited = _first(awaited, "cr_await", "gi_yieldfrom", "ag_await")
+    return " > ".join(places) or "an unknown place"
+
+
+def _first(thing: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(thing, name, None)) is not None), None)
