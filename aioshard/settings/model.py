@@ -62,7 +62,7 @@ class SettingDescription:
     secret: bool
 
 
-def computed_drain_timeout(values: Mapping[str, Any]) -> float:
+def _computed_drain_timeout(values: Mapping[str, Any]) -> float:
     """What `drain_timeout` is when nobody sets it: 20 s, or 90 % of what the rebalance leaves for it.
 
     Args:
@@ -134,7 +134,7 @@ class Settings(BaseSettings):
     """How long the group waits for a member to give its partitions back."""
     commit_timeout: Seconds = 5.0
     """Limit of one commit request."""
-    drain_timeout: Seconds = Field(default_factory=computed_drain_timeout)
+    drain_timeout: Seconds = Field(default_factory=_computed_drain_timeout)
     """How long records in progress may take to finish when partitions are taken away. `drain_timeout` +
     `commit_timeout` + `heartbeat_interval` stay below `rebalance_timeout`. None: 20 s, or what fits."""
 
@@ -221,8 +221,8 @@ class Settings(BaseSettings):
 
     @field_validator("drain_timeout", mode="before")
     @classmethod
-    def _compute_drain_timeout(cls, value: Any, info: ValidationInfo) -> Any:
-        return computed_drain_timeout(info.data) if value is None else value
+    def _fill_drain_timeout(cls, value: Any, info: ValidationInfo) -> Any:
+        return _computed_drain_timeout(info.data) if value is None else value
 
     @field_validator("client_options", mode="before")
     @classmethod

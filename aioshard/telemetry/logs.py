@@ -1,0 +1,82 @@
+"""Log output for the command line: text to read, or one JSON object per line.
+
+Only a program may configure logging, so only the command line calls this; the library never does.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal, TextIO
+
+__all__ = ["JsonFormatter", "LogFormat", "TextFormatter", "configure"]
+
+LogFormat = Literal["text", "json"]
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio")
+"""Loggers of libraries, whose INFO is our DEBUG."""
+
+
+def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | None = None) -> logging.Handler:
+    """Send every log record of *level* and above to *stream* (standard error when None).
+
+    Args:
+        level: A level's name in any case. Below DEBUG the Kafka client and the web server are heard
+            from WARNING on only.
+        style: How a line looks.
+        stream: Where lines go.
+
+    Returns:
+        The handler, which the caller may remove again.
+    """
+    number = logging.getLevelNamesMapping()[level.upper()]
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(number)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
+    logging.captureWarnings(capture=True)
+    return handler
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What a log call passed as `extra`."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00.123 WARNING aioshard.engine: sentence [topic=orders partition=3]`."""
+
+    def __init__(self) -> None:
+        super().__init__("{asctime}.{msecs:03.0f} {levelname} {name}: {message}", "%Y-%m-%d %H:%M:%S", style="{")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is logging's)
+        """The line without a traceback, with the record's extra fields at its end."""
+        line = super().formatMessage(record)
+        fields = _fields(record)
+        if not fields:
+            return line
+        return f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per log record: time (UTC), level, logger, message, extra fields, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object as one line."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = _fields(record) | {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        # Whatever a log call passes must not break the line.
+        return json.dumps(line, default=str)
