@@ -1,8 +1,8 @@
-"""Why no broker could be reached, as a sentence: aiokafka itself only logs the causes."""
+"""Which broker answers, and why none does, as a sentence: aiokafka itself only logs the causes."""
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiokafka import errors as kafka
@@ -15,10 +15,11 @@ from aioshard.kafka.translate import reason
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["why_unreachable"]
+__all__ = ["CONNECT_TIMEOUT", "find_broker", "why_unreachable"]
 
-PROBE_TIMEOUT = 4.0
-"""Seconds that each broker is given to answer when the cause is looked for."""
+CONNECT_TIMEOUT = 3.0
+"""Seconds that a broker is given to take a connection, log us in and answer. Three of them fit into the default
+`start_timeout`, so that the app says what is wrong rather than that it took too long."""
 
 _CONNECTION_OPTIONS = frozenset(
     {
@@ -35,45 +36,79 @@ _CONNECTION_OPTIONS = frozenset(
 )
 
 
-async def why_unreachable(
-    settings: "Settings", options: Mapping[str, Any], addresses: str, *, advertised: bool = False
-) -> TransportError:
-    """Try every address once more, all at the same time, and say what is wrong.
+async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
+    """The address of the first bootstrap server that answers; all are asked at the same time.
 
     Args:
-        settings: Names for the sentence: user, mechanism, files.
+        settings: Names for the sentences: user, mechanism, files.
         options: The client's options.
-        addresses: `host:port`, separated by commas.
-        advertised: Whether a broker named these addresses, rather than the user.
+
+    Raises:
+        AuthenticationError: A server refused our credentials, or we its certificate, and none accepted.
+        ConnectError: None answered within `CONNECT_TIMEOUT`.
     """
-    hosts = [(host, port) for host, port, _ in collect_hosts(addresses, randomize=False)]
-    found = await asyncio.gather(*(_probe(host, port, options) for host, port in hosts))
-    failures = [(f"{host}:{port}", error) for (host, port), error in zip(hosts, found, strict=True) if error is not None]
+    addresses = _addresses(options["bootstrap_servers"])
+    asking = {
+        asyncio.create_task(_ask(host, port, options), name=f"ask {host}:{port}"): f"{host}:{port}"
+        for host, port in addresses
+    }
+    waiting = set(asking)
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.result() is None:
+                    return asking[task]
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    failures = [(address, error) for task, address in asking.items() if (error := task.result()) is not None]
+    raise _refusal(failures, settings) or ConnectError(
+        f"none of bootstrap_servers={options['bootstrap_servers']} could be reached ({_told(failures, settings)}): "
+        "check the addresses and that the brokers run"
+    )
+
+
+async def why_unreachable(
+    settings: "Settings", options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
+) -> TransportError:
+    """What is wrong when a bootstrap server answered, and the brokers that it named do not."""
+    found = await asyncio.gather(*(_ask(host, port, options) for host, port in advertised))
+    failures = [
+        (f"{host}:{port}", error) for (host, port), error in zip(advertised, found, strict=True) if error is not None
+    ]
+    return _refusal(failures, settings) or ConnectError(
+        f"a broker of bootstrap_servers={options['bootstrap_servers']} answered, but the addresses that it advertises "
+        f"do not ({_told(failures, settings) or 'they did a moment later'}): advertised.listeners of the brokers must "
+        "name addresses that this machine can reach"
+    )
+
+
+def _addresses(servers: str) -> list[tuple[str, int]]:
+    return [(host, port) for host, port, _ in collect_hosts(servers, randomize=False)]
+
+
+def _refusal(failures: Collection[tuple[str, Exception]], settings: "Settings") -> AuthenticationError | None:
     for address, error in failures:
         refused = _authentication(error, address, settings)
         if refused is not None:
             return refused
-    told = "; ".join(f"{address}: {_connection(error, settings)}" for address, error in failures)
-    if advertised:
-        return ConnectError(
-            f"a broker of {settings.bootstrap_servers} answered, but the addresses that it advertises cannot be "
-            f"reached ({told or 'no answer'}): advertised.listeners of the brokers must name addresses that this "
-            "machine can reach"
-        )
-    return ConnectError(
-        f"none of bootstrap_servers={addresses} could be reached "
-        f"({told or 'a second attempt just now succeeded'}): check the addresses and that the brokers run"
-    )
+    return None
 
 
-async def _probe(host: str, port: int, options: Mapping[str, Any]) -> Exception | None:
+def _told(failures: Collection[tuple[str, Exception]], settings: "Settings") -> str:
+    return "; ".join(f"{address}: {_connection(error, settings)}" for address, error in failures)
+
+
+async def _ask(host: str, port: int, options: Mapping[str, Any]) -> Exception | None:
     connection = None
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT):
+        async with asyncio.timeout(CONNECT_TIMEOUT):
             connection = await create_conn(
                 host,
                 port,
-                request_timeout_ms=int(PROBE_TIMEOUT * 1000),
+                request_timeout_ms=int(CONNECT_TIMEOUT * 1000),
                 **{name: value for name, value in options.items() if name in _CONNECTION_OPTIONS},
             )
             await connection.send(MetadataRequest([]))
@@ -101,20 +136,18 @@ def _authentication(error: Exception, address: str, settings: "Settings") -> Aut
         if isinstance(cause, ssl.SSLCertVerificationError):
             trusted = f"ssl_cafile={settings.ssl_cafile}" if settings.ssl_cafile else "the system's certificates"
             return AuthenticationError(
-                f"the certificate of {address} was not accepted ({cause.verify_message or cause.reason}): it was checked "
-                f"against {trusted}; give the CA that signed it as ssl_cafile, and connect under a name that it contains"
+                f"the certificate of {address} was not accepted ({cause.verify_message or cause.reason}) when checked "
+                f"against {trusted}: give the CA that signed it as ssl_cafile, and connect under a name that it has"
             )
         if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "").upper():
             own = f"ssl_certfile={settings.ssl_certfile}" if settings.ssl_certfile else "no certificate (ssl_certfile)"
             return AuthenticationError(
-                f"{address} ended the TLS handshake ({_tls_reason(cause)}); we sent {own}: "
+                f"{address} ended the TLS handshake ({_tls_reason(cause)}) and was sent {own}: "
                 "the broker may ask for a certificate that it trusts"
             )
         if isinstance(cause, kafka.UnsupportedSaslMechanismError | kafka.IllegalSaslStateError):
             return AuthenticationError(
-                f"{address} does not offer sasl_mechanism={settings.sasl_mechanism} ({cause.args[0] if cause.args else ''})"
-                if isinstance(cause, kafka.UnsupportedSaslMechanismError) and cause.args and isinstance(cause.args[0], str)
-                else f"{address} does not offer sasl_mechanism={settings.sasl_mechanism}: use one that its listener enables"
+                f"{address} does not take sasl_mechanism={settings.sasl_mechanism}: use one that its listener enables"
             )
         if isinstance(cause, kafka.SaslAuthenticationFailed | kafka.AuthenticationFailedError):
             return AuthenticationError(
@@ -128,7 +161,7 @@ def _connection(error: Exception, settings: "Settings") -> str:
     if isinstance(error, ssl.SSLError):
         return f"{_tls_reason(error)}; a listener without TLS? security_protocol is {settings.security_protocol}"
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
-        return f"no answer within {PROBE_TIMEOUT:g} s"
+        return f"no answer within {CONNECT_TIMEOUT:g} s"
     if isinstance(error, kafka.KafkaConnectionError):
         return (
             "the connection was closed before an answer came; "

@@ -1,4 +1,4 @@
-"""The only module that touches private attributes of aiokafka, each guarded by a canary test.
+"""What we touch of aiokafka that is private, each attribute guarded by a canary test (`chunk` is the rest of it).
 
 The version is pinned (`aiokafka>=0.14,<0.15`). What is used, and why the public way does not do:
 
@@ -10,180 +10,25 @@ The version is pinned (`aiokafka>=0.14,<0.15`). What is used, and why the public
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from aiokafka.client import ConnectionGroup, CoordinationType
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import CloseReason
-from aiokafka.consumer.fetcher import READ_COMMITTED, FetchError, FetchResult
-from aiokafka.errors import CorruptRecordException
+from aiokafka.consumer.fetcher import FetchError, FetchResult
 from aiokafka.protocol.group import LeaveGroupRequest
+from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
-from aioshard.ports import NOT_A_MEMBER, RECORD_OVERHEAD, Committed, LogRange, Membership
-from aioshard.records import Record, TopicPartition
+from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
+from aioshard.records import TopicPartition
 
-__all__ = ["Chunk", "FetchError", "FetchResult", "Internals", "Taken"]
+__all__ = ["FetchError", "FetchResult", "Internals", "Rebalances"]
 
 CLOSE_GRACE = 1.0
 """Seconds for tasks and connections to end once they were told to."""
-
-_new_record = tuple.__new__
-"""Builds a `Record` from a tuple in half the time of calling the class."""
-
-
-class Taken:
-    """What `Chunk.take` took; plain attributes because one is made per partition and poll."""
-
-    __slots__ = ("oversized", "records", "sizes")
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.sizes: list[int] = []
-        self.oversized = 0
-        """The size of the next record when it did not fit, else 0."""
-
-
-class Chunk:
-    """What one fetch brought of one partition, decoded record by record as it is taken.
-
-    Follows aiokafka's `PartitionRecords` with our record class and our bounds. The position lives in
-    aiokafka's `next_fetch_offset`, so that its own checks go on holding. The first record that does not
-    fit is kept here, already decoded, and taken first the next time.
-    """
-
-    __slots__ = ("_batch", "_held", "_held_size", "_part", "_raw", "drained", "error", "reported", "result", "topic_partition")
-
-    def __init__(self, topic_partition: TopicPartition, result: Any) -> None:
-        self.topic_partition = topic_partition
-        self.result = result
-        self._part: Any = result._partition_records
-        self._batch: Any = None
-        self._raw: Any = None
-        self._held: Record | None = None
-        self._held_size = 0
-        self.drained = False
-        """Whether nothing is left: another fetch may be sent."""
-        self.error: Exception | None = None
-        """What broke off the decoding; the position is before it."""
-        self.reported = False
-        """Whether the record that did not fit, or the error, was handed out."""
-
-    @property
-    def next_offset(self) -> int:
-        """The offset of the next record, as far as known."""
-        return int(self._part.next_fetch_offset)
-
-    def take(self, limit: int, room: int, *, alone: bool) -> Taken:
-        """Decode up to *limit* records of together at most *room* bytes; with *alone* the first may be larger.
-
-        Never raises: what cannot be decoded ends up in `error`.
-        """
-        taken = Taken()
-        held = self._held
-        if held is not None:
-            size = self._held_size
-            if size > room and not alone:
-                taken.oversized = size
-                return taken
-            taken.records.append(held)
-            taken.sizes.append(size)
-            self._held = None
-            self.reported = False
-            self._part.next_fetch_offset = held[2] + 1
-            room -= size
-            limit -= 1
-            alone = False
-            if limit <= 0:
-                return taken
-        try:
-            self._decode(taken, limit, room, alone=alone)
-        except Exception as error:  # noqa: BLE001 - whatever a broken batch makes the decoders raise
-            self.error = error
-        return taken
-
-    def _decode(self, taken: Taken, limit: int, room: int, *, alone: bool) -> None:
-        part = self._part
-        topic, partition = self.topic_partition
-        add_record = taken.records.append
-        add_size = taken.sizes.append
-        while True:
-            batch = self._batch
-            if batch is None:
-                self._batch = batch = self._next_batch()
-                if batch is None:
-                    self.drained = True
-                    return
-                # A batch allows `iter` only once; this goes on where it stopped.
-                self._raw = islice(batch, None)
-            next_offset = part.next_fetch_offset
-            try:
-                # The hot loop: each line in it costs about 3 % of the whole reading.
-                for raw in self._raw:
-                    offset = raw.offset
-                    if offset < next_offset:
-                        continue  # A batch is returned whole, also when asked for from its middle.
-                    key = raw.key
-                    value = raw.value
-                    headers = raw.headers
-                    size = RECORD_OVERHEAD
-                    if key is not None:
-                        size += len(key)
-                    if value is not None:
-                        size += len(value)
-                    if headers:
-                        headers = tuple(headers)
-                        size += sum([len(name) + len(content or b"") for name, content in headers])
-                    else:
-                        headers = ()
-                    record = _new_record(Record, (topic, partition, offset, key, value, headers, raw.timestamp / 1000))
-                    if size > room:
-                        if not alone:
-                            self._held = record
-                            self._held_size = size
-                            next_offset = offset
-                            if not taken.records:
-                                taken.oversized = size
-                            return
-                        room = size
-                    alone = False
-                    room -= size
-                    add_record(record)
-                    add_size(size)
-                    next_offset = offset + 1
-                    limit -= 1
-                    if not limit:
-                        return
-            finally:
-                part.next_fetch_offset = next_offset
-            # A batch keeps its last offset when compaction has removed that record.
-            part.next_fetch_offset = batch.next_offset
-            self._batch = None
-
-    def _next_batch(self) -> Any:
-        """The next batch with records for us, iterated from its first record; None at the end of the chunk."""
-        part = self._part
-        memory = part._records
-        while memory.has_next():
-            batch = memory.next_batch()
-            if part._check_crcs and not batch.validate_crc():
-                message = "its checksum is wrong"
-                raise CorruptRecordException(message)
-            if part._isolation_level == READ_COMMITTED and batch.producer_id is not None:
-                part._consume_aborted_up_to(batch.base_offset)
-                if batch.is_control_batch and part._contains_abort_marker(batch):
-                    part._aborted_producers.discard(batch.producer_id)
-                if batch.is_transactional and batch.producer_id in part._aborted_producers:
-                    part.next_fetch_offset = batch.next_offset
-                    continue
-            if batch.is_control_batch:
-                part.next_fetch_offset = batch.next_offset
-                continue
-            return batch
-        return None
 
 
 class Internals:
@@ -194,7 +39,6 @@ class Internals:
         self.consumer: Any = consumer
         self.client: Any = consumer._client
         self.subscription: Any = consumer._subscription
-        self.leaving = False
 
     # What there is --------------------------------------------------------------------
 
@@ -257,11 +101,29 @@ class Internals:
             return error
         return None
 
+    @property
+    def connected(self) -> bool:
+        """Whether a connection to any broker is open."""
+        return any(connection.connected() for connection in self.client._conns.values())
+
+    @property
+    def coordinator_known(self) -> bool:
+        """Whether commits and heartbeats have somebody to go to."""
+        return self.coordinator.coordinator_id is not None
+
+    def tell_generation(self, generation: int) -> None:
+        """Tell the assignor the generation of its latest assignment, which aiokafka forgets to do."""
+        for assignor in self.coordinator._assignors:
+            told = getattr(assignor, "on_generation_assignment", None)
+            if told is not None:
+                told(generation)
+
     # Fetching -------------------------------------------------------------------------
 
     def bound_prefetch(self, partition_bytes: int) -> None:
         """Set how much one fetch may bring of one partition."""
-        self.fetcher._max_partition_fetch_bytes = partition_bytes
+        if self.fetcher is not None:
+            self.fetcher._max_partition_fetch_bytes = partition_bytes
 
     def waiter(self) -> asyncio.Future[None]:
         """A future that resolves when something was fetched, or raises when the group is lost."""
@@ -276,6 +138,18 @@ class Internals:
         if result._backoff:
             result._backoff = 0
             self.nudge_fetcher()
+
+    def belongs(self, result: Any, assignment: Any) -> bool:
+        """Whether a fetch was sent for *assignment* rather than for one before it."""
+        return result._assignment is assignment
+
+    def error_of(self, entry: Any) -> Exception:
+        """What a fetch failed with."""
+        return entry._error  # type: ignore[no-any-return]
+
+    def serve_last(self, topic_partition: TopicPartition) -> None:
+        """Put a partition behind the others, so that each has its turn."""
+        self.fetcher._records.move_to_end(topic_partition)
 
     def discard(self, topic_partition: TopicPartition) -> None:
         """Forget what was fetched of a partition; it is fetched again from its position."""
@@ -314,16 +188,17 @@ class Internals:
         return {partition: LogRange(starts[partition], ends[partition]) for partition in partitions}
 
     async def look_up_topic(self, topic: str) -> frozenset[int]:
-        """The partitions of a topic that is not subscribed to, without subscribing to its metadata."""
+        """The partitions of a topic, asked now; neither follows the topic from here on nor creates it."""
+        node = self.client.get_random_node()
+        answer = await self.client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
         separate = ClusterMetadata()
-        await self.client._metadata_update(separate, [topic])
+        separate.update_metadata(answer)
         return frozenset(separate.partitions_for_topic(topic) or ())
 
     # The end --------------------------------------------------------------------------
 
     async def leave(self) -> None:
         """Stop taking part in the group, and say so unless the member is static."""
-        self.leaving = True
         coordinator = self.coordinator
         if coordinator is None:
             return
@@ -344,8 +219,10 @@ class Internals:
         await self.client.send(node, request, group=ConnectionGroup.COORDINATION)
 
     async def tear_down(self) -> None:
-        """End every task and connection, whatever state they are in; takes at most twice `CLOSE_GRACE`."""
-        self.leaving = True
+        """End every task and connection, whatever state they are in; takes at most twice `CLOSE_GRACE`.
+
+        Everything is told to end before the first await, so that even a second cancellation leaves nothing.
+        """
         self.consumer._closed = True
         tasks: set[asyncio.Task[Any] | None] = {self.client._sync_task}
         if self.fetcher is not None:
@@ -354,7 +231,9 @@ class Internals:
         if self.coordinator is not None:
             coordinator = self.coordinator
             tasks |= {coordinator._coordination_task, coordinator._heartbeat_task, coordinator._commit_refresh_task}
-        await _end(task for task in tasks if task is not None)
+        ending = [task for task in tasks if task is not None]
+        for task in ending:
+            task.cancel()
         closing = []
         for connection in list(self.client._conns.values()):
             transport = connection._writer and connection._writer.transport
@@ -362,11 +241,26 @@ class Internals:
             if closed is not None:
                 closing.append((closed, transport))
         self.client._conns.clear()
+        await _end(ending)
         if closing:
             await asyncio.wait([closed for closed, _ in closing], timeout=CLOSE_GRACE)
         for closed, transport in closing:
             if not closed.done() and transport is not None:
                 transport.abort()
+
+
+class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+    """What aiokafka calls when the group rebalances. What it says of the partitions, we know better."""
+
+    def __init__(self, revoked: Callable[[], Awaitable[None]], assigned: Callable[[], None]) -> None:
+        self._revoked = revoked
+        self._assigned = assigned
+
+    async def on_partitions_revoked(self, revoked: Collection[Any]) -> None:  # noqa: ARG002
+        await self._revoked()
+
+    def on_partitions_assigned(self, assigned: Collection[Any]) -> None:  # noqa: ARG002
+        self._assigned()
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -49,12 +49,14 @@ def request_error(error: BaseException, what: str, group_id: str) -> TransportEr
     Args:
         error: What the client raised.
         what: What was asked for, as in "the committed offsets of orders/0".
+        group_id: For the sentence when the group is not allowed.
     """
-    translated = _denied(error, group_id)
-    if translated is None:
-        translated = TransportError(f"the brokers did not tell {what}: {reason(error)}")
-        translated.retriable = bool(getattr(error, "retriable", False))
-    return translated
+    denied = _denied(error, group_id)
+    if denied is not None:
+        return denied
+    failed = TransportError(f"the brokers did not tell {what}: {reason(error)}")
+    failed.retriable = bool(getattr(error, "retriable", False))
+    return failed
 
 
 def commit_error(error: BaseException, partitions: Collection[TopicPartition], group_id: str) -> TransportError:

@@ -1,0 +1,255 @@
+"""From what the client has fetched to batches: whose turn it is, how much of it, and what went wrong."""
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+from aiokafka import errors as kafka
+
+from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
+from aioshard.kafka.chunk import Chunk
+from aioshard.kafka.internals import FetchResult, Internals
+from aioshard.kafka.translate import corrupt_record, request_error
+from aioshard.ports import AllowanceOf, Batch, Fault, Oversized
+from aioshard.records import TopicPartition
+
+__all__ = ["Found", "Intake"]
+
+RECORDS_PER_PARTITION = 500
+"""Records of one partition that one poll hands out at most: more live objects cost time per record."""
+FAULT_INTERVAL = 1.0
+"""Seconds until a partition that cannot be read is tried, and reported, again."""
+
+
+class Found:
+    """What one look into the client's buffer found."""
+
+    __slots__ = ("bytes", "most", "new", "records", "repeated")
+
+    def __init__(self) -> None:
+        self.new: list[Batch | Fault | Oversized] = []
+        self.repeated: list[Batch | Fault | Oversized] = []
+        """Records that did not fit when they were reported, and still do not."""
+        self.records = 0
+        self.bytes = 0
+        self.most = 0
+        """The most that any partition was allowed."""
+
+
+class _Partition:
+    """One assigned partition."""
+
+    __slots__ = ("chunk", "name", "placed", "reported", "state")
+
+    def __init__(self, name: TopicPartition, state: Any) -> None:
+        self.name = name
+        self.state = state
+        self.placed = False
+        """Whether the engine has given it a position."""
+        self.chunk: Chunk | None = None
+        self.reported: Any = None
+        """The fetch error that was handed out last."""
+
+
+class Intake:
+    """The positions of our partitions, and the records that the client holds of them.
+
+    Owned by the transport. Has partitions between `begin` and `end` only; everything is a no-op for others.
+    """
+
+    def __init__(self, internals: Internals, group_id: str, *, read_committed: bool) -> None:
+        self._internals = internals
+        self._group_id = group_id
+        self._read_committed = read_committed
+        self._assignment: Any = None
+        self._partitions: dict[TopicPartition, _Partition] = {}
+        self._retries: set[asyncio.TimerHandle] = set()
+
+    @property
+    def partitions(self) -> tuple[TopicPartition, ...]:
+        """What is assigned to us."""
+        return tuple(self._partitions)
+
+    def __contains__(self, topic_partition: object) -> bool:
+        return topic_partition in self._partitions
+
+    # The assignment -------------------------------------------------------------------
+
+    def begin(self, assignment: Any) -> None:
+        """Take over an assignment: every partition is paused and waits for its position."""
+        self.end()
+        self._assignment = assignment
+        for name, state in self._internals.states(assignment).items():
+            # A paused partition with a position, any position, is neither fetched nor reset by the client.
+            state.pause()
+            state.seek(0)
+            self._internals.discard(name)
+            self._partitions[name] = _Partition(name, state)
+
+    def end(self) -> None:
+        """Forget the assignment."""
+        self._assignment = None
+        self._partitions.clear()
+        for retry in self._retries:
+            retry.cancel()
+        self._retries.clear()
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """The next offset to hand out; None before the first `seek`."""
+        partition = self._partitions.get(topic_partition)
+        return int(partition.state.position) if partition is not None and partition.placed else None
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """The end of the log that the latest fetch told."""
+        partition = self._partitions.get(topic_partition)
+        if partition is None:
+            return None
+        end: int | None = partition.state.lso if self._read_committed else partition.state.highwater
+        return end
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """Fetch and hand out nothing of these."""
+        for name in partitions:
+            partition = self._partitions.get(name)
+            if partition is not None:
+                partition.state.pause()
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """Go on with these.
+
+        Raises:
+            StateError: One has no position yet.
+        """
+        for name in partitions:
+            partition = self._partitions.get(name)
+            if partition is None:
+                continue
+            if not partition.placed:
+                raise StateError(f"{name} was resumed before it was seeked: it has no position yet")
+            partition.state.resume()
+        self._internals.nudge_fetcher()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """Set a position."""
+        partition = self._partitions.get(topic_partition)
+        if partition is not None:
+            partition.placed = True
+            partition.state.seek(offset)
+            self._drop(partition)
+
+    # Records --------------------------------------------------------------------------
+
+    def take(self, allowance_of: AllowanceOf) -> Found:
+        """Take what is there, as far as allowances go, and advance the positions in the same step.
+
+        Allowances are those of the start of this call: what is taken of one partition counts against
+        those of the others.
+        """
+        found = Found()
+        internals = self._internals
+        assignment = self._assignment
+        if assignment is None or not assignment.active or internals.rebalancing:
+            return found
+        for key, entry in list(internals.buffered.items()):
+            partition = self._partitions.get(key)
+            if partition is None or partition.state.paused:
+                continue
+            if type(entry) is FetchResult:
+                chunk = partition.chunk
+                if chunk is None or chunk.result is not entry:
+                    if not internals.belongs(entry, assignment):
+                        continue
+                    chunk = partition.chunk = Chunk(partition.name, entry)
+                self._take_from(partition, chunk, allowance_of, found)
+                if found.records and found.records >= found.most:
+                    break  # Nobody may take more now; asking for an allowance costs more than a record.
+            elif partition.reported is not entry:
+                self._report_error(partition, entry, found)
+        return found
+
+    def _take_from(self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, found: Found) -> None:
+        state = partition.state
+        if state.position != chunk.next_offset:
+            self._drop(partition)
+            return
+        if chunk.error is not None:
+            self._report_corrupt(partition, chunk, found)
+            return
+        limit, room, alone = allowance_of(partition.name)
+        if limit <= 0:
+            self._internals.release_broker(chunk.result)
+            return
+        found.most = max(found.most, limit)
+        limit -= found.records
+        if limit <= 0:
+            return
+        taken = chunk.take(min(limit, RECORDS_PER_PARTITION), room - found.bytes, alone=alone and not found.records)
+        next_offset = chunk.next_offset
+        if next_offset != state.position:
+            state.consumed_to(next_offset)
+            found.new.append(Batch(partition.name, taken.records, taken.sizes, next_offset))
+            found.records += len(taken.records)
+            found.bytes += sum(taken.sizes)
+        if chunk.drained:
+            self._drop(partition)
+        elif taken.oversized > room:
+            self._internals.release_broker(chunk.result)
+            (found.repeated if chunk.reported else found.new).append(Oversized(partition.name, taken.oversized))
+            chunk.reported = True
+        elif chunk.error is not None and not taken.records:
+            self._report_corrupt(partition, chunk, found)
+        else:
+            self._internals.serve_last(partition.name)
+
+    def _drop(self, partition: _Partition) -> None:
+        partition.chunk = None
+        partition.reported = None
+        self._internals.discard(partition.name)
+
+    # What cannot be read --------------------------------------------------------------
+
+    def _report_corrupt(self, partition: _Partition, chunk: Chunk, found: Found) -> None:
+        if chunk.reported or chunk.error is None:
+            return
+        chunk.reported = True
+        found.new.append(Fault(partition.name, corrupt_record(chunk.error, partition.name, chunk.next_offset)))
+        self._retry_later(partition, chunk.result)
+
+    def _report_error(self, partition: _Partition, entry: Any, found: Found) -> None:
+        fault = self._fault(partition, self._internals.error_of(entry))
+        if fault is None:
+            self._drop(partition)
+            return
+        partition.reported = entry
+        found.new.append(Fault(partition.name, fault))
+        self._retry_later(partition, entry)
+
+    def _fault(self, partition: _Partition, error: Exception) -> TransportError | None:
+        """What a fetch error says; None when the position has moved since."""
+        name, state = partition.name, partition.state
+        if isinstance(error, kafka.OffsetOutOfRangeError):
+            (asked,) = error.args[0].values()
+            return OffsetOutOfRangeError(name, asked) if state.position == asked else None
+        if isinstance(error, kafka.RecordTooLargeError):
+            asked = error.args[2]
+            if state.position != asked + 1:
+                return None
+            state.seek(asked)  # aiokafka has stepped over the record, which would lose it.
+            return TransportError(
+                f"the record at offset {asked} of {name} is larger than the broker returns in one fetch: "
+                "raise max_buffered_bytes, or the broker's limits for a fetch"
+            )
+        return request_error(error, f"the records of {name}", self._group_id)
+
+    def _retry_later(self, partition: _Partition, entry: Any) -> None:
+        """Keep what failed for a while: as long as it is there, nothing is fetched of the partition."""
+
+        def retry() -> None:
+            self._retries.discard(timer)
+            if self._internals.buffered.get(partition.name) is entry:
+                self._drop(partition)
+
+        timer = asyncio.get_running_loop().call_later(FAULT_INTERVAL, retry)
+        self._retries.add(timer)

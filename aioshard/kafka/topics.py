@@ -1,0 +1,47 @@
+"""Which of the subscribed topics exist."""
+
+import logging
+from typing import Any
+
+__all__ = ["SubscribedTopics"]
+
+log = logging.getLogger("aioshard.kafka")
+
+
+class SubscribedTopics:
+    """The topics that were asked for by name, and which of them the brokers do not show us."""
+
+    def __init__(self, metadata_max_age: float) -> None:
+        """Make an account of no topics.
+
+        Args:
+            metadata_max_age: Seconds between two look-ups; for the warning.
+        """
+        self.names: frozenset[str] = frozenset()
+        self.missing: frozenset[str] = frozenset()
+        self._metadata_max_age = metadata_max_age
+
+    @property
+    def trouble(self) -> str | None:
+        """A sentence on what is missing, or None."""
+        if not self.missing:
+            return None
+        return f"no such topic, or none that we may see: {', '.join(map(repr, sorted(self.missing)))}"
+
+    def watch(self, cluster: Any) -> None:
+        """Look now, and after every look-up of the client."""
+        cluster.add_listener(self._note)
+        self._note(cluster)
+
+    def _note(self, cluster: Any) -> None:
+        missing = frozenset(topic for topic in self.names if not cluster.partitions_for_topic(topic))
+        for topic in sorted(missing - self.missing):
+            log.warning(
+                "topic %r %s: nothing of it is consumed until a look-up, every metadata_max_age=%g s, finds it",
+                topic,
+                "may not be seen by this user" if topic in cluster.unauthorized_topics else "does not exist",
+                self._metadata_max_age,
+            )
+        for topic in sorted(self.missing - missing):
+            log.info("topic %r exists now", topic)
+        self.missing = missing
