@@ -9,7 +9,7 @@ import anyio
 
 from aioshard.core.ownership import with_first_generation
 from aioshard.engine.epoch import Epoch, Gate
-from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.errors import TransportError
 from aioshard.ports import Committed, Membership, Transport
 
 __all__ = ["Committer"]
@@ -58,7 +58,6 @@ class Committer:
         self._requests: list[_Request] = []
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
-        self._refused: Membership | None = None
         self._running = False
 
     def own(self, epoch: Epoch) -> None:
@@ -107,7 +106,6 @@ class Committer:
 
     async def run(self, transport: Transport) -> None:
         """Commit until cancelled; whoever waits in `flush` then learns that it did not happen."""
-        self._refused = None
         self._running = True
         try:
             while True:
@@ -128,20 +126,17 @@ class Committer:
             timeout = None
             if self._due(self._owned):
                 timeout = max(self._last + self._interval - self._clock(), 0.0)
-                if timeout <= 0 and self._may_send(transport.membership()):
+                if timeout <= 0 and _is_member(transport.membership()):
                     return
                 timeout = max(timeout, _RETRY_DELAY)
             else:
                 awaited += [epoch.frontier() for epoch in self._owned]
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
-    def _may_send(self, membership: Membership) -> bool:
-        return membership.generation >= 0 and membership != self._refused
-
     async def _commit_due(self, transport: Transport) -> None:
         plan = self._due(self._owned)
         membership = transport.membership()
-        if plan and self._may_send(membership):
+        if plan and _is_member(membership):
             await self._send(transport, plan, membership)
         self._last = self._clock()
         waiting = self._requests
@@ -161,8 +156,6 @@ class Committer:
             with anyio.fail_after(self._timeout):
                 await transport.commit(offsets, membership)
         except (TransportError, TimeoutError) as error:
-            if isinstance(error, CommitRefusedError):
-                self._refused = membership
             self._failed(error)
             return
         self.commits += 1
@@ -176,3 +169,7 @@ class Committer:
         if reason != self.trouble:
             logger.warning("a commit was not acknowledged and stays due: %s", reason)
         self.trouble = reason
+
+
+def _is_member(membership: Membership) -> bool:
+    return membership.generation >= 0

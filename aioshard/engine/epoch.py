@@ -97,10 +97,6 @@ class Epoch:
         self.rerun: Rerun | None = None
         self.trouble: str | None = None
         """Why the partition cannot be read now, as the broker or its data say."""
-        self.held: list[Delivery] = []
-        """Queued deliveries that a worker met while the gate was closed; they own no shard."""
-        self.suspended: list[Delivery] = []
-        """Deliveries that own their shard and may not go on while the gate is closed."""
         self.drain: DrainPlan[Delivery] | None = None
         self.drained: asyncio.Event | None = None
         self.revoked = asyncio.Event()

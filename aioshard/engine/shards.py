@@ -56,8 +56,9 @@ class Shards:
         * Of one shard key at most one delivery runs, and none that arrived later has started (I4).
         * A key is in `_occupied` iff a delivery of it runs, waits for a retry, is halted, suspended or
           about to go on.
-        * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning,
-          blocked, its epoch's `held` or `suspended`, or with a worker.
+        * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning, blocked,
+          held (met by a worker while its gate was closed, owning no shard), suspended (owning its shard,
+          not to go on while its gate is closed), or with a worker.
     """
 
     def __init__(self, bound: int | None = None) -> None:
@@ -67,6 +68,8 @@ class Shards:
         self._occupied: dict[Hashable, deque[Delivery] | None] = {}
         self._returning: list[tuple[float, int, Delivery]] = []
         self._blocked: dict[Delivery, asyncio.TimerHandle | None] = {}
+        self._held: dict[Epoch, list[Delivery]] = {}
+        self._suspended: dict[Epoch, list[Delivery]] = {}
         self._tie_break = itertools.count()
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
@@ -109,7 +112,7 @@ class Shards:
             epoch = delivery.epoch
             if epoch.gate and not epoch.may_start(delivery):
                 if epoch.gate is Gate.CLOSED:
-                    epoch.held.append(delivery)
+                    self._held.setdefault(epoch, []).append(delivery)
                 continue
             key = delivery.key
             if key is None:
@@ -156,7 +159,7 @@ class Shards:
         if epoch.gate is Gate.ENDED:
             self.release(delivery)
         elif epoch.gate is Gate.CLOSED and not epoch.may_start(delivery):
-            epoch.suspended.append(delivery)
+            self._suspended.setdefault(epoch, []).append(delivery)
         else:
             heapq.heappush(self._returning, (delivery.arrived, next(self._tie_break), delivery))
 
@@ -167,7 +170,7 @@ class Shards:
             if not gate or delivery.epoch.may_start(delivery):
                 return delivery
             if gate is Gate.CLOSED:
-                delivery.epoch.suspended.append(delivery)
+                self._suspended.setdefault(delivery.epoch, []).append(delivery)
             else:
                 self.release(delivery)
         return None
@@ -212,10 +215,9 @@ class Shards:
 
     def reopen(self, epoch: Epoch) -> None:
         """Put back what was set aside while the gate of *epoch* was closed, in offset order."""
-        suspended, epoch.suspended = epoch.suspended, []
-        for delivery in suspended:
+        for delivery in self._suspended.pop(epoch, ()):
             self._go_on(delivery)
-        held, epoch.held = epoch.held, []
+        held = self._held.pop(epoch, ())
         self._front.extendleft(sorted(held, key=lambda delivery: delivery.offset, reverse=True))
         self.notify()
 
@@ -230,9 +232,8 @@ class Shards:
             timer = self._blocked.pop(delivery)
             if timer is not None:
                 timer.cancel()
-        owners += epoch.suspended
-        epoch.suspended = []
-        epoch.held = []
+        owners += self._suspended.pop(epoch, ())
+        self._held.pop(epoch, None)
         for delivery in owners:
             self.release(delivery)
         self._purge_arrivals(epoch)

@@ -1,0 +1,45 @@
+"""The engine under thousands of seeded interleavings, I1 to I10 asserted after every step."""
+
+import asyncio
+import os
+
+import pytest
+
+from aioshard.testing.loop import run
+from tests.simulation.world import World, stop_quietly
+
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000"))
+CHUNK = 100
+EVENTS = 25
+
+
+def simulate(seed: int) -> World:
+    kinds = [("key", False), ("key", False), ("key", True), (lambda record: record.key, False)]
+    shard_by, fixed = kinds[seed % len(kinds)]
+    worlds: list[World] = []
+
+    async def life() -> None:
+        world = World(seed, shard_by=shard_by, fixed_shards=fixed)
+        worlds.append(world)
+        world.publish(30)
+        world.start_process()
+        for _ in range(EVENTS):
+            await world.something_happens()
+            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.3, 2.0]))
+        await world.calm_down()
+        for process in world.living:
+            await stop_quietly(process)
+
+    run(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
+    return worlds[0]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_guarantees_hold_after_every_step(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed)
+        assert world.runs > 0
+
+
+def test_a_seed_repeats_its_run() -> None:
+    assert simulate(7).runs == simulate(7).runs

@@ -1,0 +1,363 @@
+"""Several processes of one group, simulated in one event loop, while everything goes wrong.
+
+The real engine runs on the in-memory broker under virtual time. What the handlers did is compared with what was
+published, and the guarantees are asserted after every step of the loop.
+"""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+from aioshard import App, Context, Record, Retry
+from aioshard.engine.runtime import Engine
+from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError
+from aioshard.ports import GroupListener, Membership
+from aioshard.records import TopicPartition
+from aioshard.testing import InMemoryBroker, InMemoryTransport
+
+TOPIC = "flights"
+GROUP = "simulated"
+DRAIN, COMMIT = 2.0, 1.0
+SETTINGS: dict[str, Any] = {
+    "auto_offset_reset": "earliest",
+    "session_timeout": 6.0,
+    "heartbeat_interval": 0.5,
+    "rebalance_timeout": 10.0,
+    "drain_timeout": DRAIN,
+    "commit_timeout": COMMIT,
+    "commit_interval": 0.2,
+    "shutdown_timeout": 6.0,
+    "start_timeout": None,
+    "stuck_after": 30.0,
+    "max_buffered_records": 40,
+    "max_buffered_bytes": 40 * 600,
+}
+OVERSIZED = 30_000
+
+
+class TimedListener:
+    """Fails when `revoked` takes longer than the time-outs of the group allow (I7)."""
+
+    def __init__(self, listener: GroupListener) -> None:
+        self._listener = listener
+
+    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await self._listener.revoked(partitions, lost=lost)
+        took = clock() - began
+        assert took <= DRAIN + COMMIT + 0.01, f"I7: the revoke callback took {took} s"
+
+    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        self._listener.assigned(partitions, membership)
+
+
+class TimedTransport(InMemoryTransport):
+    """A transport whose engine is held to its deadline."""
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        await super().start(topics, pattern, TimedListener(listener))
+
+
+class Process:
+    """One member: an app with its client and what its handler runs now."""
+
+    def __init__(self, world: "World", number: int) -> None:
+        self.world = world
+        self.number = number
+        self.running: dict[bytes, Record] = {}
+        self.transports: list[TimedTransport] = []
+        self.app = self._app()
+        self.finish = asyncio.Event()
+        self.task = asyncio.create_task(self._run(), name=f"process {number}")
+        self.alive = True
+
+    @property
+    def engine(self) -> Engine | None:
+        return self.app._engine
+
+    def _app(self) -> App:
+        app = App(GROUP, **SETTINGS)
+        fixed = self.world.fixed_shards
+        options: dict[str, Any] = {"shards": 5} if fixed else {"concurrency": 4}
+        retry = Retry(attempts=1000, initial=0.05, maximum=1.0)
+
+        @app.consume(TOPIC, shard_by=self.world.shard_by, retry=retry, **options)
+        async def handle(record: Record, context: Context) -> None:  # noqa: ARG001 - the other form is tested too
+            await self.world.handle(self, record)
+
+        return app
+
+    def _make_transport(self) -> TimedTransport:
+        world = self.world
+        transport = TimedTransport(
+            world.broker,
+            GROUP,
+            latency=world.latency,
+            max_batch_records=world.rng.choice([3, 10, 500]),
+            max_fetch_offsets=world.rng.choice([None, 5]),
+            rebalance_timeout=10.0,
+            session_timeout=6.0,
+        )
+        self.transports.append(transport)
+        return transport
+
+    async def _run(self) -> None:
+        try:
+            async with self.app.started(self._make_transport):
+                await self.finish.wait()
+        except AioshardError as error:
+            if self.alive and not isinstance(error, AioshardError):
+                raise
+
+    async def stop(self) -> None:
+        """As SIGTERM does."""
+        self.finish.set()
+        await asyncio.wait([self.task])
+        self.alive = False
+        if not self.task.cancelled() and self.task.exception() is not None:
+            raise self.task.exception()  # type: ignore[misc]
+
+    async def kill(self) -> None:
+        """As `kill -9` does: nothing of it reaches the broker any more."""
+        self.alive = False
+        for transport in self.transports:
+            transport.crash()
+        engine = self.engine
+        if engine is not None:
+            for worker in engine.workers:
+                worker.interrupt()
+            await engine._tasks.close(0.0)
+        self.task.cancel()
+        self.running.clear()
+
+
+class World:
+    """The broker, the processes, and the record of what was published and processed."""
+
+    def __init__(self, seed: int, *, shard_by: Any = "key", fixed_shards: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.broker = InMemoryBroker(partitions=3, clock=lambda: 0.0)
+        self.broker.create_topic(TOPIC, 3)
+        self.shard_by = shard_by
+        self.fixed_shards = fixed_shards
+        self.calm = False
+        self.done: dict[TopicPartition, set[int]] = defaultdict(set)
+        self.offsets: dict[TopicPartition, list[int]] = defaultdict(list)
+        self.of_key: dict[tuple[TopicPartition, bytes], list[int]] = defaultdict(list)
+        self.processes: list[Process] = []
+        self.runs = 0
+        self._checked: dict[TopicPartition, int] = defaultdict(int)
+        self._checked_commits = 0
+        self._number = 0
+
+    # What handlers do ------------------------------------------------------------------
+
+    async def handle(self, process: Process, record: Record) -> None:
+        """Run one attempt, of a length that chance decides, and check what may be running beside it."""
+        self.runs += 1
+        self._check_start(process, record)
+        key = record.key
+        if key is not None:
+            process.running[key] = record
+        try:
+            await self._work()
+            if process.alive:
+                self.done[record.topic_partition].add(record.offset)
+        finally:
+            if key is not None and process.running.get(key) is record:
+                del process.running[key]
+
+    async def _work(self) -> None:
+        chance = self.rng.random()
+        if self.calm or chance < 0.5:
+            if chance < 0.2:
+                await asyncio.sleep(0.001)
+            return
+        if chance < 0.58:
+            message = "a failing attempt"
+            raise ValueError(message)
+        if chance < 0.98:
+            await asyncio.sleep(self.rng.choice([0, 0.001, 0.02, 0.3]))
+            return
+        try:
+            await asyncio.sleep(20.0)  # outlasts every drain
+        except asyncio.CancelledError:
+            if chance < 0.99:
+                raise
+            await asyncio.sleep(self.rng.choice([0, 1.0, 4.0]))  # swallows its cancellation
+            message = "cancelled, and took its time"
+            raise ValueError(message) from None
+
+    def _check_start(self, process: Process, record: Record) -> None:
+        key = record.key
+        if key is None:
+            return
+        other = process.running.get(key)
+        assert other is None, f"I4: {record.offset} starts while {other} of its key runs in process {process.number}"
+        topic_partition = record.topic_partition
+        earlier = self.of_key[topic_partition, key]
+        done = self.done[topic_partition]
+        for offset in reversed(earlier[: earlier.index(record.offset)]):
+            assert offset in done, f"I4: {topic_partition} {record.offset} starts before {offset} of its key was done"
+
+    # What is true at every step ----------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the guarantees; called after every step of the event loop."""
+        commits = self.broker.commits
+        while self._checked_commits < len(commits):
+            request = commits[self._checked_commits]
+            self._checked_commits += 1
+            if request.applied:
+                assert request.owned, f"I9: {request} was accepted for a partition that was not ours"
+                for topic_partition, committed in request.offsets.items():
+                    self._check_never_ahead(topic_partition, committed.offset)
+        for process in self.processes:
+            if process.alive and process.engine is not None:
+                check_engine(process.engine)
+
+    def _check_never_ahead(self, topic_partition: TopicPartition, committed: int) -> None:
+        done = self.done[topic_partition]
+        offsets = self.offsets[topic_partition]
+        index = self._checked[topic_partition]
+        while index < len(offsets) and offsets[index] < committed:
+            assert offsets[index] in done, f"I1: {topic_partition} was committed to {committed} past {offsets[index]}"
+            index += 1
+        self._checked[topic_partition] = index
+
+    # What happens ------------------------------------------------------------------------
+
+    def latency(self, operation: str) -> float:
+        """Most requests are quick; some take as long as a commit may."""
+        if self.calm:
+            return 0.0
+        if operation == "heartbeat":
+            return self.rng.choice([0.0, 0.1, 0.5])
+        return self.rng.choice([0.0, 0.0, 0.001, 0.02, 0.02, 0.4])
+
+    def publish(self, count: int) -> None:
+        """Add records, some without a key, some large, with holes between them."""
+        for _ in range(count):
+            key = self.rng.choice([None, b"hot", b"hot", *(b"k%d" % number for number in range(6))])
+            value = b"x" * (OVERSIZED if self.rng.random() < 0.01 else self.rng.choice([1, 1, 400]))
+            record = self.broker.publish(TOPIC, value, key=key, partition=self.rng.randrange(3))
+            self.offsets[record.topic_partition].append(record.offset)
+            if key is not None:
+                self.of_key[record.topic_partition, key].append(record.offset)
+            if self.rng.random() < 0.1:
+                self.broker.skip(TOPIC, record.partition, self.rng.randrange(1, 8))
+
+    def start_process(self) -> None:
+        self._number += 1
+        self.processes.append(Process(self, self._number))
+
+    @property
+    def living(self) -> list[Process]:
+        return [process for process in self.processes if process.alive]
+
+    async def something_happens(self) -> None:
+        """One event, drawn by chance."""
+        living = self.living
+        action = self.rng.choice(
+            ["publish"] * 6
+            + ["rebalance", "rebalance", "revoke", "assign", "lose", "lose one", "commit error", "commit refused"]
+            + ["acknowledgement lost", "client lost", "start", "stop", "kill", "away", "truncate", "outside commit"]
+        )
+        group = self.broker.group(GROUP)
+        partition = self.rng.randrange(3)
+        match action:
+            case "publish":
+                self.publish(self.rng.randrange(1, 40))
+            case "rebalance":
+                self.broker.rebalance()
+            case "revoke":
+                self.broker.revoke(TOPIC, partition)
+            case "assign":
+                for withheld in sorted(group.withheld):
+                    self.broker.assign(*withheld)
+            case "lose":
+                self.broker.lose()
+            case "lose one" if group.members:
+                group.lose(self.rng.choice(group.members))
+            case "commit error":
+                self.broker.fail_next_commit(CommitError("the broker had no time"))
+            case "commit refused":
+                self.broker.fail_next_commit(CommitRefusedError("the broker says the group has moved on"))
+            case "acknowledgement lost":
+                self.broker.fail_next_commit(CommitError("the answer was lost"), applied=True)
+            case "client lost":
+                self.broker.fail_next_poll(ClientLostError("the client died"))
+            case "start" if len(living) < 3:
+                self.start_process()
+            case "stop" if len(living) > 1:
+                await stop_quietly(self.rng.choice(living))
+            case "kill" if len(living) > 1:
+                await self.rng.choice(living).kill()
+            case "away":
+                self.broker.available = not self.broker.available
+            case "truncate":
+                self._truncate(TopicPartition(TOPIC, partition))
+            case _:
+                pass
+
+    def _truncate(self, topic_partition: TopicPartition) -> None:
+        """Retention deletes the start of a log, records that nobody has processed among them."""
+        offsets = self.offsets[topic_partition]
+        if offsets:
+            before = self.rng.choice(offsets)
+            self.done[topic_partition].update(offset for offset in offsets if offset < before)
+            self.broker.truncate_before(TOPIC, topic_partition.partition, before)
+
+    async def calm_down(self) -> None:
+        """Nothing goes wrong any more: everything has to be processed and committed (I3, I10, I11)."""
+        self.calm = True
+        self.broker.available = True
+        for withheld in sorted(self.broker.group(GROUP).withheld):
+            self.broker.assign(*withheld)
+        if not self.living:
+            self.start_process()
+        deadline = asyncio.get_running_loop().time() + 600.0
+        while not self.finished():
+            assert asyncio.get_running_loop().time() < deadline, "I11: nothing moves\n" + self.describe()
+            await asyncio.sleep(0.5)
+
+    def finished(self) -> bool:
+        return all(
+            self.done[tp].issuperset(offsets) and (self.broker.committed(GROUP, *tp) or 0) >= self.broker.log(*tp).end
+            for tp, offsets in self.offsets.items()
+        )
+
+    def describe(self) -> str:
+        lines = [f"{tp}: missing {sorted(set(offsets) - self.done[tp])[:5]}, committed "
+                 f"{self.broker.committed(GROUP, *tp)}, end {self.broker.log(*tp).end}"
+                 for tp, offsets in self.offsets.items()]
+        for process in self.living:
+            lines.append(process.app.explain())
+            if process.engine is not None and process.engine.failed.done():
+                lines.append(f"failed with {process.engine.failed.exception()!r}")
+        return "\n".join(lines)
+
+
+async def stop_quietly(process: Process) -> None:
+    """Stop a process whose handlers may outlast its shutdown time-out."""
+    try:
+        await process.stop()
+    except AioshardError:
+        process.alive = False
+
+
+def check_engine(engine: Engine) -> None:
+    """What holds inside one engine between any two steps."""
+    epochs = engine.rebalance.epochs
+    records = sum(len(epoch.tracker) for epoch in epochs)
+    size = sum(epoch.buffered_bytes for epoch in epochs)
+    buffer = engine.buffer
+    assert (buffer.records, buffer.bytes) == (records, size), "I6: the buffer's count is not what the epochs hold"
+    assert records <= buffer.bounds.records, f"I6: {records} records are buffered"
+    assert size <= buffer.bounds.bytes or size - OVERSIZED - 600 <= buffer.bounds.bytes, f"I6: {size} bytes"
+    for epoch in epochs:
+        committable = epoch.tracker.committable
+        assert epoch.acknowledged is None or epoch.gate or epoch.acknowledged <= committable, "I1: ahead of ourselves"
