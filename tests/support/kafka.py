@@ -141,7 +141,8 @@ class KafkaBroker(KafkaCluster):
         self._properties_file.write_text(text)
         cluster_id = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         command = ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
-        command += ["--cluster-id", cluster_id, "--config", str(self._properties_file)]
+        # Joined with "=", as one id in 64 begins with a dash.
+        command += [f"--cluster-id={cluster_id}", f"--config={self._properties_file}"]
         for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
             credentials = f"name={SCRAM_USER.username},password={SCRAM_USER.password}"
             command += ["--add-scram", f"{mechanism}=[{credentials}]"]
