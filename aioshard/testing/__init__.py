@@ -1,16 +1,23 @@
 """The test kit: the real engine on a broker in memory, with scripted trouble and virtual time."""
 
 from aioshard.testing.broker import CommitRequest, InMemoryBroker
+from aioshard.testing.client import TestClient
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.log import PartitionLog
+from aioshard.testing.loop import DeadlockError, VirtualTimeLoop, run, waiting_place
 from aioshard.testing.transport import InMemoryTransport, Latency, Operation
 
 __all__ = [
     "CommitRequest",
     "ConsumerGroup",
+    "DeadlockError",
     "InMemoryBroker",
     "InMemoryTransport",
     "Latency",
     "Operation",
     "PartitionLog",
+    "TestClient",
+    "VirtualTimeLoop",
+    "run",
+    "waiting_place",
 ]

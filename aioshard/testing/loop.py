@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import selectors
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -97,7 +98,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """As asyncio's, waiting for the threads in real time and without *timeout*."""
         self._closing_executor += 1
         try:
-            await super().shutdown_default_executor()
+            if sys.version_info >= (3, 12):
+                await super().shutdown_default_executor(None)
+            else:
+                await super().shutdown_default_executor()
         finally:
             self._closing_executor -= 1
 

@@ -1,20 +1,28 @@
 """What one client reads: its partitions with their positions, and the records that come next."""
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aioshard.errors import OffsetOutOfRangeError, TransportError
-from aioshard.ports import AllowanceOf, Batch, Fault, LogRange, Oversized, record_size
+from aioshard.ports import Allowance, AllowanceOf, Batch, Fault, LogRange, Oversized, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.log import PartitionLog
 
-__all__ = ["IsolationLevel", "Reading"]
+__all__ = ["Found", "IsolationLevel", "Reading"]
 
 IsolationLevel = Literal["read_committed", "read_uncommitted"]
 
 _FAULT_INTERVAL = 1.0
 """Seconds after which a fault that goes on is reported again; a client retries a failed fetch with backoff."""
+
+
+class Found(NamedTuple):
+    """What a look at all partitions brought."""
+
+    new: list[Batch | Fault | Oversized]
+    known: list[Batch | Fault | Oversized]
+    """Oversized records that were reported before: no reason to return from a poll."""
 
 
 class Reading:
@@ -42,6 +50,7 @@ class Reading:
         self._paused: set[TopicPartition] = set()
         self._ends: dict[TopicPartition, int] = {}
         self._quiet_until: dict[TopicPartition, float] = {}
+        self._oversized: dict[TopicPartition, int] = {}
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
@@ -60,6 +69,7 @@ class Reading:
         self._paused = set()
         self._ends = {}
         self._quiet_until = {}
+        self._oversized = {}
 
     def position(self, topic_partition: TopicPartition) -> int | None:
         """The next offset to read; None without a `seek`."""
@@ -92,33 +102,43 @@ class Reading:
         """When a fault is due to be reported again, if one is."""
         return min((when for when in self._quiet_until.values() if when > now), default=None)
 
-    def collect(self, allowance: AllowanceOf, now: float) -> list[Batch | Fault | Oversized]:
-        """Take what is readable and allowed, of every partition that is not paused."""
-        found = []
-        for topic_partition in self._positions:
-            if topic_partition not in self._paused:
-                item = self._collect_from(topic_partition, allowance, now)
-                if item is not None:
-                    found.append(item)
+    def collect(self, allowance: AllowanceOf, now: float) -> Found:
+        """Take what is readable and allowed, of every partition that is not paused.
+
+        What is taken of one partition counts against the allowances of the others, which are all as of
+        now; a partition that had more than it could give goes last the next time.
+        """
+        found = Found([], [])
+        taken = Allowance(0, 0)
+        for topic_partition in tuple(self._positions):
+            if topic_partition in self._paused:
+                continue
+            log = self._broker.log(*topic_partition)
+            position = self._positions[topic_partition]
+            error = self._error(log, position)
+            if error is not None:
+                self._report(topic_partition, error, allowance, now, found)
+                continue
+            self._quiet_until.pop(topic_partition, None)
+            end = self._ends[topic_partition] = self._readable_end(log)
+            if position is None or position >= end:
+                continue
+            item = self._take(log, position, end, allowance(topic_partition), taken)
+            if isinstance(item, Batch):
+                taken = Allowance(taken.records + len(item.records), taken.bytes + sum(item.sizes))
+                found.new.append(item)
+            elif item is not None:
+                known = self._oversized.get(topic_partition) == position
+                (found.known if known else found.new).append(item)
+                self._oversized[topic_partition] = position
         return found
 
-    def _collect_from(
-        self, topic_partition: TopicPartition, allowance: AllowanceOf, now: float
-    ) -> Batch | Fault | Oversized | None:
-        log = self._broker.log(*topic_partition)
-        position = self._positions[topic_partition]
-        error = self._error(log, position)
-        if error is not None:
-            if now < self._quiet_until.get(topic_partition, now) or allowance(topic_partition).records < 1:
-                return None
+    def _report(
+        self, topic_partition: TopicPartition, error: TransportError, allowance: AllowanceOf, now: float, found: Found
+    ) -> None:
+        if now >= self._quiet_until.get(topic_partition, now) and allowance(topic_partition).records > 0:
             self._quiet_until[topic_partition] = now + _FAULT_INTERVAL
-            return Fault(topic_partition, error)
-        self._quiet_until.pop(topic_partition, None)
-        end = self._readable_end(log)
-        self._ends[topic_partition] = end
-        if position is None or position >= end:
-            return None
-        return self._take(log, position, end, allowance)
+            found.new.append(Fault(topic_partition, error))
 
     def _error(self, log: PartitionLog, position: int | None) -> TransportError | None:
         topic_partition = log.topic_partition
@@ -130,24 +150,28 @@ class Reading:
             return OffsetOutOfRangeError(topic_partition, position)
         return None
 
-    def _take(self, log: PartitionLog, position: int, end: int, allowance: AllowanceOf) -> Batch | Oversized | None:
+    def _take(
+        self, log: PartitionLog, position: int, end: int, room: Allowance, taken: Allowance
+    ) -> Batch | Oversized | None:
         topic_partition = log.topic_partition
-        room = allowance(topic_partition)
-        if room.records < 1:
+        limit = min(room.records - taken.records, self._max_batch_records)
+        if limit < 1:
             return None
         if self._max_fetch_offsets is not None:
             end = min(end, position + self._max_fetch_offsets)
         records: list[Record] = []
         sizes: list[int] = []
-        free = room.bytes
+        free = room.bytes - taken.bytes
         next_offset = end
         for record in log.read(position, end):
             size = record_size(record.key, record.value, record.headers)
-            fits = size <= free or (room.alone and not records)
+            fits = size <= free or (room.alone and not records and not taken.records)
             if not fits and not records:
-                return Oversized(topic_partition, size)
-            if not fits or len(records) >= min(room.records, self._max_batch_records):
+                # What others took in this step may have left no room; that is nothing to report.
+                return Oversized(topic_partition, size) if size > room.bytes else None
+            if not fits or len(records) >= limit:
                 next_offset = records[-1].offset + 1
+                self._positions.pop(topic_partition)
                 break
             records.append(record)
             sizes.append(size)

@@ -27,7 +27,7 @@ from aioshard.ports import (
 from aioshard.records import TopicPartition
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.group import Subscription
-from aioshard.testing.reading import IsolationLevel, Reading
+from aioshard.testing.reading import Found, IsolationLevel, Reading
 
 __all__ = ["InMemoryTransport", "Latency", "Operation"]
 
@@ -39,6 +39,8 @@ Operation = Literal[
 """What a member asks the broker. `heartbeat` is the time until it notices a rebalance or its own loss, `join`
 that from the new generation to its `assigned`, `fetch` that between two responses with records; `commit` passes
 before the offsets are stored and `commit reply` after."""
+
+Outcome = Literal["woken", "changed", "time"]
 
 Latency = Callable[[Operation], float]
 """The seconds that an operation takes, asked anew each time."""
@@ -95,7 +97,7 @@ class InMemoryTransport:
         self._member_id = ""
         self._revoking = False
         self._fetch_due = 0.0
-        self._waiter: asyncio.Future[Literal["woken", "changed", "time"]] | None = None
+        self._waiter: asyncio.Future[Outcome] | None = None
         self._stirred = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._unwatch: Callable[[], None] | None = None
@@ -244,28 +246,32 @@ class InMemoryTransport:
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
         """See `Transport.poll`.
 
+        An `Oversized` record ends a poll once; later polls repeat it when they end for another reason,
+        time-out and `wake` included.
+
         Raises:
             ClientLostError: The client was killed, has crashed, or its listener raised.
             TransportError: A test asked for it.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
+        outcome: Outcome = "changed"
         while True:
             self._check_alive()
             found = self._fetch(allowance, loop.time())
-            if found:
-                if not any(isinstance(item, Batch) for item in found):
+            if found.new:
+                if not any(isinstance(item, Batch) for item in found.new):
                     await asyncio.sleep(0)  # Nothing was taken: a caller who asks again must not block the loop.
-                return found
-            outcome = await self._wait(deadline)
+                return found.new + found.known
             if outcome == "woken" or (outcome == "time" and loop.time() >= deadline):
-                return []
+                return found.known
+            outcome = await self._wait(deadline)
 
-    def _fetch(self, allowance: AllowanceOf, now: float) -> list[Batch | Fault | Oversized]:
+    def _fetch(self, allowance: AllowanceOf, now: float) -> Found:
         if self._revoking or not self._broker.available or now < self._fetch_due:
-            return []
+            return Found([], [])
         found = self._reading.collect(allowance, now)
-        if found and self._latency is not None:
+        if found.new and self._latency is not None:
             self._fetch_due = now + self._latency("fetch")
         return found
 
@@ -282,7 +288,7 @@ class InMemoryTransport:
         if self._lost is not None:
             raise self._lost
 
-    async def _wait(self, deadline: float) -> Literal["woken", "changed", "time"]:
+    async def _wait(self, deadline: float) -> Outcome:
         loop = asyncio.get_running_loop()
         now = loop.time()
         looks = (deadline, self._fetch_due if now < self._fetch_due else None, self._reading.next_look(now))
@@ -297,7 +303,7 @@ class InMemoryTransport:
     def _changed(self) -> None:
         self._end_wait("changed")
 
-    def _end_wait(self, outcome: Literal["woken", "changed", "time"]) -> None:
+    def _end_wait(self, outcome: Outcome) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(outcome)
 

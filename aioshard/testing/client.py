@@ -1,0 +1,282 @@
+"""A test client: the real engine of an app on the in-memory broker."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from aioshard.app import App
+from aioshard.errors import StateError, TransportError
+from aioshard.records import Record, TopicPartition
+from aioshard.testing.broker import InMemoryBroker
+from aioshard.testing.group import ConsumerGroup
+from aioshard.testing.loop import VirtualTimeLoop
+from aioshard.testing.transport import InMemoryTransport, Latency
+
+__all__ = ["TestClient"]
+
+_COMMIT_INTERVAL = 0.02
+_EPOCH = 1_700_000_000.0
+"""Timestamp of a record at virtual time 0."""
+
+
+class TestClient:
+    """Runs an app on a broker in memory: the same engine, no Kafka, no `bootstrap_servers`.
+
+    What the app does is real: shards, retries, commits, rebalances. Only the client is another one, so
+    every failure that a broker can cause can be scripted, here or on `broker`.
+
+    While it runs, a group without `auto_offset_reset` begins at the earliest record, and commits are sent
+    every 0.02 s, so that `settle` need not wait a second for each. In `aioshard.testing.run` all time is virtual;
+    in any other event loop it is real, and *speed* shortens it.
+
+    Example:
+        >>> from aioshard import App, Record
+        >>> from aioshard.testing import TestClient, run
+        >>> app = App("billing")
+        >>> paid = []
+        >>> @app.consume("orders")
+        ... async def on_order(record: Record) -> None:
+        ...     paid.append(record.value)
+        >>> async def test() -> None:
+        ...     async with TestClient(app) as client:
+        ...         record = await client.publish("orders", {"amount": 3}, key="customer-1")
+        ...         await client.settle()
+        ...         assert client.committed("orders", record.partition) == 1
+        >>> run(test())
+        >>> paid
+        [b'{"amount": 3}']
+    """
+
+    __test__ = False  # pytest would collect a class of this name.
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        speed: float = 1.0,
+        broker: InMemoryBroker | None = None,
+        latency: Latency | None = None,
+    ) -> None:
+        """Make a client; the app starts on entering it.
+
+        Args:
+            app: Its settings and handlers are as they were again afterwards.
+            speed: How many times faster the delays of retries pass, in real time: 100 makes 30 s into 0.3 s.
+            broker: To share it between several apps, or to prepare it; a new one without.
+            latency: How long each operation of the client takes, in seconds.
+
+        Raises:
+            ValueError: *speed* is not positive.
+        """
+        if speed <= 0:
+            message = f"TestClient(speed={speed!r}): a positive number was expected, such as 100"
+            raise ValueError(message)
+        self.app = app
+        self.broker = InMemoryBroker(clock=_timestamp) if broker is None else broker
+        self.transports: list[InMemoryTransport] = []
+        """Every client that the app has made so far, the current one last; to kill or crash it."""
+        self._speed = speed
+        self._latency = latency
+        self._exit: contextlib.AsyncExitStack | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start the app; returns once the first assignment is complete."""
+        if self._exit is not None:
+            message = "this TestClient runs already: make another one, or enter it again after it has ended"
+            raise StateError(message)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(_test_settings(self.app, self._speed))
+            await stack.enter_async_context(self.app.started(self._make_transport))
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop the app as in production: drain, commit, leave the group.
+
+        Raises:
+            NotDrainedError: Records still ran after `shutdown_timeout`.
+        """
+        stack, self._exit = self._exit, None
+        if stack is not None:
+            await stack.__aexit__(kind, error, traceback)
+
+    def _make_transport(self) -> InMemoryTransport:
+        settings = self.app.settings
+        transport = InMemoryTransport(
+            self.broker,
+            self.app.group_id,
+            isolation_level=settings.isolation_level,
+            latency=self._latency,
+            rebalance_timeout=settings.rebalance_timeout,
+            session_timeout=settings.session_timeout,
+        )
+        self.transports.append(transport)
+        return transport
+
+    @property
+    def group(self) -> ConsumerGroup:
+        """The app's consumer group at the broker: to rebalance it, lose its members, commit from outside."""
+        return self.broker.group(self.app.group_id)
+
+    # Records ---------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        key: bytes | str | None = None,
+        partition: int | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+    ) -> Record:
+        """Append a record and return it.
+
+        Args:
+            topic: Created on first use, with 4 partitions.
+            value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
+            key: Bytes or a string; records of one key share a partition and their order.
+            partition: Without it, the key's hash chooses, or they take turns.
+            headers: Name and content of each.
+        """
+        return self.broker.publish(
+            topic,
+            value if isinstance(value, bytes) or value is None else _encoded(value),
+            key=None if key is None else _encoded(key),
+            partition=partition,
+            headers=[(name, None if content is None else _encoded(content)) for name, content in headers],
+        )
+
+    def records(self, topic: str) -> Sequence[Record]:
+        """What a topic holds, also one that only the app writes to: by timestamp, partition and offset."""
+        return self.broker.records(topic)
+
+    def committed(self, topic: str, partition: int) -> int | None:
+        """The group's committed offset, or None."""
+        return self.broker.committed(self.app.group_id, topic, partition)
+
+    async def settle(self, timeout: float = 5.0) -> None:
+        """Wait until nothing is incomplete and everything is committed, of the partitions that are assigned.
+
+        Args:
+            timeout: Seconds after which to give up; virtual ones in `aioshard.testing.run`.
+
+        Raises:
+            TimeoutError: It did not come to that; the message names what is in the way.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self.broker.until(lambda: not self._unsettled())
+        except TimeoutError:
+            sentences = [f"the app did not settle within {timeout:g} s:", *self._unsettled(), self.app.explain()]
+            message = "\n  ".join(sentences)
+            raise TimeoutError(message) from None
+
+    # Trouble ---------------------------------------------------------------------------
+
+    async def revoke(self, topic: str, partition: int) -> None:
+        """Give a partition to a member outside; returns once the rebalance is complete.
+
+        Raises:
+            LookupError: There is no such partition.
+        """
+        self.broker.check_partition(topic, partition)
+        self.group.revoke(TopicPartition(topic, partition))
+        await self._rebalanced()
+
+    async def assign(self, topic: str, partition: int) -> None:
+        """Give a revoked partition back; returns once the rebalance is complete.
+
+        Raises:
+            LookupError: There is no such partition.
+        """
+        self.broker.check_partition(topic, partition)
+        self.group.assign(TopicPartition(topic, partition))
+        await self._rebalanced()
+
+    def fail_next_commit(self, error: TransportError, *, applied: bool = False) -> None:
+        """Answer the next commit with *error*; with *applied* it is stored and only the answer is lost."""
+        self.broker.fail_next_commit(error, applied=applied)
+
+    # Inside ----------------------------------------------------------------------------
+
+    async def _rebalanced(self) -> None:
+        await self.broker.until(lambda: bool(self.group.members) and not self.group.rebalancing)
+
+    def _unsettled(self) -> list[str]:
+        """What is in the way of being settled, in sentences."""
+        statistics = self.app.statistics()
+        sentences = []
+        if statistics.state not in ("running", "starting"):
+            sentences.append(f"the app is {statistics.state}")
+        if statistics.trouble is not None:
+            sentences.append(statistics.trouble)
+        if self.group.rebalancing or not self.group.members:
+            sentences.append(f"group {self.app.group_id!r} rebalances")
+        withheld = self.group.withheld
+        for topic_partition in self.group.subscribed():
+            if topic_partition in withheld:
+                continue
+            log = self.broker.log(*topic_partition)
+            end = log.stable_end if self.app.settings.isolation_level == "read_committed" else log.end
+            committed = self.group.committed(topic_partition)
+            if committed is None or committed.offset != end:
+                offset = None if committed is None else committed.offset
+                sentences.append(f"{topic_partition} is committed up to {offset} and ends at {end}")
+        sentences += [
+            f"{partition.topic}/{partition.partition} has {partition.incomplete} incomplete record(s)"
+            for partition in statistics.partitions
+            if partition.incomplete and TopicPartition(partition.topic, partition.partition) not in withheld
+        ]
+        return sentences
+
+
+@contextlib.contextmanager
+def _test_settings(app: App, speed: float) -> Iterator[None]:
+    """Let *app* begin at the earliest record, commit often and retry soon, for a while."""
+    settings = app.settings
+    before: dict[str, Any] = {
+        "auto_offset_reset": settings.auto_offset_reset,
+        "commit_interval": settings.commit_interval,
+    }
+    app.configure(
+        auto_offset_reset=settings.auto_offset_reset or "earliest",
+        commit_interval=min(settings.commit_interval, _COMMIT_INTERVAL),
+    )
+    registrations = app._registrations  # noqa: SLF001 - the retries of one test are no business of the public API
+    app._registrations = [  # noqa: SLF001
+        dataclasses.replace(
+            registration,
+            retry=dataclasses.replace(
+                registration.retry,
+                initial=registration.retry.initial / speed,
+                maximum=registration.retry.maximum / speed,
+            ),
+        )
+        for registration in registrations
+    ]
+    try:
+        yield
+    finally:
+        app._registrations = registrations  # noqa: SLF001
+        app.configure(**before)
+
+
+def _encoded(value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return (value if isinstance(value, str) else json.dumps(value)).encode()
+
+
+def _timestamp() -> float:
+    """Virtual where time is, so that a repeated run sees the same timestamps."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return time.time()
+    return _EPOCH + loop.time() if isinstance(loop, VirtualTimeLoop) else time.time()
