@@ -1,0 +1,71 @@
+"""A group listener that writes down what it hears."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import NamedTuple
+
+from aioshard.ports import Allowance, Batch, Membership, Transport
+from aioshard.records import Record, TopicPartition
+
+
+class Revoked(NamedTuple):
+    partitions: tuple[TopicPartition, ...]
+    lost: bool
+
+
+class Assigned(NamedTuple):
+    partitions: tuple[TopicPartition, ...]
+    membership: Membership
+
+
+class RecordingListener:
+    """Notes every call; *on_revoked* runs while the group waits, and with *opening* all is read from 0."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        opening: bool = True,
+        on_revoked: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.events: list[Revoked | Assigned] = []
+        self.assignments: asyncio.Queue[Assigned] = asyncio.Queue()
+        self.revocations: asyncio.Queue[Revoked] = asyncio.Queue()
+        self.on_revoked = on_revoked
+        self._transport = transport
+        self._opening = opening
+
+    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+        event = Revoked(tuple(partitions), lost)
+        self.events.append(event)
+        self.revocations.put_nowait(event)
+        if self.on_revoked is not None:
+            await self.on_revoked()
+
+    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        event = Assigned(tuple(partitions), membership)
+        self.events.append(event)
+        self.assignments.put_nowait(event)
+        if self._opening:
+            for partition in partitions:
+                self._transport.seek(partition, 0)
+            self._transport.resume(partitions)
+
+
+def unlimited(_: TopicPartition) -> Allowance:
+    return Allowance(1_000_000, 1 << 40)
+
+
+def nothing(_: TopicPartition) -> Allowance:
+    return Allowance(0, 0)
+
+
+async def take(transport: Transport, count: int, *, within: float = 5.0) -> list[Record]:
+    """The next *count* records of a client, in the order in which they come."""
+    records: list[Record] = []
+    async with asyncio.timeout(within):
+        while len(records) < count:
+            for item in await transport.poll(unlimited, 1.0):
+                assert isinstance(item, Batch), item
+                records.extend(item.records)
+    return records
