@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
-from aioshard.ports import Allowance, Batch, Membership, Transport
+from aioshard.ports import Allowance, AllowanceOf, Batch, Membership, Transport
 from aioshard.records import Record, TopicPartition
 
 
@@ -60,12 +60,20 @@ def nothing(_: TopicPartition) -> Allowance:
     return Allowance(0, 0)
 
 
+async def poll_batches(transport: Transport, allowance: AllowanceOf = unlimited, timeout: float = 1.0) -> list[Batch]:
+    """One poll that must bring nothing but batches."""
+    batches = []
+    for item in await transport.poll(allowance, timeout):
+        assert isinstance(item, Batch), item
+        batches.append(item)
+    return batches
+
+
 async def take(transport: Transport, count: int, *, within: float = 5.0) -> list[Record]:
     """The next *count* records of a client, in the order in which they come."""
     records: list[Record] = []
     async with asyncio.timeout(within):
         while len(records) < count:
-            for item in await transport.poll(unlimited, 1.0):
-                assert isinstance(item, Batch), item
-                records.extend(item.records)
+            for batch in await poll_batches(transport):
+                records.extend(batch.records)
     return records
