@@ -15,8 +15,11 @@ from aioshard.records import TopicPartition
 
 __all__ = ["Found", "Intake"]
 
-RECORDS_PER_PARTITION = 500
-"""Records of one partition that one poll hands out at most: more live objects cost time per record."""
+RECORDS_PER_POLL = 500
+"""Records that one poll hands out at most. With more alive at once than the garbage collector's first
+threshold of 700, each record costs a quarter more."""
+ACTIVE = 1.0
+"""Seconds for which a partition that something was taken from counts as one that more will be taken from."""
 FAULT_INTERVAL = 1.0
 """Seconds until a partition that cannot be read is tried, and reported, again."""
 
@@ -24,9 +27,10 @@ FAULT_INTERVAL = 1.0
 class Found:
     """What one look into the client's buffer found."""
 
-    __slots__ = ("bytes", "most", "new", "records", "repeated")
+    __slots__ = ("at", "bytes", "left_over", "most", "new", "records", "repeated")
 
-    def __init__(self) -> None:
+    def __init__(self, at: float) -> None:
+        self.at = at
         self.new: list[Batch | Fault | Oversized] = []
         self.repeated: list[Batch | Fault | Oversized] = []
         """Records that did not fit when they were reported, and still do not."""
@@ -34,12 +38,14 @@ class Found:
         self.bytes = 0
         self.most = 0
         """The most that any partition was allowed."""
+        self.left_over = False
+        """Whether something stays behind that will be taken soon, by all appearances."""
 
 
 class _Partition:
     """One assigned partition."""
 
-    __slots__ = ("chunk", "name", "placed", "reported", "state")
+    __slots__ = ("chunk", "name", "placed", "reported", "state", "taken_at")
 
     def __init__(self, name: TopicPartition, state: Any) -> None:
         self.name = name
@@ -47,6 +53,7 @@ class _Partition:
         self.placed = False
         """Whether the engine has given it a position."""
         self.chunk: Chunk | None = None
+        self.taken_at = 0.0
         self.reported: Any = None
         """The fetch error that was handed out last."""
 
@@ -147,7 +154,7 @@ class Intake:
         Allowances are those of the start of this call: what is taken of one partition counts against
         those of the others.
         """
-        found = Found()
+        found = Found(asyncio.get_running_loop().time())
         internals = self._internals
         assignment = self._assignment
         if assignment is None or not assignment.active or internals.rebalancing:
@@ -167,6 +174,7 @@ class Intake:
                     break  # Nobody may take more now; asking for an allowance costs more than a record.
             elif partition.reported is not entry:
                 self._report_error(partition, entry, found)
+        internals.hurry(len(self._partitions) if found.left_over else 0)
         return found
 
     def _take_from(self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, found: Found) -> None:
@@ -180,14 +188,17 @@ class Intake:
         limit, room, alone = allowance_of(partition.name)
         if limit <= 0:
             self._internals.release_broker(chunk.result)
+            found.left_over |= partition.taken_at > found.at - ACTIVE
             return
+        limit = min(limit, RECORDS_PER_POLL)
         found.most = max(found.most, limit)
         limit -= found.records
         if limit <= 0:
             return
-        taken = chunk.take(min(limit, RECORDS_PER_PARTITION), room - found.bytes, alone=alone and not found.records)
+        taken = chunk.take(limit, room - found.bytes, alone=alone and not found.records)
         next_offset = chunk.next_offset
         if next_offset != state.position:
+            partition.taken_at = found.at
             state.consumed_to(next_offset)
             found.new.append(Batch(partition.name, taken.records, taken.sizes, next_offset))
             found.records += len(taken.records)
@@ -201,6 +212,7 @@ class Intake:
         elif chunk.error is not None and not taken.records:
             self._report_corrupt(partition, chunk, found)
         else:
+            found.left_over = True
             self._internals.serve_last(partition.name)
 
     def _drop(self, partition: _Partition) -> None:
