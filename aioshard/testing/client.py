@@ -173,8 +173,11 @@ class TestClient:
             async with asyncio.timeout(timeout):
                 await self.broker.until(lambda: not self._unsettled())
         except TimeoutError:
-            sentences = [f"the app did not settle within {timeout:g} s:", *self._unsettled(), self.app.explain()]
-            message = "\n  ".join(sentences)
+            statistics = self.app.statistics()
+            sentences = [f"the app did not settle within {timeout:g} s:", *self._unsettled()]
+            if statistics.trouble is not None:
+                sentences.append(statistics.trouble)
+            message = "\n  ".join([*sentences, *self.app.explain().splitlines()])
             raise TimeoutError(message) from None
 
     # Trouble ---------------------------------------------------------------------------
@@ -209,30 +212,23 @@ class TestClient:
         await self.broker.until(lambda: bool(self.group.members) and not self.group.rebalancing)
 
     def _unsettled(self) -> list[str]:
-        """What is in the way of being settled, in sentences."""
-        statistics = self.app.statistics()
+        """What is in the way of being settled, in sentences; changes only with something at the broker."""
         sentences = []
-        if statistics.state not in ("running", "starting"):
-            sentences.append(f"the app is {statistics.state}")
-        if statistics.trouble is not None:
-            sentences.append(statistics.trouble)
         if self.group.rebalancing or not self.group.members:
             sentences.append(f"group {self.app.group_id!r} rebalances")
-        withheld = self.group.withheld
-        for topic_partition in self.group.subscribed():
-            if topic_partition in withheld:
-                continue
+        ours = [one for one in self.group.subscribed() if one not in self.group.withheld]
+        for topic_partition in ours:
             log = self.broker.log(*topic_partition)
             end = log.stable_end if self.app.settings.isolation_level == "read_committed" else log.end
-            committed = self.group.committed(topic_partition)
-            if committed is None or committed.offset != end:
-                offset = None if committed is None else committed.offset
-                sentences.append(f"{topic_partition} is committed up to {offset} and ends at {end}")
-        sentences += [
-            f"{partition.topic}/{partition.partition} has {partition.incomplete} incomplete record(s)"
-            for partition in statistics.partitions
-            if partition.incomplete and TopicPartition(partition.topic, partition.partition) not in withheld
-        ]
+            committed = self.committed(*topic_partition)
+            if committed != end:
+                sentences.append(f"{topic_partition} is committed up to {committed} and ends at {end}")
+        for partition in self.app.statistics().partitions:
+            name = TopicPartition(partition.topic, partition.partition)
+            if name in ours and partition.incomplete:
+                sentences.append(f"{name} has {partition.incomplete} incomplete record(s)")
+            elif name in ours and partition.committed != partition.committable:
+                sentences.append(f"the commit of {name} up to {partition.committable} is not acknowledged")
         return sentences
 
 

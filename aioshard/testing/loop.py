@@ -315,12 +315,12 @@ def waiting_place(task: asyncio.Task[Any]) -> str:
     places: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
-        frame = _first(awaited, "cr_frame", "gi_frame", "ag_frame")
+        frame = _first(awaited, "cr_frame", "gi_frame")
         if frame is None:
             break
         path = Path(frame.f_code.co_filename)
         places.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}")
-        awaited = _first(awaited, "cr_await", "gi_yieldfrom", "ag_await")
+        awaited = _first(awaited, "cr_await", "gi_yieldfrom")
     return " > ".join(places) or "an unknown place"
 
 

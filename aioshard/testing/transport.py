@@ -351,6 +351,7 @@ class InMemoryTransport:
             message = f"the commit was not acknowledged: {error}"
             raise CommitError(message) from error
         await self._take("commit reply")
+        self._broker.notify()  # Who waits for a commit may wait for its acknowledgement.
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`.
