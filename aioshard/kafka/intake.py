@@ -54,6 +54,7 @@ class _Partition:
         """Whether the engine has given it a position."""
         self.chunk: Chunk | None = None
         self.taken_at = 0.0
+        """When something was last taken, or the engine has chosen the position; loop time."""
         self.reported: Any = None
         """The fetch error that was handed out last."""
 
@@ -143,6 +144,7 @@ class Intake:
         partition = self._partitions.get(topic_partition)
         if partition is not None:
             partition.placed = True
+            partition.taken_at = asyncio.get_running_loop().time()
             partition.state.seek(offset)
             self._drop(partition)
 
