@@ -27,7 +27,10 @@ __all__ = ["command"]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def command(target: str, *, app_dir: str, as_json: bool) -> None:
-    """Check an app without a broker: its handlers, its settings, and what may surprise."""
+    """Check an app without a broker.
+
+    Shows its handlers, its settings and what may surprise; exits with 2 when it would not start.
+    """
     try:
         app = load_app(target, app_dir)
         if not list(app.handlers):

@@ -3,13 +3,15 @@
 Only a program may configure logging, so only the command line calls this; the library never does.
 """
 
+import copy
 import json
 import logging
+import math
 import sys
 import time
 from typing import Any, Literal, TextIO
 
-__all__ = ["JsonFormatter", "LogFormat", "TextFormatter", "configure"]
+__all__ = ["REPEAT_INTERVAL", "JsonFormatter", "LogFormat", "TextFormatter", "configure"]
 
 LogFormat = Literal["text", "json"]
 
@@ -17,13 +19,18 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio")
 """Loggers of libraries, whose INFO is our DEBUG."""
 
+REPEAT_INTERVAL = 30.0
+"""Seconds in which a library's sentence is shown once."""
+_REMEMBERED = 1_000
+"""Bound of the sentences remembered for that."""
+
 
 def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | None = None) -> logging.Handler:
     """Send every log record of *level* and above to *stream* (standard error when None).
 
     Args:
-        level: A level's name in any case. Below DEBUG the Kafka client and the web server are heard
-            from WARNING on only.
+        level: A level's name in any case. Unless it is DEBUG, the Kafka client and the web server are
+            heard from WARNING on only, and what they repeat is counted instead of shown.
         style: How a line looks.
         stream: Where lines go.
 
@@ -31,7 +38,7 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
         The handler, which the caller may remove again.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler = _Aggregating(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     root = logging.getLogger()
     root.addHandler(handler)
@@ -40,6 +47,36 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
         logging.getLogger(name).setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
     logging.captureWarnings(capture=True)
     return handler
+
+
+class _Aggregating(logging.StreamHandler[TextIO]):
+    """Shows what a library says again and again once per interval, with the number of times.
+
+    Without its broker the Kafka client alone writes fifty lines a second.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._said: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, unless it repeats what was just written."""
+        if record.levelno < logging.WARNING or record.name.partition(".")[0] not in _QUIET:
+            super().emit(record)
+            return
+        key = record.name, record.getMessage()
+        since, times = self._said.get(key, (-math.inf, 0))
+        if record.created - since < REPEAT_INTERVAL:
+            self._said[key] = since, times + 1
+            return
+        if len(self._said) >= _REMEMBERED:
+            self._said.clear()
+        self._said[key] = record.created, 0
+        if times:
+            record = copy.copy(record)  # other handlers get what was said
+            record.msg = f"{key[1]} (and {times} times more in {record.created - since:.0f} s)"
+            record.args = None
+        super().emit(record)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aioshard.telemetry.logs import LogFormat, configure
+from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, configure
 
 Configure = Callable[[str, LogFormat], io.StringIO]
 
@@ -90,6 +90,35 @@ def test_the_client_is_quieter_than_we_are(configured: Configure, level: str, he
     client.info("client info")
     client.warning("client warning")
     assert {json.loads(line)["message"] for line in stream.getvalue().splitlines()} == heard
+
+
+def test_what_the_client_repeats_is_counted(configured: Configure) -> None:
+    """Fifty lines a second for the same outage would hide everything else, and fill a disk."""
+    stream = configured("info", "text")
+    client = logging.getLogger("aiokafka.consumer.fetcher")
+
+    def say(text: str, at: float) -> None:
+        record = client.makeRecord(client.name, logging.ERROR, "", 0, "cannot reach %s", (text,), None)
+        record.created = at
+        client.handle(record)
+
+    for number in range(100):
+        say("broker 1", at=1_000.0 + number / 100)
+    say("broker 2", at=1_001.0)
+    say("broker 1", at=1_000.0 + REPEAT_INTERVAL)
+    said = [line.partition(": ")[2] for line in stream.getvalue().splitlines()]
+    assert said == [
+        "cannot reach broker 1",
+        "cannot reach broker 2",
+        "cannot reach broker 1 (and 99 times more in 30 s)",
+    ]
+
+
+def test_what_we_say_ourselves_is_never_held_back(configured: Configure) -> None:
+    stream = configured("info", "text")
+    for _ in range(3):
+        logging.getLogger("aioshard.engine").warning("partition orders/3 waits")
+    assert len(stream.getvalue().splitlines()) == 3
 
 
 def test_warnings_become_log_records(configured: Configure) -> None:
