@@ -28,7 +28,7 @@ class DrainPlan(Generic[D]):
 
     That is what runs, and every queued record below the highest offset that was started: each is a hole
     in what can be committed. What is above has not begun and needs no waiting. A record that failed does
-    not delay the drain, nor does what waits behind it in its shard: only another attempt could end them.
+    not delay the drain, nor does what waits in its shard: only another attempt could end them.
 
     Invariants:
         * `pending` only shrinks, so a drain cannot be prolonged by what happens during it.
@@ -36,25 +36,21 @@ class DrainPlan(Generic[D]):
     Example:
         >>> from types import SimpleNamespace as Delivery
         >>> one, two, three = (Delivery(offset=n, key=n % 2) for n in (1, 2, 3))
-        >>> plan = DrainPlan([one, two, three], highest_started=2, blocked=())
+        >>> plan = DrainPlan([one, two, three], highest_started=2)
         >>> plan.settle(one); plan.done
         False
-        >>> plan.block(two); plan.done
+        >>> plan.block(two.key); plan.done
         True
     """
 
-    def __init__(self, incomplete: Iterable[D], highest_started: int, blocked: Iterable[D]) -> None:
+    def __init__(self, incomplete: Iterable[D], highest_started: int) -> None:
         """Plan the drain of one partition.
 
         Args:
             incomplete: Its incomplete records.
             highest_started: The highest offset that a worker took, -1 when none was.
-            blocked: Those that wait for another attempt, or for somebody to release them.
         """
-        self.highest_started = highest_started
         self.pending: dict[int, D] = {d.offset: d for d in incomplete if d.offset <= highest_started}
-        for delivery in blocked:
-            self.block(delivery)
 
     @property
     def done(self) -> bool:
@@ -62,13 +58,11 @@ class DrainPlan(Generic[D]):
         return not self.pending
 
     def settle(self, delivery: D) -> None:
-        """A record completed, or its run was cancelled."""
+        """A record completed, failed, or its run was cancelled."""
         self.pending.pop(delivery.offset, None)
 
-    def block(self, delivery: D) -> None:
-        """A record will not go on during this drain: neither will those behind it in its shard."""
-        self.settle(delivery)
-        if delivery.key is not None:
-            behind = [d.offset for d in self.pending.values() if d.key == delivery.key and d.offset > delivery.offset]
-            for offset in behind:
+    def block(self, key: ShardKey) -> None:
+        """The shard of *key* does not go on during this drain: a record in it failed, of whichever partition."""
+        if key is not None:
+            for offset in [d.offset for d in self.pending.values() if d.key == key]:
                 del self.pending[offset]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import anyio
 
 from aioshard.core.ownership import with_first_generation
-from aioshard.engine.epoch import Epoch, Gate
+from aioshard.engine.epoch import Epoch
 from aioshard.errors import TransportError
 from aioshard.ports import Committed, Membership, Transport
 
@@ -100,7 +100,6 @@ class Committer:
             epoch: committable
             for epoch in epochs
             if epoch in self._owned
-            and epoch.gate is not Gate.ENDED
             and (committable := epoch.tracker.committable) != epoch.acknowledged
         }
 

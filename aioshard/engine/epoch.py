@@ -134,7 +134,7 @@ class Epoch:
         if self.gate:
             if self.gate is Gate.ENDED:
                 return False
-            self._settle(delivery)
+            self.settle(delivery)
         size = delivery.size
         self.buffered_bytes -= size
         self._buffer.release(size)
@@ -159,11 +159,8 @@ class Epoch:
 
     def close(self) -> None:
         """Let nothing new start, and plan what must end before the partition is handed over."""
-        if self.gate is not Gate.OPEN:
-            return
-        blocked = [delivery for delivery in self.tracker.values() if delivery.block is not None]
         self.gate = Gate.CLOSED
-        self.drain = DrainPlan(self.tracker.values(), self.highest_started, blocked)
+        self.drain = DrainPlan(self.tracker.values(), self.highest_started)
         self.drained = asyncio.Event()
         self.revoked.set()
         self._check_drained()
@@ -172,15 +169,16 @@ class Epoch:
         """Whether a record may start although the gate is not open: the drain waits for it."""
         return self.gate is Gate.CLOSED and self.drain is not None and delivery.offset in self.drain.pending
 
-    def blocked(self, delivery: Delivery) -> None:
-        """A record failed or was interrupted: a drain does not wait for it, nor for what is behind it."""
-        if self.drain is not None:
-            self.drain.block(delivery)
-            self._check_drained()
-
-    def _settle(self, delivery: Delivery) -> None:
+    def settle(self, delivery: Delivery) -> None:
+        """A run of a record has ended, well or not: a drain does not wait for it any more."""
         if self.drain is not None:
             self.drain.settle(delivery)
+            self._check_drained()
+
+    def block(self, key: ShardKey) -> None:
+        """A shard does not go on for now: a drain does not wait for what is in it."""
+        if self.drain is not None:
+            self.drain.block(key)
             self._check_drained()
 
     def _check_drained(self) -> None:

@@ -78,6 +78,12 @@ class Feed:
         without = {delivery for delivery, _ in broken}
         return [delivery for delivery in deliveries if delivery not in without]
 
+    def close(self, epoch: Epoch) -> None:
+        """Close the gate of an epoch: nothing new of it starts, and its drain begins."""
+        epoch.close()
+        for shards in self.shards:
+            shards.close(epoch)
+
     def purge(self, epoch: Epoch) -> None:
         """Forget the deliveries of an epoch that ended."""
         for shards in self.shards:

@@ -96,9 +96,11 @@ class Rebalance:
         self._fetch_tasks: dict[Epoch, asyncio.Task[object]] = {}
         self._claims: dict[TopicPartition, Claim] = {}
         self._opened_in: dict[Epoch, Membership] = {}
+        """Of the epochs that are ours for certain: the membership of the latest assignment."""
         self._reruns: dict[TopicPartition, Rerun] = {}
         self._known_topics: set[str] = set()
         self._settling: set[asyncio.Task[object]] = set()
+        self._stopping = False
         self._epochs = 0
 
     def attach(self, transport: Transport) -> None:
@@ -128,7 +130,7 @@ class Rebalance:
             for epoch in epochs:
                 self._end(epoch, "the group has dropped us")
             return
-        for epoch in [epoch for epoch in epochs if epoch.gate is not Gate.OPEN]:
+        for epoch in [epoch for epoch in epochs if epoch not in self._opened_in]:
             epochs.remove(epoch)
             self._end(epoch, "it was revoked again before it was ours for certain")
         try:
@@ -144,7 +146,7 @@ class Rebalance:
                 self._claim(epoch)
 
     def _claim(self, epoch: Epoch) -> None:
-        member_id, generation = self._opened_in[epoch]
+        member_id, generation = self._opened_in.pop(epoch)
         position = epoch.tracker.position
         self._claims[epoch.topic_partition] = Claim(member_id, generation, epoch.acknowledged, position)
 
@@ -155,7 +157,8 @@ class Rebalance:
             How many records had not ended.
         """
         for epoch in epochs:
-            epoch.close()
+            if epoch.gate is Gate.OPEN:
+                self.fetchers[epoch.topic_partition].feed.close(epoch)
         with anyio.move_on_after(timeout):
             for epoch in epochs:
                 if epoch.drained is not None:
@@ -202,7 +205,7 @@ class Rebalance:
         self.settled.clear()
         given = frozenset(partitions)
         for epoch in self.epochs:
-            if epoch.gate is Gate.OPEN:
+            if epoch in self._opened_in:
                 self._opened_in[epoch] = membership
             elif epoch.topic_partition in given:
                 self._client.seek(epoch.topic_partition, epoch.tracker.position)
@@ -219,7 +222,14 @@ class Rebalance:
         self._end(epoch, str(error))
         self._look_into(frozenset([topic_partition]), self._client.membership(), f"restart {topic_partition}")
 
+    def stop_opening(self) -> None:
+        """From now on no gate opens: the app is draining for good."""
+        self._stopping = True
+        self._stop_settling()
+
     def _look_into(self, partitions: frozenset[TopicPartition], membership: Membership, name: str) -> None:
+        if self._stopping:
+            return
         task = self._tasks.start(self._settle(partitions, membership), name)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)

@@ -260,6 +260,7 @@ class Engine:
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
         deadline = self.clock() + timeout
+        self.rebalance.stop_opening()
         epochs = self.rebalance.epochs
         await self.rebalance.drain(epochs, timeout - reserve)
         late = [repr(worker.delivery) for worker in self.workers if worker.delivery is not None]

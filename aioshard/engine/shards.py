@@ -54,11 +54,10 @@ class Shards:
 
     Invariants:
         * Of one shard key at most one delivery runs, and none that arrived later has started (I4).
-        * A key is in `_occupied` iff a delivery of it runs, waits for a retry, is halted, suspended or
-          about to go on.
+        * A key is in `_occupied` iff a delivery of it runs, waits for a retry, is halted, or is about to
+          go on.
         * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning, blocked,
-          held (met by a worker while its gate was closed, owning no shard), suspended (owning its shard,
-          not to go on while its gate is closed), or with a worker.
+          held (its gate is closed, it owns no shard), or with a worker.
     """
 
     def __init__(self, bound: int | None = None) -> None:
@@ -69,7 +68,7 @@ class Shards:
         self._returning: list[tuple[float, int, Delivery]] = []
         self._blocked: dict[Delivery, asyncio.TimerHandle | None] = {}
         self._held: dict[Epoch, list[Delivery]] = {}
-        self._suspended: dict[Epoch, list[Delivery]] = {}
+        self._closed: set[Epoch] = set()
         self._tie_break = itertools.count()
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
@@ -111,8 +110,7 @@ class Shards:
                 return None
             epoch = delivery.epoch
             if epoch.gate and not epoch.may_start(delivery):
-                if epoch.gate is Gate.CLOSED:
-                    self._held.setdefault(epoch, []).append(delivery)
+                self._hold(delivery)
                 continue
             key = delivery.key
             if key is None:
@@ -132,74 +130,78 @@ class Shards:
             waiting = self._occupied[key]
             if not waiting:
                 del self._occupied[key]
-            elif not self._returning:
-                following = waiting.popleft()
-                if not following.epoch.gate:
-                    return following
-                self._go_on(following)
+            elif self._returning or waiting[0].epoch.gate:
+                self.release(delivery)
             else:
-                self._go_on(waiting.popleft())
+                return waiting.popleft()
         return self.take()
 
     def release(self, delivery: Delivery) -> None:
-        """A delivery leaves without a worker that goes on: its shard goes on with the next."""
+        """A delivery leaves its shard: the shard goes on with the first one behind it that may start."""
         key = delivery.key
         if key is None:
             return
         waiting = self._occupied[key]
-        if waiting:
-            self._go_on(waiting.popleft())
-            self.notify()
-        else:
-            del self._occupied[key]
+        while waiting:
+            following = waiting.popleft()
+            epoch = following.epoch
+            if not epoch.gate or epoch.may_start(following):
+                self._return(following)
+                return
+            self._hold(following)
+        del self._occupied[key]
 
-    def _go_on(self, delivery: Delivery) -> None:
-        """Let a delivery that owns its shard start as soon as a worker is free, if it may."""
-        epoch = delivery.epoch
-        if epoch.gate is Gate.ENDED:
-            self.release(delivery)
-        elif epoch.gate is Gate.CLOSED and not epoch.may_start(delivery):
-            self._suspended.setdefault(epoch, []).append(delivery)
-        else:
-            heapq.heappush(self._returning, (delivery.arrived, next(self._tie_break), delivery))
+    def _return(self, delivery: Delivery) -> None:
+        """Let a delivery that owns its shard start as soon as a worker is free."""
+        heapq.heappush(self._returning, (delivery.arrived, next(self._tie_break), delivery))
+        self.notify()
+
+    def _hold(self, delivery: Delivery) -> None:
+        """Set a delivery aside, without a shard, until its epoch's gate opens; forget it if that has ended."""
+        if delivery.epoch.gate is Gate.CLOSED:
+            self._held.setdefault(delivery.epoch, []).append(delivery)
 
     def _take_returning(self) -> Delivery | None:
         while self._returning:
             delivery = heapq.heappop(self._returning)[2]
-            gate = delivery.epoch.gate
-            if not gate or delivery.epoch.may_start(delivery):
+            if not delivery.epoch.gate or delivery.epoch.may_start(delivery):
                 return delivery
-            if gate is Gate.CLOSED:
-                self._suspended.setdefault(delivery.epoch, []).append(delivery)
-            else:
-                self.release(delivery)
+            delivery.epoch.block(delivery.key)
+            self._hold(delivery)
+            self.release(delivery)
         return None
 
     # Failing ------------------------------------------------------------------
 
-    def suspend(self, delivery: Delivery) -> None:
-        """A run was cancelled: the delivery keeps its shard and runs again when its epoch goes on."""
-        delivery.epoch.blocked(delivery)
-        self._go_on(delivery)
-        self.notify()
+    def again(self, delivery: Delivery) -> None:
+        """A run was cancelled, or its next attempt is due: it runs again, first in its shard, if it may."""
+        if not delivery.epoch.gate:
+            self._return(delivery)
+        else:
+            delivery.epoch.settle(delivery)
+            delivery.epoch.block(delivery.key)  # what is behind it in its partition must not overtake it
+            self._hold(delivery)
+            self.release(delivery)
 
     def retry(self, delivery: Delivery, block: Block, delay: float) -> None:
         """A run failed: its shard waits for *delay* seconds, its neighbours do not."""
-        delivery.block = block
-        self._blocked[delivery] = asyncio.get_running_loop().call_later(delay, self._due, delivery)
-        delivery.epoch.blocked(delivery)
+        self._block(delivery, block, asyncio.get_running_loop().call_later(delay, self._due, delivery))
 
     def halt(self, delivery: Delivery, block: Block) -> None:
         """A record's attempts are used up: it keeps its shard until its epoch ends."""
+        self._block(delivery, block, None)
+
+    def _block(self, delivery: Delivery, block: Block, timer: asyncio.TimerHandle | None) -> None:
         delivery.block = block
-        self._blocked[delivery] = None
-        delivery.epoch.blocked(delivery)
+        self._blocked[delivery] = timer
+        delivery.epoch.settle(delivery)
+        for epoch in self._closed:
+            epoch.block(delivery.key)
 
     def _due(self, delivery: Delivery) -> None:
         del self._blocked[delivery]
         delivery.block = None
-        self._go_on(delivery)
-        self.notify()
+        self.again(delivery)
 
     @property
     def halted(self) -> list[Delivery]:
@@ -209,32 +211,38 @@ class Shards:
     @property
     def at_rest(self) -> bool:
         """Whether nothing will start unless something arrives: what is left is halted, or behind it."""
-        return not self._has_work and all(d.block is not None and d.block.halted for d in self._blocked)
+        return not self._has_work and not self._held and len(self.halted) == len(self._blocked)
 
     # Rebalancing --------------------------------------------------------------
 
+    def close(self, epoch: Epoch) -> None:
+        """The gate of *epoch* has closed: tell it which shards will not go on while it drains."""
+        self._closed.add(epoch)
+        for delivery in self._blocked:
+            epoch.block(delivery.key)
+            if delivery.epoch is epoch:
+                epoch.settle(delivery)
+
     def reopen(self, epoch: Epoch) -> None:
-        """Put back what was set aside while the gate of *epoch* was closed, in offset order."""
-        for delivery in self._suspended.pop(epoch, ()):
-            self._go_on(delivery)
-        held = self._held.pop(epoch, ())
-        self._front.extendleft(sorted(held, key=lambda delivery: delivery.offset, reverse=True))
+        """Put back what was set aside while the gate of *epoch* was closed, before all that came later."""
+        self._closed.discard(epoch)
+        # Sorted, because what waited in a shard is older than what was met in the arrivals before it.
+        held = sorted(self._held.pop(epoch, ()), key=lambda delivery: delivery.offset)
+        self._front.extendleft(reversed(held))
         self.notify()
 
     def purge(self, epoch: Epoch) -> None:
         """Forget the deliveries of an epoch that ended, except those that still run."""
+        self._closed.discard(epoch)
+        self._held.pop(epoch, None)
         self._front = deque(d for d in self._front if d.epoch is not epoch)
         for key, waiting in self._occupied.items():
             if waiting:
                 self._occupied[key] = deque(d for d in waiting if d.epoch is not epoch)
-        owners = [d for d in self._blocked if d.epoch is epoch]
-        for delivery in owners:
+        for delivery in [d for d in self._blocked if d.epoch is epoch]:
             timer = self._blocked.pop(delivery)
             if timer is not None:
                 timer.cancel()
-        owners += self._suspended.pop(epoch, ())
-        self._held.pop(epoch, None)
-        for delivery in owners:
             self.release(delivery)
         self._purge_arrivals(epoch)
         self.notify()

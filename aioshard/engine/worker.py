@@ -137,12 +137,12 @@ class Worker:
         try:
             await asyncio.sleep(0)
         except BaseException:
-            self._shards.suspend(delivery)
+            self._shards.again(delivery)
             raise
         finally:
             self._shards.yielding -= 1
         if delivery.epoch.gate and not delivery.epoch.may_start(delivery):
-            self._shards.suspend(delivery)
+            self._shards.again(delivery)
             return self._shards.take()
         return delivery
 
@@ -161,12 +161,12 @@ class Worker:
         if self.interrupted:
             self.interrupted = False
             task.uncancel()
-            self._shards.suspend(delivery)
+            self._shards.again(delivery)
             if task.cancelling() or isinstance(error, _EXITS):
                 raise error
             return self._shards.take()
         if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
-            self._shards.suspend(delivery)
+            self._shards.again(delivery)
             raise error
         if isinstance(error, asyncio.CancelledError):
             return self._failed(delivery, CancelledRunError())
@@ -179,7 +179,7 @@ class Worker:
         assert self._task is not None  # noqa: S101 - set by run
         self._task.uncancel()
         logger.warning("the handler of %r swallowed its cancellation; the record stays incomplete", delivery)
-        self._shards.suspend(delivery)
+        self._shards.again(delivery)
         if self._task.cancelling():
             raise asyncio.CancelledError
         return self._shards.take()

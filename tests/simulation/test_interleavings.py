@@ -13,19 +13,19 @@ CHUNK = 100
 EVENTS = 25
 
 
-def simulate(seed: int) -> World:
+def simulate(seed: int, *, clean: bool = False) -> World:
     kinds = [("key", False), ("key", False), ("key", True), (lambda record: record.key, False)]
     shard_by, fixed = kinds[seed % len(kinds)]
     worlds: list[World] = []
 
     async def life() -> None:
-        world = World(seed, shard_by=shard_by, fixed_shards=fixed)
+        world = World(seed, shard_by=shard_by, fixed_shards=fixed, clean=clean)
         worlds.append(world)
         world.publish(30)
         world.start_process()
         for _ in range(EVENTS):
             await world.something_happens()
-            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.3, 2.0]))
+            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.1, 0.3, 2.0]))
         await world.calm_down()
         for process in world.living:
             await stop_quietly(process)
@@ -39,6 +39,14 @@ def test_guarantees_hold_after_every_step(first: int) -> None:
     for seed in range(first, first + CHUNK):
         world = simulate(seed)
         assert world.runs > 0
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
+def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
+    """I12: members come, go and rebalance; no handler fails or outlasts a drain."""
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed, clean=True)
+        assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"
 
 
 def test_a_seed_repeats_its_run() -> None:
