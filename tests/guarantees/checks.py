@@ -1,0 +1,332 @@
+"""The guarantees as objects: each looks at the story of a run and says whether it was kept.
+
+A scenario names the guarantees that it claims and passes them to `verify`. The numbers (I1 to I12) are
+those of the documentation. Every check has tests in which a tampered story makes it fail.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tests.guarantees.observations import Kind, Place, Seen
+
+__all__ = [
+    "CommitsAt",
+    "CommitsOnlyAdvance",
+    "Guarantee",
+    "KeyOrder",
+    "LagZero",
+    "NeverAhead",
+    "NoDuplicates",
+    "NothingLost",
+    "OneAtATimePerKey",
+    "OnlyUncommittedAgain",
+    "Story",
+    "TakenInOnce",
+    "verify",
+]
+
+SHOWN = 5
+"""Breaches that a message spells out."""
+
+FOREVER = 1 << 62
+
+
+class CommitsAt(NamedTuple):
+    """The group's committed offsets as the broker told them."""
+
+    asked: int
+    """Nanoseconds of the monotonic clock."""
+    answered: int
+    offsets: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that is known of a run once it is over.
+
+    Attributes:
+        produced: The key of each record from the group's first position on.
+        seen: What the members reported.
+        commits: Committed offsets, sampled from the broker during the run and at its end, in that order.
+        ends: The end of each partition's log.
+    """
+
+    produced: Mapping[Place, str]
+    seen: Sequence[Seen]
+    commits: Sequence[CommitsAt]
+    ends: Mapping[int, int]
+
+    def of(self, kind: Kind) -> list[Seen]:
+        """The observations of one kind, in order of time."""
+        return sorted(seen for seen in self.seen if seen.kind is kind)
+
+    def first_finished(self) -> dict[Place, int]:
+        """When each record's first run that counts has finished."""
+        times: dict[Place, int] = {}
+        for seen in self.of(Kind.FINISHED):
+            times.setdefault(seen.place, seen.at)
+        return times
+
+    def after(self, at: int) -> str:
+        """A time as seconds since the first observation."""
+        begin = min((seen.at for seen in self.seen), default=at)
+        return f"+{(at - begin) / 1e9:.3f} s"
+
+
+class Guarantee(Protocol):
+    """Something that a story keeps or breaks."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Sentences, one for each time that it was broken."""
+
+
+def verify(story: Story, *guarantees: Guarantee) -> None:
+    """Fails with everything that the story breaks."""
+    found = []
+    for guarantee in guarantees:
+        breaches = list(guarantee.breaches(story))
+        if breaches:
+            name = type(guarantee).__name__
+            found += [f"{name} was broken {len(breaches)} time(s):", *(f"  - {text}" for text in breaches[:SHOWN])]
+    if found:
+        raise AssertionError("\n".join(found))
+
+
+@dataclass(frozen=True)
+class NothingLost:
+    """I3: every record was processed, and nothing else was."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Records that never finished, and observations of records that were not produced."""
+        for place in sorted(story.produced.keys() - story.first_finished().keys()):
+            runs = sum(1 for seen in story.seen if seen.place == place and seen.kind is Kind.STARTED)
+            yield f"record {_name(place)} (key {story.produced[place]}) never finished; it was started {runs} time(s)"
+        for seen in story.of(Kind.STARTED):
+            expected = story.produced.get(seen.place)
+            if expected is None:
+                yield f"{seen.process} started {_name(seen.place)}, which is no record that it should have had"
+            elif expected != seen.key:
+                yield f"{seen.process} started {_name(seen.place)} with key {seen.key}, produced with key {expected}"
+
+
+@dataclass(frozen=True)
+class KeyOrder:
+    """I4: the records of one key start in offset order; those without a key in any.
+
+    Over all processes: no record starts before every earlier record of its key has finished at least once.
+    So a skip breaks it, in whatever process, and so does a hand-over that leaves something behind:
+
+        1 2 3 | 3 4     kept: 3 had not finished when the partition moved, and ran again
+        1 3 2           broken
+        1 2 | 4 3       broken: the new owner began with 4
+
+    Within one ownership: offsets only ascend. The same one comes again only when its run did not count.
+
+        1 2 2 3         kept if the first run of 2 failed or was cancelled
+        1 2 3 2         broken: a rewind without a change of owner
+    """
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Starts that came too early, or went back."""
+        yield from self._too_early(story)
+        yield from self._going_back(story)
+
+    def _too_early(self, story: Story) -> Iterator[str]:
+        finished = story.first_finished()
+        ready: dict[Place, tuple[int, Place | None]] = {}
+        """When all earlier records of the key had finished, and which was the last of them."""
+        latest: dict[tuple[int, str], tuple[int, Place | None]] = {}
+        for place in sorted(place for place, key in story.produced.items() if key):
+            lane = place[0], story.produced[place]
+            ready[place] = latest.get(lane, (0, None))
+            latest[lane] = max(ready[place], (finished.get(place, FOREVER), place), key=lambda entry: entry[0])
+        for seen in story.of(Kind.STARTED):
+            at, before = ready.get(seen.place, (0, None))
+            if before is not None and seen.at < at:
+                when = "has never finished" if at == FOREVER else f"finished at {story.after(at)}"
+                yield (
+                    f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {story.after(seen.at)} although "
+                    f"{_name(before)} of the same key {when}"
+                )
+
+    def _going_back(self, story: Story) -> Iterator[str]:
+        reached: dict[tuple[str, int, int, str], int] = {}
+        counted: set[tuple[str, int, Place]] = set()
+        for seen in sorted(story.seen):
+            ownership = seen.process, seen.epoch, seen.place
+            if seen.kind is Kind.FINISHED:
+                counted.add(ownership)
+            if seen.kind is not Kind.STARTED or not seen.key:
+                continue
+            lane = seen.process, seen.partition, seen.epoch, seen.key
+            before = reached.get(lane, -1)
+            reached[lane] = max(before, seen.offset)
+            if seen.offset < before:
+                yield f"{seen.process} started {_name(seen.place)} (key {seen.key}) after offset {before} of the key"
+            elif ownership in counted:
+                yield f"{seen.process} started {_name(seen.place)} again in the ownership in which it had finished"
+
+
+@dataclass(frozen=True)
+class OneAtATimePerKey:
+    """I4: in a process never two runs of one key at once, also across ownerships and cancelled runs."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Runs that began while another one of their key went on."""
+        running: dict[tuple[str, str], Seen] = {}
+        for seen in sorted(story.seen):
+            lane = seen.process, seen.key
+            if not seen.key:
+                continue
+            if seen.kind is Kind.STARTED:
+                if (other := running.get(lane)) is not None:
+                    yield (
+                        f"{seen.process} started {_name(seen.place)} (key {seen.key}) at {story.after(seen.at)} while "
+                        f"{_name(other.place)} of the same key ran, since {story.after(other.at)}"
+                    )
+                running[lane] = seen
+            elif seen.kind in (Kind.FINISHED, Kind.ENDED) and running.get(lane, seen).place == seen.place:
+                running.pop(lane, None)
+
+
+@dataclass(frozen=True)
+class NeverAhead:
+    """I1: at the moment of each sample every record below the committed offset had finished."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Committed offsets that had passed a record that was not finished."""
+        finished = story.first_finished()
+        offsets: dict[int, list[int]] = defaultdict(list)
+        slowest: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """For each record of a partition: which of it and those before it finished last, and when."""
+        for partition, offset in sorted(story.produced):
+            latest = slowest[partition][-1:] or [(0, -1)]
+            offsets[partition].append(offset)
+            slowest[partition].append(max(*latest, (finished.get((partition, offset), FOREVER), offset)))
+        told: set[tuple[int, int]] = set()
+        for commits in story.commits:
+            for partition, committed in commits.offsets.items():
+                below = bisect_left(offsets[partition], committed)
+                at, offset = slowest[partition][below - 1] if below else (0, -1)
+                if at > commits.answered and (partition, committed) not in told:
+                    told.add((partition, committed))
+                    when = "never finished" if at == FOREVER else f"finished only at {story.after(at)}"
+                    yield (
+                        f"partition {partition} was committed at {committed} by {story.after(commits.answered)}, and "
+                        f"record {_name((partition, offset))} {when}"
+                    )
+
+
+@dataclass(frozen=True)
+class CommitsOnlyAdvance:
+    """I9: nothing is committed by whoever does not own a partition: committed offsets never go back."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Committed offsets below those of an earlier sample."""
+        for earlier, later in itertools.pairwise(story.commits):
+            for partition, before in earlier.offsets.items():
+                after = later.offsets.get(partition, -1)
+                if after < before:
+                    yield (
+                        f"partition {partition} was committed at {before} and then at {after}, by "
+                        f"{story.after(later.answered)}"
+                    )
+
+
+@dataclass(frozen=True)
+class OnlyUncommittedAgain:
+    """I12: nothing starts that the broker had already told to be committed."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Starts below an offset that was committed before them."""
+        known: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for commits in story.commits:
+            for partition, offset in commits.offsets.items():
+                known[partition].append((commits.answered, offset))
+        for seen in story.of(Kind.STARTED):
+            told = known[seen.partition]
+            before = bisect_left(told, (seen.at, -1)) - 1
+            if before >= 0 and seen.offset < told[before][1]:
+                yield (
+                    f"{seen.process} started {_name(seen.place)} at {story.after(seen.at)}, after the commit of "
+                    f"{told[before][1]} at {story.after(told[before][0])}"
+                )
+
+
+@dataclass(frozen=True)
+class NoDuplicates:
+    """I12: at most *budget* starts beyond each record's first.
+
+    Attributes:
+        budget: How many there may be.
+        apart_from: Records whose runs are not counted.
+    """
+
+    budget: int = 0
+    apart_from: Collection[Place] = ()
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """All starts beyond the first, when there are more than the budget allows."""
+        first: dict[Place, Seen] = {}
+        again: list[str] = []
+        for seen in story.of(Kind.STARTED):
+            before = first.setdefault(seen.place, seen)
+            if before is not seen and seen.place not in self.apart_from:
+                again.append(
+                    f"{_name(seen.place)} (key {seen.key}) was started in {before.process} at {story.after(before.at)} "
+                    f"and again in {seen.process} at {story.after(seen.at)}"
+                )
+        if len(again) > self.budget:
+            yield from again
+
+
+@dataclass(frozen=True)
+class TakenInOnce:
+    """I5: the engine of a process was given nothing twice, of partitions that stayed with it.
+
+    Attributes:
+        process: Whose observations.
+        partitions: Those that stayed.
+    """
+
+    process: str
+    partitions: Collection[int]
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Offsets that came in after one that was not below them, and partitions of which nothing came in."""
+        reached: dict[int, int] = {}
+        for seen in story.seen:
+            if seen.kind is not Kind.TAKEN_IN or seen.process != self.process or seen.partition not in self.partitions:
+                continue
+            before = reached.get(seen.partition, -1)
+            reached[seen.partition] = max(before, seen.offset)
+            if seen.offset <= before:
+                yield f"{seen.process} took in {_name(seen.place)} after offset {before}"
+        for partition in sorted(set(self.partitions) - reached.keys()):
+            yield f"{self.process} took in nothing of partition {partition}: this shows nothing"
+
+
+@dataclass(frozen=True)
+class LagZero:
+    """I10, and the end of every scenario: the last committed offsets are the ends of the logs."""
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Partitions that are not committed to their end."""
+        last: Mapping[int, int] = story.commits[-1].offsets if story.commits else {}
+        for partition, end in sorted(story.ends.items()):
+            committed = last.get(partition)
+            if committed != end and not (committed is None and end == 0):
+                yield f"partition {partition} ends at {end} and is committed at {committed}"
+
+
+def _name(place: Place) -> str:
+    return "/".join(map(str, place))
+
+
+def names(places: Iterable[Place]) -> str:
+    """Places as messages name them."""
+    return ", ".join(map(_name, sorted(places)))

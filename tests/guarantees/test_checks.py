@@ -1,0 +1,289 @@
+"""The checks can fail: each accepts a story that keeps its guarantee, and finds what was tampered with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.guarantees.checks import (
+    CommitsAt,
+    CommitsOnlyAdvance,
+    Guarantee,
+    KeyOrder,
+    LagZero,
+    NeverAhead,
+    NoDuplicates,
+    NothingLost,
+    OneAtATimePerKey,
+    OnlyUncommittedAgain,
+    Story,
+    TakenInOnce,
+    verify,
+)
+from tests.guarantees.observations import Kind, Observations, Recorder, Seen
+
+S, F, E, I = Kind.STARTED, Kind.FINISHED, Kind.ENDED, Kind.TAKEN_IN  # noqa: E741 - as in the files
+
+KEYS = {(0, 0): "a", (0, 1): "b", (0, 2): "a", (0, 4): "b", (1, 0): "c"}
+"""The offset 3 is a hole."""
+
+
+def story(
+    *steps: tuple[int, str, Kind, int, int, int],
+    commits: tuple[tuple[int, dict[int, int]], ...] = (),
+    produced: dict[tuple[int, int], str] = KEYS,
+) -> Story:
+    """Steps are time, process, what happened, partition, offset, epoch."""
+    seen = tuple(Seen(*step, KEYS.get((step[3], step[4]), "?")) for step in steps)
+    return Story(produced, seen, tuple(CommitsAt(at - 1, at, offsets) for at, offsets in commits), {0: 5, 1: 1})
+
+
+GOOD = story(
+    (10, "p", S, 0, 0, 1),
+    (11, "p", S, 0, 1, 1),
+    (12, "p", F, 0, 0, 1),
+    (13, "p", S, 0, 2, 1),
+    (14, "p", F, 0, 1, 1),
+    (20, "q", S, 1, 0, 1),
+    (21, "q", F, 1, 0, 1),
+    # The partition moves while 2 runs; its run was cancelled, and it runs again where the partition is now.
+    (30, "p", E, 0, 2, 1),
+    (40, "q", S, 0, 2, 2),
+    (41, "q", S, 0, 4, 2),
+    (42, "q", F, 0, 4, 2),
+    (43, "q", F, 0, 2, 2),
+    commits=((15, {0: 2}), (35, {0: 2, 1: 1}), (50, {0: 5, 1: 1})),
+)
+
+ALL: tuple[Guarantee, ...] = (
+    NothingLost(),
+    KeyOrder(),
+    OneAtATimePerKey(),
+    NeverAhead(),
+    CommitsOnlyAdvance(),
+    OnlyUncommittedAgain(),
+    NoDuplicates(budget=1),
+    LagZero(),
+)
+
+
+def with_steps(*steps: tuple[int, str, Kind, int, int, int]) -> Story:
+    return replace(GOOD, seen=(*GOOD.seen, *story(*steps).seen))
+
+
+def without(*kept_out: tuple[int, Kind]) -> Story:
+    return replace(GOOD, seen=tuple(seen for seen in GOOD.seen if (seen.at, seen.kind) not in kept_out))
+
+
+def with_commits(*commits: tuple[int, dict[int, int]]) -> Story:
+    return replace(GOOD, commits=story(commits=commits).commits)
+
+
+def broken(guarantee: Guarantee, told: Story) -> str:
+    """What the check says of a story that must not pass."""
+    with pytest.raises(AssertionError) as failure:
+        verify(told, guarantee)
+    return str(failure.value)
+
+
+def test_a_story_that_keeps_everything_passes() -> None:
+    verify(GOOD, *ALL)
+
+
+def test_every_broken_guarantee_is_reported_with_its_name_and_its_number_of_breaches() -> None:
+    message = broken(NothingLost(), replace(GOOD, seen=()))
+
+    assert "NothingLost was broken 5 time(s):" in message
+    with pytest.raises(AssertionError, match=r"(?s)NothingLost.*LagZero"):
+        verify(replace(GOOD, seen=(), commits=()), *ALL)
+
+
+# NothingLost ------------------------------------------------------------------------------
+
+
+def test_a_record_that_never_finished_is_lost() -> None:
+    assert "record 1/0 (key c) never finished; it was started 1 time(s)" in broken(NothingLost(), without((21, F)))
+
+
+def test_a_record_that_nobody_produced_is_found() -> None:
+    assert "p started 1/7, which is no record" in broken(NothingLost(), with_steps((60, "p", S, 1, 7, 1)))
+
+
+def test_a_record_under_a_wrong_key_is_found() -> None:
+    swapped = replace(GOOD, produced=KEYS | {(1, 0): "d"})
+
+    assert "started 1/0 with key c, produced with key d" in broken(NothingLost(), swapped)
+
+
+# KeyOrder ---------------------------------------------------------------------------------
+
+
+def test_a_start_before_an_earlier_record_of_the_key_has_finished_breaks_the_order() -> None:
+    early = with_steps((11, "p", S, 0, 2, 1))
+
+    assert "p started 0/2 (key a) at +0.000 s although 0/0 of the same key finished at" in broken(KeyOrder(), early)
+
+
+def test_the_order_holds_across_processes() -> None:
+    early = with_steps((13, "q", S, 0, 4, 2))
+
+    assert "q started 0/4 (key b)" in broken(KeyOrder(), early)
+
+
+def test_a_start_after_one_that_was_skipped_breaks_the_order() -> None:
+    skipped = without((10, S), (12, F))
+
+    assert "p started 0/2 (key a) at +0.000 s although 0/0 of the same key has never" in broken(KeyOrder(), skipped)
+
+
+def test_a_run_that_was_cancelled_does_not_let_the_next_record_start() -> None:
+    cancelled = without((14, F))
+    cancelled = replace(cancelled, seen=(*cancelled.seen, *story((14, "p", E, 0, 1, 1)).seen))
+
+    assert "q started 0/4" in broken(KeyOrder(), cancelled)
+
+
+def test_going_back_within_an_ownership_breaks_the_order() -> None:
+    assert "p started 0/0 (key a) after offset 2" in broken(KeyOrder(), with_steps((29, "p", S, 0, 0, 1)))
+
+
+def test_going_back_in_a_new_ownership_keeps_the_order() -> None:
+    verify(with_steps((60, "p", S, 0, 2, 2)), KeyOrder())
+
+
+def test_the_same_record_again_in_the_same_ownership_must_not_have_finished() -> None:
+    assert "p started 1/0 again" in broken(
+        KeyOrder(), with_steps((60, "p", S, 1, 0, 3), (61, "p", F, 1, 0, 3), (62, "p", S, 1, 0, 3))
+    )
+    verify(with_steps((60, "p", S, 1, 0, 3), (61, "p", E, 1, 0, 3), (62, "p", S, 1, 0, 3)), KeyOrder())
+
+
+# OneAtATimePerKey -------------------------------------------------------------------------
+
+
+def test_two_runs_of_a_key_at_once_in_a_process_are_found() -> None:
+    overlapping = with_steps((11, "p", S, 0, 2, 1))
+
+    assert "p started 0/2 (key a) at +0.000 s while 0/0 of the same key ran" in broken(OneAtATimePerKey(), overlapping)
+
+
+def test_a_run_that_outlives_its_ownership_still_occupies_its_key() -> None:
+    outliving = replace(without((30, E)), seen=(*without((30, E)).seen, *story((60, "p", S, 0, 2, 2)).seen))
+
+    assert "while 0/2 of the same key ran" in broken(OneAtATimePerKey(), outliving)
+
+
+def test_the_same_key_may_run_in_two_processes() -> None:
+    verify(without((30, E)), OneAtATimePerKey())
+
+
+def test_records_without_a_key_have_no_order() -> None:
+    steps = [(10, S, 1), (11, S, 0), (12, F, 0), (13, F, 1), (14, S, 0)]
+    seen = tuple(Seen(at, "p", kind, 0, offset, 1, "") for at, kind, offset in steps)
+
+    verify(Story({(0, 0): "", (0, 1): ""}, seen, (), {}), KeyOrder(), OneAtATimePerKey())
+
+
+# Commits ----------------------------------------------------------------------------------
+
+
+def test_a_commit_that_passed_a_record_before_it_finished_is_found() -> None:
+    ahead = with_commits((25, {0: 3}), (50, {0: 5, 1: 1}))
+
+    assert "partition 0 was committed at 3 by +0.000 s, and record 0/2 finished only" in broken(NeverAhead(), ahead)
+
+
+def test_a_commit_beyond_a_hole_is_ahead_of_nothing() -> None:
+    verify(with_commits((45, {0: 4}), (46, {0: 5})), NeverAhead())
+
+
+def test_a_commit_that_passed_a_record_that_never_finished_is_found() -> None:
+    assert "and record 0/4 never finished" in broken(NeverAhead(), without((42, F)))
+
+
+def test_a_commit_that_went_back_is_found() -> None:
+    back = with_commits((45, {0: 4}), (46, {0: 2}))
+
+    assert "partition 0 was committed at 4 and then at 2" in broken(CommitsOnlyAdvance(), back)
+
+
+def test_a_commit_that_vanished_went_back() -> None:
+    assert "and then at -1" in broken(CommitsOnlyAdvance(), with_commits((45, {0: 4}), (46, {})))
+
+
+def test_a_start_of_what_was_committed_is_found() -> None:
+    again = with_steps((60, "p", S, 0, 2, 2))
+
+    assert "p started 0/2 at +0.000 s, after the commit of 5" in broken(OnlyUncommittedAgain(), again)
+
+
+def test_a_start_before_the_commit_was_told_is_nothing_again() -> None:
+    verify(with_steps((49, "p", S, 0, 2, 2)), OnlyUncommittedAgain())
+
+
+def test_a_partition_that_is_not_committed_to_its_end_lags() -> None:
+    lagging = with_commits((50, {0: 4}))
+
+    message = broken(LagZero(), lagging)
+
+    assert "partition 0 ends at 5 and is committed at 4" in message
+    assert "partition 1 ends at 1 and is committed at None" in message
+
+
+# Duplicates -------------------------------------------------------------------------------
+
+
+def test_a_start_beyond_the_first_is_a_duplicate_also_when_its_run_was_cancelled() -> None:
+    message = broken(NoDuplicates(), GOOD)
+
+    assert "0/2 (key a) was started in p at +0.000 s and again in q" in message
+    verify(GOOD, NoDuplicates(budget=1))
+    verify(GOOD, NoDuplicates(apart_from=[(0, 2)]))
+
+
+def test_a_budget_is_for_all_records_together() -> None:
+    twice = with_steps((60, "p", S, 1, 0, 2))
+
+    assert "NoDuplicates was broken 2 time(s)" in broken(NoDuplicates(budget=1), twice)
+
+
+def test_an_offset_that_was_taken_in_twice_is_found() -> None:
+    once = story((1, "p", I, 0, 0, 0), (2, "p", I, 0, 1, 0), (3, "q", I, 0, 1, 0))
+    twice = replace(once, seen=(*once.seen, *story((4, "p", I, 0, 1, 0)).seen))
+
+    verify(once, TakenInOnce("p", [0]))
+    assert "p took in 0/1 after offset 1" in broken(TakenInOnce("p", [0]), twice)
+
+
+def test_having_taken_in_nothing_shows_nothing() -> None:
+    assert "p took in nothing of partition 1" in broken(TakenInOnce("p", [1]), GOOD)
+
+
+# Observations -----------------------------------------------------------------------------
+
+
+def test_what_a_member_notes_is_read_as_it_was_and_only_once(tmp_path: Path) -> None:
+    recorder, observations = Recorder(tmp_path, "a.1"), Observations(tmp_path)
+    recorder.note(S, (3, 41), 2, b"with space")
+    recorder.note(F, (3, 41), 2, None)
+
+    observations.refresh()
+    observations.refresh()
+
+    assert [(seen.process, seen.kind, seen.place, seen.epoch, seen.key) for seen in observations.seen] == [
+        ("a.1", S, (3, 41), 2, "with space"),
+        ("a.1", F, (3, 41), 2, ""),
+    ]
+    assert observations.finished == {(3, 41)}
+    assert observations.started == {(3, 41): 1}
+
+
+def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
+    file, observations = tmp_path / "a.1.seen", Observations(tmp_path)
+    file.write_bytes(b"5 S 0 1 1 k\n7 F 0 ")
+
+    assert [seen.kind for seen in observations.refresh().seen] == [S]
+
+    file.write_bytes(b"5 S 0 1 1 k\n7 F 0 1 1 k\n")
+
+    assert [seen.kind for seen in observations.refresh().seen] == [S, F]

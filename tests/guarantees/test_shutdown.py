@@ -1,0 +1,87 @@
+"""How a process ends at a signal: drained, committed and clean; or in time, saying what did not end."""
+
+import time
+
+import pytest
+
+from tests.guarantees.behaviour import HANG
+from tests.guarantees.checks import KeyOrder, LagZero, NeverAhead, NoDuplicates, NothingLost, OneAtATimePerKey, verify
+from tests.guarantees.observations import Kind
+from tests.guarantees.scenario import Scenario
+
+CLEAN = (NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), LagZero())
+
+
+@pytest.mark.parametrize("form", ["context", "record", "thread"])
+async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenario, form: str) -> None:
+    await scenario.create(partitions=4)
+    first = scenario.start("a", {"commit_interval": 600}, form=form, concurrency=32, base=0.05, spread=0.4)
+    await scenario.until_settled("a")
+    await scenario.produce([(b"k%d" % (number % 40), None) for number in range(400)])
+    await scenario.until_finished(40)
+
+    code = await first.stop()
+
+    assert code == 0, first.tail
+    scenario.observations.refresh()
+    assert scenario.unfinished > 0, "nothing was left to do: the signal proves nothing"
+    assert set(scenario.observations.started) == scenario.observations.finished
+    assert not scenario.observations.of("a.1", Kind.ENDED)
+    committed = (await scenario.sample_commits()).offsets
+    left = scenario.produced.keys() - scenario.observations.finished
+    for partition in range(4):
+        first_left = min((offset for at, offset in left if at == partition), default=committed[partition])
+        assert committed[partition] == first_left, "what had finished is committed, up to the first that had not begun"
+
+    scenario.start("a", form=form, concurrency=32)
+    await scenario.until_all_committed()
+    verify(await scenario.story(), *CLEAN, NoDuplicates())
+
+
+@pytest.mark.parametrize(
+    ("form", "hangs"),
+    [("context", "until cancelled"), ("context", "until released"), ("thread", "until released")],
+    ids=["awaits for ever", "swallows its cancellation", "is a thread"],
+)
+async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_ends_in_time(
+    scenario: Scenario, form: str, hangs: str
+) -> None:
+    await scenario.create(partitions=2)
+    member = scenario.start("a", {"shutdown_timeout": 3}, form=form, hangs=hangs)
+    await scenario.until_settled("a")
+    places = await scenario.produce([(b"k%d" % number, HANG if number == 20 else None) for number in range(40)])
+    await scenario.until_finished(39)
+    stuck = places[20]
+    asked = time.monotonic()
+
+    code = await member.stop()
+
+    took = time.monotonic() - asked
+    assert code == 4, member.tail
+    assert f"1 record(s) still ran after shutdown_timeout=3 s and stay uncommitted: {scenario.topic}/{stuck[0]}/" in (
+        member.log
+    )
+    assert f"{scenario.topic}/{stuck[0]}/{stuck[1]}" in member.log
+    assert 2.0 < took < 6.0, f"the process took {took:.1f} s to end"
+    committed = (await scenario.sample_commits()).offsets
+    assert committed[stuck[0]] == stuck[1], "everything before the record is committed, and nothing beyond"
+
+    scenario.start("b")
+    await scenario.until_all_committed()
+    verify(await scenario.story(), *CLEAN)
+    assert scenario.observations.started[stuck] == 2
+
+
+async def test_an_idle_member_ends_at_once_and_leaves_its_partitions_to_the_others(scenario: Scenario) -> None:
+    await scenario.create(partitions=4)
+    leaving = scenario.start("a")
+    scenario.start("b")
+    await scenario.until_settled("a", "b")
+    asked = time.monotonic()
+
+    code = await leaving.stop()
+
+    assert code == 0, leaving.tail
+    await scenario.until_settled("b", timeout=20)
+    took = time.monotonic() - asked
+    assert took < 5.0, f"the group took {took:.1f} s, which is the session time-out rather than a good-bye"
