@@ -67,6 +67,9 @@ class AiokafkaTransport:
         self._internals: Internals | None = None
         self._intake: Intake | None = None
         self._closed = False
+        """Whether `close` was called: nothing more is handed out."""
+        self._left = False
+        """Whether nothing more may be asked of the brokers, commits of the last hand-over included."""
         self._membership = NOT_A_MEMBER
         self._listener: GroupListener | None = None
         self._listener_failure: Exception | None = None
@@ -170,17 +173,19 @@ class AiokafkaTransport:
         try:
             # A drain in progress ends on its own deadline; cutting it would lose its commit.
             await self._handed_back.wait()
+            self._left = True
             await internals.leave()
         except Exception as error:  # noqa: BLE001 - the group finds out by itself after the session time-out
             log.info("group %r was not told that we leave: %s", self._group_id, reason(error))
         finally:
+            self._left = True
             self._forget_assignment(self._intake)
             # A deadline may have ended the above, and would end every await that follows too.
             with anyio.CancelScope(shield=True):
                 await internals.tear_down()
 
     def _running(self) -> tuple[Internals, Intake]:
-        if self._internals is None or self._intake is None or self._closed:
+        if self._internals is None or self._intake is None or self._left:
             raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
         return self._internals, self._intake
 
@@ -228,6 +233,8 @@ class AiokafkaTransport:
             _resolve(self._waiter)
 
     def _raise_what_is_lost(self, internals: Internals) -> None:
+        if self._closed:
+            raise ClientLostError("the Kafka client is closed")
         failure = self._listener_failure
         if failure is not None:
             raise ClientLostError(

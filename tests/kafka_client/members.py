@@ -78,6 +78,7 @@ class Member:
             return
         for topic_partition in partitions:
             self.transport.seek(topic_partition, self.start)
+            self.next_offsets[topic_partition] = self.start
         self.transport.resume(partitions)
 
     @property

@@ -153,7 +153,9 @@ async def test_a_record_larger_than_its_allowance_waits_and_is_taken_alone(
     await reader.poll_until(lambda: bool(reader.oversized), small)
 
     assert reader.offsets(at) == [0]
-    assert reader.next_offsets[at] == reader.transport.position(at) == 1, "the position is that of the record that waits"
+    assert reader.next_offsets[at] == reader.transport.position(at) == 1, (
+        "the position is that of the record that waits"
+    )
     assert reader.oversized == [Oversized(at, 50_500)]
 
     started = time.monotonic()
