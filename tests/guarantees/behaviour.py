@@ -15,7 +15,7 @@ VARIABLE = "GUARANTEES_MEMBER"
 """Environment variable with the JSON of a `Behaviour`."""
 
 HANG = b"hang"
-"""The value of a record on which a member hangs, if it does."""
+"""What the value of a record begins with on which a member hangs, if it does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Behaviour:
 
     def hangs_at(self, record: Record) -> bool:
         """Whether the run of *record* hangs."""
-        return self.hangs != "never" and (self.hangs_on == "all" or record.value == HANG)
+        return self.hangs != "never" and (self.hangs_on == "all" or (record.value or b"").startswith(HANG))
 
     def released(self) -> bool:
         """Whether hanging runs may end."""

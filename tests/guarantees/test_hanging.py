@@ -1,0 +1,130 @@
+"""A handler that hangs beyond its cancellation: its key waits, everything else goes on, rebalances too."""
+
+import pytest
+
+from tests.guarantees.behaviour import HANG
+from tests.guarantees.checks import (
+    KeyOrder,
+    LagZero,
+    NeverAhead,
+    NoDuplicates,
+    NothingLost,
+    OneAtATimePerKey,
+    OnlyUncommittedAgain,
+    verify,
+)
+from tests.guarantees.observations import Kind, Place
+from tests.guarantees.scenario import SHORT, Scenario
+
+PARTITIONS = 4
+BOUND = 400
+MARGIN = 3.0
+"""Seconds beyond the drain for the heartbeat that tells of the rebalance, the commit and the new assignment."""
+
+FORMS = pytest.mark.parametrize("form", ["context", "thread"], ids=["swallows its cancellation", "is a thread"])
+
+
+async def hang(scenario: Scenario, form: str) -> list[Place]:
+    """Starts member a, in which one record of each partition hangs; returns those records."""
+    await scenario.create(PARTITIONS)
+    settings = {"max_buffered_records": BOUND, "stuck_after": 2, "shutdown_timeout": 4}
+    scenario.start("a", settings, form=form, hangs="until released", concurrency=24)
+    await scenario.until_settled("a")
+    hanging = []
+    for partition in range(PARTITIONS):
+        others = [(b"p%d-k%d" % (partition, number), None) for number in range(20)]
+        stuck = b"p%d-stuck" % partition
+        # What waits behind the hanging record is far more than may be held in memory.
+        queue = [*others, (stuck, HANG), *others, *[(stuck, None)] * (2 * BOUND)]
+        hanging.append((await scenario.produce(queue, partition))[len(others)])
+    await scenario.until(lambda: set(hanging) <= scenario.observations.started.keys(), "one hangs in each partition")
+    return hanging
+
+
+def not_committed(scenario: Scenario, hanging: list[Place]) -> list[Place]:
+    """The records from those that hang on: nothing was committed beyond them when their partitions moved."""
+    first = dict(hanging)
+    return [place for place in scenario.produced if place[0] in first and place[1] >= first[place[0]]]
+
+
+@FORMS
+@pytest.mark.timeout(180)
+async def test_other_keys_go_on_and_a_rebalance_does_not_wait_for_the_run_that_hangs(
+    scenario: Scenario, form: str
+) -> None:
+    hanging = await hang(scenario, form)
+    first = scenario.members["a"]
+
+    await scenario.until_finished(PARTITIONS * 40)
+    await scenario.until(lambda: all(found["paused"] for found in first.partitions.values()), "a takes in nothing more")
+    assert scenario.observations.finished.isdisjoint(hanging)
+
+    second = scenario.start("b")
+    await scenario.until(lambda: second.sample.get("samples", 0) > 0, "b is about to join")
+    joining = second.sample["at"]
+    await scenario.until_settled("a", "b")
+    took = (max(first.sample["at"], second.sample["at"]) - joining) / 1e9
+    assert SHORT["drain_timeout"] <= took + 0.5, "nothing was drained: it proves nothing"
+    assert took < SHORT["drain_timeout"] + MARGIN, f"the rebalance took {took:.1f} s"
+
+    moved = [place for place in hanging if place[0] in second.partitions]
+    stayed = [place for place in hanging if place[0] in first.partitions]
+    assert len(moved) == len(stayed) == PARTITIONS // 2
+    outliving = first.statistics["handlers"][0]["outliving"]
+    assert sorted(outliving) == sorted(f"{scenario.topic}/{partition}/{offset}" for partition, offset in hanging)
+
+    gone = [place for place in scenario.produced if place[0] in second.partitions]
+    await scenario.until(lambda: scenario.observations.finished.issuperset(gone), "b has done all of its partitions")
+    runs = scenario.observations.of("a.1", Kind.STARTED)
+    assert not [seen for seen in runs if seen.key.endswith("-stuck") and seen.place not in hanging]
+    assert first.sample["peaks"]["buffered_records"] <= BOUND
+    assert first.statistics["state"] == "running"
+
+    assert await first.stop() == 4, first.tail
+    await scenario.until_all_committed()
+    verify(
+        await scenario.story(),
+        NothingLost(),
+        KeyOrder(),
+        OneAtATimePerKey(),
+        NeverAhead(),
+        OnlyUncommittedAgain(),
+        NoDuplicates(apart_from=not_committed(scenario, hanging)),
+        LagZero(),
+    )
+
+
+@FORMS
+@pytest.mark.timeout(180)
+async def test_a_run_that_ends_after_its_cancellation_completes_nothing_and_frees_its_key(
+    scenario: Scenario, form: str
+) -> None:
+    hanging = await hang(scenario, form)
+    first = scenario.members["a"]
+    second = scenario.start("b", hangs="until cancelled")
+    await scenario.until_settled("a", "b")
+    stayed = [place for place in hanging if place[0] in first.partitions]
+    moved = [place for place in hanging if place[0] in second.partitions]
+    await scenario.until(lambda: all(scenario.observations.started[place] == 2 for place in moved), "b has them again")
+
+    scenario.release()
+
+    own = [place for place in scenario.produced if place[0] in first.partitions]
+    await scenario.until(lambda: scenario.observations.finished.issuperset(own), "a has done all of its partitions")
+    assert all(scenario.observations.started[place] == 2 for place in stayed), "what was cancelled runs once more"
+    assert not first.statistics["handlers"][0]["outliving"]
+    committed = (await scenario.sample_commits()).offsets
+    assert all(committed[partition] == offset for partition, offset in moved), "a run in a completes nothing of b's"
+
+    assert await second.stop() == 4, second.tail
+    await scenario.until_all_committed()
+    verify(
+        await scenario.story(),
+        NothingLost(),
+        KeyOrder(),
+        OneAtATimePerKey(),
+        NeverAhead(),
+        OnlyUncommittedAgain(),
+        NoDuplicates(apart_from=[*stayed, *not_committed(scenario, moved)]),
+        LagZero(),
+    )
