@@ -185,7 +185,8 @@ class World:
         """Whether the work was done; a run that was cancelled and returns nevertheless has done nothing."""
         chance = self.rng.random()
         if self.clean:
-            await asyncio.sleep(self.rng.choice([0, 0.001, 0.02, 0.3]))
+            # Even all that may be buffered, of one key, then fits a drain.
+            await asyncio.sleep(self.rng.choice([0, 0.001, 0.02, 0.04]))
             return True
         if self.calm or chance < 0.5:
             if chance < 0.2:
