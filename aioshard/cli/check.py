@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from aioshard.app import App
-from aioshard.cli.loading import load_app
+from aioshard.cli.loading import load_app, surprises
 from aioshard.errors import AioshardError, HandlerError
 from aioshard.handlers import Registration
-from aioshard.settings import Settings, misspelled_variables, timeout_warnings
+from aioshard.settings import Settings
 
 __all__ = ["command"]
 
@@ -62,7 +62,6 @@ def _warnings(app: App) -> Iterator[str]:
             "auto_offset_reset is not set: a group without committed offsets will not start; choose 'earliest' "
             "(every record) or 'latest' (only new ones)"
         )
-    yield from timeout_warnings(settings, ((handler.name, getattr(handler, "timeout", None)) for handler in handlers))
     workers = sum(handler.concurrency for handler in handlers)
     if workers > settings.max_buffered_records:
         yield (
@@ -76,7 +75,7 @@ def _warnings(app: App) -> Iterator[str]:
         yield "security_protocol='SASL_PLAINTEXT' sends names, passwords and records unencrypted"
     if settings.security_protocol in {"SSL", "SASL_SSL"} and not settings.ssl_check_hostname:
         yield "ssl_check_hostname=False lets any broker with a trusted certificate pass for ours"
-    yield from misspelled_variables()
+    yield from surprises(app)
 
 
 # Output -------------------------------------------------------------------------------

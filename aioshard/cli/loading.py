@@ -14,8 +14,9 @@ import click
 from aioshard.app import App
 from aioshard.errors import AioshardError
 from aioshard.handlers import Handlers
+from aioshard.settings import misspelled_variables, timeout_warnings
 
-__all__ = ["AppImportError", "AppTargetError", "load_app"]
+__all__ = ["AppImportError", "AppTargetError", "load_app", "surprises"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -68,6 +69,12 @@ def load_app(target: str, directory: str = ".") -> App:
     if not isinstance(found, App):
         raise AppTargetError(f"{target!r} is {_kind(found)}, not an aioshard.App: {_which(module)}")
     return found
+
+
+def surprises(app: App) -> list[str]:
+    """Sentences about what works, but not as the numbers or the environment suggest."""
+    timeouts = [(handler.name, getattr(handler, "timeout", None)) for handler in app.handlers]
+    return [*timeout_warnings(app.settings, timeouts), *misspelled_variables()]
 
 
 def _import(name: str, directory: str) -> ModuleType:

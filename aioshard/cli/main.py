@@ -36,9 +36,9 @@ INTERRUPTED = 130
 COMMANDS = {
     "run": ("aioshard.cli.run", "Run an app until a signal ends it."),
     "check": ("aioshard.cli.check", "Check an app without a broker."),
-    "broker": ("aioshard.cli.broker", "Run the embedded broker."),
-    "publish": ("aioshard.cli.publish", "Publish records."),
-    "demo": ("aioshard.cli.demo", "Run the demonstration."),
+    "broker": ("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
+    "publish": ("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
+    "demo": ("aioshard.cli.demo", "Process a year of flights and check every figure."),
 }
 """Module and summary of each command; the module's `command` is imported when it is used."""
 

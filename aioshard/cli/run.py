@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 import click
 
 from aioshard.app import App
-from aioshard.cli.loading import load_app
+from aioshard.cli.loading import load_app, surprises
 from aioshard.cli.main import INTERRUPTED, exit_code
 from aioshard.errors import AioshardError, NotDrainedError
 from aioshard.observe import Statistics
@@ -68,6 +68,8 @@ def command(
     app = load_app(target, app_dir)
     if bootstrap_servers is not None:
         app.configure(bootstrap_servers=bootstrap_servers)
+    for sentence in surprises(app):
+        logger.warning("%s", sentence)
     with _Signals() as signals, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         run = _Run(app, signals, as_json=as_json)
         try:
@@ -189,7 +191,7 @@ async def _health(app: App, host: str, port: int | None) -> AsyncIterator[None]:
     # The process's own registry: what handlers count themselves is on the same page.
     AppCollector(app, registry=prometheus_client.REGISTRY)
     async with serve_health(app, host=host, port=port, registry=prometheus_client.REGISTRY) as (address, bound):
-        logger.info("health server listens on http://%s:%d", address, bound)
+        logger.info("health server listens on http://%s:%d", f"[{address}]" if ":" in address else address, bound)
         yield
 
 

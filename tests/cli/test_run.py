@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ PROJECT = Path(__file__).parents[2]
 DEADLINE = 40.0
 NOWHERE = "127.0.0.1:1"
 """An address where nobody listens."""
+NO_VARIABLES: Mapping[str, str] = {}
 
 HANDLERS = {
     # A line on standard input lets one record finish.
@@ -72,6 +73,9 @@ def handle(record: Record) -> None:
     threading.Event().wait()
 """,
 }
+
+HANDLERS["held without uvloop"] = "sys.modules['uvloop'] = None\n" + HANDLERS["held"]
+HANDLERS["blocking without uvloop"] = "sys.modules['uvloop'] = None\n" + HANDLERS["blocking"]
 
 
 class Running:
@@ -158,7 +162,13 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
     """Starts `aioshard run` on a handler of `HANDLERS`; the process is gone when the test ends."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def started(handler: str, bootstrap: str, *arguments: str, **settings: object) -> Running:
+        async def started(
+            handler: str,
+            bootstrap: str,
+            *arguments: str,
+            variables: Mapping[str, str] = NO_VARIABLES,
+            **settings: object,
+        ) -> Running:
             source = f"""
 import asyncio, sys, threading, time
 from aioshard import App, Record, Retry
@@ -176,7 +186,7 @@ app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earlies
                 "service:app",
                 *arguments,
                 cwd=tmp_path,
-                env={**_environment(), "PYTHONPATH": str(PROJECT)},
+                env={**_environment(), "PYTHONPATH": str(PROJECT), **variables},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -204,12 +214,13 @@ async def settled(client: httpx.AsyncClient, path: str, condition: Callable[[htt
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("handler", ["held", "held without uvloop"])
 async def test_the_first_signal_drains_commits_and_ends_with_0(
-    kafka: SharedKafka, start: Start, group: str, topic: str, number: signal.Signals
+    kafka: SharedKafka, start: Start, group: str, topic: str, *, number: signal.Signals, handler: str
 ) -> None:
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(b"k", b"0")], partition=0)
-    app = await start("held", kafka.bootstrap, shutdown_timeout=30)
+    app = await start(handler, kafka.bootstrap, shutdown_timeout=30)
     await app.says("began 0")
     app.send(number)
     await app.warns(f"{number.name}: draining and committing")
@@ -220,7 +231,7 @@ async def test_the_first_signal_drains_commits_and_ends_with_0(
     assert "ended cleanly" in app.errors
 
 
-@pytest.mark.parametrize("handler", ["endless", "ignoring", "thread", "blocking"])
+@pytest.mark.parametrize("handler", ["endless", "ignoring", "thread", "blocking", "blocking without uvloop"])
 async def test_the_second_signal_leaves_at_once_with_130(
     kafka: SharedKafka, start: Start, group: str, topic: str, handler: str
 ) -> None:
@@ -402,6 +413,11 @@ async def test_a_health_port_in_use_ends_with_1_before_anything_is_consumed(star
 
 
 # Logs
+
+
+async def test_what_may_surprise_is_logged_at_the_start(start: Start) -> None:
+    app = await start("quick", NOWHERE, variables={"AIOSHARD_COMIT_INTERVAL": "3"})
+    await app.warns("AIOSHARD_COMIT_INTERVAL is not used; did you mean AIOSHARD_COMMIT_INTERVAL?")
 
 
 async def test_json_logs_are_one_object_per_line(start: Start) -> None:
