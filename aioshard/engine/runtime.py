@@ -17,7 +17,7 @@ from aioshard.engine.epoch import Epoch
 from aioshard.engine.fetcher import Feed, Pump
 from aioshard.engine.rebalance import Limits, Rebalance
 from aioshard.engine.shards import Shards
-from aioshard.engine.tasks import TaskSet
+from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.worker import Counters, Invoke, Worker
 from aioshard.errors import HaltedError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
@@ -254,17 +254,30 @@ class Engine:
         Raises:
             NotDrainedError: Records still ran; they were cancelled and stay uncommitted.
         """
+        deadline = self.clock() + self.options.shutdown_timeout
+        try:
+            late = await self._drain(deadline)
+        finally:
+            await finish(self._tear_down(deadline), "tear down")
+        if late:
+            raise NotDrainedError(late, self.options.shutdown_timeout)
+
+    async def _drain(self, deadline: float) -> list[str]:
+        """End what runs and commit it; returns the records that did not end in time."""
         self._stopping = True
         if self.state != "failed":
             self.state = "draining"
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
-        deadline = self.clock() + timeout
         self.rebalance.stop_opening()
         epochs = self.rebalance.epochs
         await self.rebalance.drain(epochs, timeout - reserve)
         late = [repr(worker.delivery) for worker in self.workers if worker.delivery is not None]
         await self.committer.flush(epochs, max(min(deadline - self.clock(), reserve), 0.1))
+        return late
+
+    async def _tear_down(self, deadline: float) -> None:
+        """End the client and all tasks; what still runs is cancelled and stays uncommitted."""
         for worker in self.workers:
             worker.interrupt()
         with anyio.move_on_after(max(deadline - self.clock(), 1.0)):
@@ -276,8 +289,6 @@ class Engine:
         await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
         if self.state != "failed":
             self.state = "stopped"
-        if late:
-            raise NotDrainedError(late, timeout)
 
     # Consuming to the end -----------------------------------------------------------------------
 

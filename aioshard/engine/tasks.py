@@ -4,7 +4,24 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["TaskSet"]
+__all__ = ["TaskSet", "finish"]
+
+
+async def finish(coroutine: Coroutine[Any, Any, object], name: str) -> None:
+    """Run *coroutine* to its end although the caller is cancelled meanwhile; the cancellation is raised after it.
+
+    For what gives things back and is bounded by itself: closing connections, ending tasks.
+    """
+    task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 class TaskSet:

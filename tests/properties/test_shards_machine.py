@@ -197,9 +197,7 @@ class ShardsMachine(RuleBasedStateMachine):
                 heads[delivery.epoch, shard] = delivery
         blocked = {d if d.key is None else d.key for d in self.shards._blocked}
         return [
-            d
-            for (_, shard), d in heads.items()
-            if shard not in blocked and (not d.epoch.gate or d.epoch.may_start(d))
+            d for (_, shard), d in heads.items() if shard not in blocked and (not d.epoch.gate or d.epoch.may_start(d))
         ]
 
     @invariant()

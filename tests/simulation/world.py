@@ -142,9 +142,7 @@ class Process:
 class World:
     """The broker, the processes, and the record of what was published and processed."""
 
-    def __init__(
-        self, seed: int, *, shard_by: Any = "key", fixed_shards: bool = False, clean: bool = False
-    ) -> None:
+    def __init__(self, seed: int, *, shard_by: Any = "key", fixed_shards: bool = False, clean: bool = False) -> None:
         self.clean = clean
         """Whether nothing fails and every handler is quick: then nothing may run twice (I12)."""
         self.rng = random.Random(seed)
@@ -369,9 +367,11 @@ class World:
         )
 
     def describe(self) -> str:
-        lines = [f"{tp}: missing {sorted(set(offsets) - self.done[tp])[:5]}, committed "
-                 f"{self.broker.committed(GROUP, *tp)}, end {self.broker.log(*tp).end}"
-                 for tp, offsets in self.offsets.items()]
+        lines = [
+            f"{tp}: missing {sorted(set(offsets) - self.done[tp])[:5]}, committed "
+            f"{self.broker.committed(GROUP, *tp)}, end {self.broker.log(*tp).end}"
+            for tp, offsets in self.offsets.items()
+        ]
         for process in self.living:
             lines.append(process.app.explain())
             if process.engine is not None and process.engine.failed.done():
