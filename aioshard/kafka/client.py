@@ -112,28 +112,27 @@ class AiokafkaTransport:
         # The client would try one server after the other, and take its full time-out for each.
         server = await find_broker(self._settings, self._options)
         try:
-            consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
-        except (ValueError, TypeError) as error:
-            raise SettingsError(f"the Kafka client refused its options: {reason(error)}") from error
-        internals = self._internals = Internals(consumer, self._group_id)
-        self._intake = Intake(
-            internals, self._group_id, read_committed=self._settings.isolation_level == "read_committed"
-        )
-        try:
-            await self._connect(internals)
-        except BaseException:
+            internals = await self._connect(server)
+        except BaseException as error:
             await self.close()
+            if isinstance(error, ValueError | TypeError):
+                raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
             raise
         rebalances = Rebalances(self._hand_back, self._take_over)
         if pattern is None:
-            consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
+            internals.consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
         else:
-            consumer.subscribe(pattern=_one_pattern(self._topics.names, pattern), listener=rebalances)
+            internals.consumer.subscribe(pattern=_one_pattern(self._topics.names, pattern), listener=rebalances)
         self._topics.watch(internals.client.cluster)
         for task in internals.background_tasks().values():
             task.add_done_callback(self._interrupt)
 
-    async def _connect(self, internals: Internals) -> None:
+    async def _connect(self, server: str) -> Internals:
+        consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
+        internals = self._internals = Internals(consumer, self._group_id)
+        self._intake = Intake(
+            internals, self._group_id, read_committed=self._settings.isolation_level == "read_committed"
+        )
         client = internals.client
         answered = False
         try:
@@ -157,6 +156,7 @@ class AiokafkaTransport:
             if isinstance(refused, AuthorizationError):
                 raise refused from error
             # Anything else passes, or shows when the group is joined.
+        return internals
 
     async def close(self) -> None:
         """See `Transport.close`. Waits for a hand-over that the engine is in, and for the answer to our leaving.

@@ -1,6 +1,7 @@
 """Which broker answers, and why none does, as a sentence: aiokafka itself only logs the causes."""
 
 import asyncio
+import os
 import ssl
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -139,12 +140,6 @@ def _authentication(error: Exception, address: str, settings: "Settings") -> Aut
                 f"the certificate of {address} was not accepted ({cause.verify_message or cause.reason}) when checked "
                 f"against {trusted}: give the CA that signed it as ssl_cafile, and connect under a name that it has"
             )
-        if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "").upper():
-            own = f"ssl_certfile={settings.ssl_certfile}" if settings.ssl_certfile else "no certificate (ssl_certfile)"
-            return AuthenticationError(
-                f"{address} ended the TLS handshake ({_tls_reason(cause)}) and was sent {own}: "
-                "the broker may ask for a certificate that it trusts"
-            )
         if isinstance(cause, kafka.UnsupportedSaslMechanismError | kafka.IllegalSaslStateError):
             return AuthenticationError(
                 f"{address} does not take sasl_mechanism={settings.sasl_mechanism}: use one that its listener enables"
@@ -159,14 +154,19 @@ def _authentication(error: Exception, address: str, settings: "Settings") -> Aut
 
 def _connection(error: Exception, settings: "Settings") -> str:
     if isinstance(error, ssl.SSLError):
-        return f"{_tls_reason(error)}; a listener without TLS? security_protocol is {settings.security_protocol}"
+        return f"TLS failed ({_tls_reason(error)}); security_protocol is {settings.security_protocol}"
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return f"no answer within {CONNECT_TIMEOUT:g} s"
-    if isinstance(error, kafka.KafkaConnectionError):
-        return (
+    if isinstance(error, kafka.KafkaConnectionError | ConnectionResetError | EOFError):
+        told = (
             "the connection was closed before an answer came; "
             f"security_protocol is {settings.security_protocol}, the listener may expect another one"
         )
+        # A broker that misses our certificate says so in a TLS alert, which asyncio swallows.
+        wanted = settings.security_protocol.endswith("SSL") and settings.ssl_certfile is None
+        return f"{told}, or a certificate of ours (ssl_certfile)" if wanted else told
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)  # asyncio replaces the text by one without the reason
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return reason(error)
