@@ -10,9 +10,7 @@
 | 130 | interrupted, or left at a second signal |
 """
 
-import errno
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -91,7 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = cli.main(arguments, prog_name="aioshard", standalone_mode=False)
-        sys.stdout.flush()
     except click.Abort:
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
@@ -101,10 +98,4 @@ def _run(arguments: Sequence[str] | None) -> int:
     except AioshardError as error:
         click.echo(f"Error: {error}", err=True)
         return exit_code(error)
-    except OSError as error:
-        if error.errno != errno.EPIPE:
-            raise
-        # Whoever read our output has left; what the interpreter still flushes goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return result if isinstance(result, int) else 0

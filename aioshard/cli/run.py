@@ -145,12 +145,7 @@ class _Run:
                 serving.cancel()
 
         self._signals.on_first(stop)
-        try:
-            await asyncio.wait([serving])
-        except asyncio.CancelledError:
-            serving.cancel()
-            await asyncio.wait([serving])
-            raise
+        await asyncio.wait([serving])
         if serving.cancelled():
             return
         error = serving.exception()

@@ -12,6 +12,8 @@ import pytest
 
 from aioshard.cli.main import COMMANDS, main
 
+PROJECT = Path(__file__).parents[2]
+
 APP = """
 from aioshard import App, Handlers, Record
 
@@ -265,11 +267,20 @@ def test_python_m_is_the_same_command() -> None:
     assert done.stdout.startswith("aioshard, version ")
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
-    command = f"{sys.executable} -m aioshard --help | true"
-    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "shop:app"], ["check", "shop:app", "--json"]])
+def test_a_reader_that_leaves_is_no_traceback(write: Write, tmp_path: Path, arguments: list[str]) -> None:
+    write("shop", APP)
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "aioshard", *arguments]
+    try:
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment, text=True, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_an_interruption_ends_with_130(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
