@@ -10,9 +10,10 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from aioshard.engine.epoch import Epoch
 from aioshard.engine.rebalance import Limits
 from aioshard.engine.runtime import Engine, Options
-from aioshard.engine.snapshot import explain, statistics
+from aioshard.engine.snapshot import explain, explain_partition, statistics
 from aioshard.errors import HandlerError, NotDrainedError, StateError
 from aioshard.handlers import Handlers
 from aioshard.observe import Statistics
@@ -251,7 +252,7 @@ class App(Handlers):
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
             specs = [registration.spec(lambda: self._state) for registration in self]
-            self._engine = Engine(specs, self._options(), make_transport)
+            self._engine = Engine(specs, self._options(), make_transport, self._describe)
             await self._engine.start()
         except BaseException:
             await self._end(quietly=True)
@@ -273,6 +274,9 @@ class App(Handlers):
             if stack is not None:
                 await stack.aclose()
             self._state = None
+
+    def _describe(self, engine: Engine, epoch: Epoch) -> str:
+        return explain_partition(engine, epoch, engine.clock(), show_keys=self._settings.show_keys)
 
     def _running(self) -> tuple[Engine, asyncio.Event]:
         if self._engine is None or self._stop is None:

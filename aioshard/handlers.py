@@ -1,11 +1,11 @@
 """The decorator: handlers and their options, checked when they are applied."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-import threading
 import typing
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -105,30 +105,28 @@ class Registration:
 
 async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> None:
     """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4)."""
-    finished = threading.Event()
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    ended: asyncio.Future[None] = loop.create_future()
+    # Who comes first, the thread or a cancellation, decides whether the function runs: `setdefault` is atomic.
+    first: dict[str, str] = {}
 
-    def wake() -> None:
+    def end() -> None:
         if not ended.done():
             ended.set_result(None)
 
-    def work() -> object:
-        try:
-            return call()
-        finally:
-            finished.set()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(wake)
+    def work() -> None:
+        if first.setdefault("came", "thread") == "thread":
+            try:
+                call()
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                    loop.call_soon_threadsafe(end)
 
-    started = False
     try:
-        async with limiter:
-            started = True
-            await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
     except asyncio.CancelledError:
-        # The thread cannot be stopped. Its shard key stays occupied until it ends, so this run does too.
-        while started and not finished.is_set():
+        if first.setdefault("came", "cancellation") == "thread":
+            # The thread cannot be stopped. Its shard key stays occupied until it ends, so this run does too.
             await asyncio.wait([ended])
         raise
 

@@ -18,6 +18,7 @@ from aioshard.engine.fetcher import Feed, Pump
 from aioshard.engine.rebalance import Limits, Rebalance
 from aioshard.engine.shards import Shards
 from aioshard.engine.tasks import TaskSet, finish
+from aioshard.engine.watch import StuckWatch
 from aioshard.engine.worker import Counters, Invoke, Worker
 from aioshard.errors import HaltedError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
@@ -80,8 +81,21 @@ class Engine:
     supervisor rebuilds the client whenever it is lost. Owned by the event loop that started it.
     """
 
-    def __init__(self, specs: Sequence[HandlerSpec], options: Options, make_transport: TransportFactory) -> None:
-        """Make an engine; nothing runs yet."""
+    def __init__(
+        self,
+        specs: Sequence[HandlerSpec],
+        options: Options,
+        make_transport: TransportFactory,
+        describe: Callable[["Engine", Epoch], str],
+    ) -> None:
+        """Make an engine; nothing runs yet.
+
+        Args:
+            specs: The handlers.
+            options: Times and sizes.
+            make_transport: Makes a client, again after each loss.
+            describe: What is known of a partition that does not advance, for the log.
+        """
         loop = asyncio.get_running_loop()
         self.options = options
         self.clock = loop.time
@@ -102,6 +116,9 @@ class Engine:
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
         self.rebalance = Rebalance(
             options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
+        )
+        self._watch = StuckWatch(
+            lambda: self.rebalance.epochs, lambda epoch: describe(self, epoch), options.stuck_after, self.clock
         )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.rebalance.restart)
 
@@ -166,6 +183,7 @@ class Engine:
         for handler in self.handlers:
             for worker in handler.workers:
                 self._tasks.start(worker.run(), worker.name)
+        self._tasks.start(self._watch.run(), "stuck watch")
         self._supervisor = self._tasks.start(self._supervise(), "client")
         if self.options.start_timeout is None:
             return

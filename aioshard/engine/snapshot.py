@@ -10,7 +10,7 @@ from aioshard.engine.runtime import Engine, Running
 from aioshard.engine.worker import Worker
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
 
-__all__ = ["explain", "location_of", "statistics"]
+__all__ = ["explain", "explain_partition", "location_of", "statistics"]
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
     if not engine.rebalance.epochs:
         lines.append("No partition is assigned to this process.")
     lines += [
-        _steady(lambda epoch=epoch: _explain_partition(engine, epoch, now, show_keys))  # type: ignore[misc]
+        _steady(lambda epoch=epoch: explain_partition(engine, epoch, now, show_keys=show_keys))  # type: ignore[misc]
         for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
     ]
     for worker in engine.workers:
@@ -153,7 +153,8 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explain_partition(engine: Engine, epoch: Epoch, now: float, show_keys: bool) -> str:
+def explain_partition(engine: Engine, epoch: Epoch, now: float, *, show_keys: bool) -> str:
+    """Why one partition does not advance, in a sentence or two."""
     tracker = epoch.tracker
     oldest = tracker.oldest
     paused = _why_paused(engine, epoch)

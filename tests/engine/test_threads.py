@@ -1,0 +1,99 @@
+"""Plain functions run in threads, and a cancelled run ends when its thread does."""
+
+import asyncio
+import threading
+
+import pytest
+
+from aioshard import App, Context, Record
+from aioshard.testing import InMemoryBroker, InMemoryTransport
+
+
+async def wait_until(condition: object, timeout: float = 10.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+def make_app(**settings: object) -> App:
+    values = {"auto_offset_reset": "earliest", "commit_interval": 0.05, "drain_timeout": 0.2, "shutdown_timeout": 2.0}
+    return App("threads", **{**values, **settings})
+
+
+async def test_a_plain_function_runs_beside_the_event_loop_up_to_its_concurrency() -> None:
+    app, broker = make_app(), InMemoryBroker(partitions=1)
+    meeting = threading.Barrier(3, timeout=10.0)
+    seen: list[tuple[int, int]] = []
+
+    @app.consume("orders", concurrency=3)
+    def handle(record: Record, context: Context) -> None:
+        meeting.wait()
+        seen.append((record.offset, context.attempt))
+
+    for number in range(6):
+        broker.publish("orders", b"", key=b"k%d" % number)
+    async with app.started(lambda: InMemoryTransport(broker, "threads")):
+        await wait_until(lambda: broker.committed("threads", "orders", 0) == 6)
+
+    assert sorted(seen) == [(number, 1) for number in range(6)]
+
+
+async def test_a_thread_that_outlives_its_epoch_keeps_its_key_occupied() -> None:
+    """A thread cannot be cancelled: the next record of its key must not run beside it (I4)."""
+    app, broker = make_app(), InMemoryBroker(partitions=1)
+    release, began = threading.Event(), threading.Event()
+    running: set[bytes | None] = set()
+    overlaps: list[int] = []
+    runs: list[int] = []
+
+    @app.consume("orders", concurrency=4)
+    def handle(record: Record) -> None:
+        if record.key in running:
+            overlaps.append(record.offset)
+        running.add(record.key)
+        runs.append(record.offset)
+        if record.offset == 0:
+            began.set()
+            release.wait(10.0)
+        running.discard(record.key)
+
+    for _ in range(3):
+        broker.publish("orders", b"", key=b"slow")
+    async with app.started(lambda: InMemoryTransport(broker, "threads")):
+        await wait_until(began.is_set)
+        broker.lose()
+        await wait_until(lambda: app.statistics().rebalances == 2)
+        broker.publish("orders", b"", key=b"other")
+        await wait_until(lambda: 3 in runs)
+        assert runs == [0, 3], "the key of the thread waits, another one does not"
+        assert app.statistics().handlers[0].outliving == ("orders/0/0",)
+        release.set()
+        await wait_until(lambda: broker.committed("threads", "orders", 0) == 4)
+
+    assert overlaps == []
+    assert runs == [0, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("swallow", [True, False])
+async def test_a_run_that_ends_after_its_cancellation_completes_nothing(swallow: bool) -> None:
+    app, broker = make_app(), InMemoryBroker(partitions=1)
+    runs: list[int] = []
+    hang = asyncio.Event()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        runs.append(record.offset)
+        if len(runs) == 1:
+            try:
+                await hang.wait()
+            except asyncio.CancelledError:
+                if not swallow:
+                    raise
+
+    broker.publish("orders", b"", key=b"k")
+    async with app.started(lambda: InMemoryTransport(broker, "threads")):
+        await wait_until(lambda: runs)
+        broker.rebalance()
+        await wait_until(lambda: broker.committed("threads", "orders", 0) == 1)
+
+    assert runs == [0, 0]
