@@ -115,10 +115,14 @@ class AppCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as of now."""
-        families = _families()
+        # Handlers of the same name are summed: a series that came twice would spoil the whole scrape.
+        sums: dict[tuple[str, tuple[str, ...]], float] = {}
         for app in self._apps:
             for name, labels, value in _samples(app.statistics()):
-                families[name].add_metric(labels, value)
+                sums[name, labels] = sums.get((name, labels), 0.0) + value
+        families = _families()
+        for (name, labels), value in sums.items():
+            families[name].add_metric(labels, value)
         yield from families.values()
         yield InfoMetricFamily("aioshard_build", "What runs here.", {"version": version()})
 
@@ -139,17 +143,14 @@ def _families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
     }
 
 
-Sample = tuple[str, list[str], float]
-
-
-def _samples(statistics: Statistics) -> Iterator[Sample]:
+def _samples(statistics: Statistics) -> Iterator[tuple[str, tuple[str, ...], float]]:
     for name, labels, value in (
         *_of_app(statistics),
         *_of_partitions(statistics),
         *_of_handlers(statistics),
     ):
         if value is not None:
-            yield f"aioshard_{name}", [statistics.group_id, *labels], float(value)
+            yield f"aioshard_{name}", (statistics.group_id, *labels), float(value)
 
 
 _Values = Iterator[tuple[str, tuple[str, ...], float | None]]

@@ -186,6 +186,13 @@ def test_several_apps_of_one_process_are_told_apart_by_group() -> None:
     assert scrape.value("aioshard_commits_total", group="audit") == 5
 
 
+def test_handlers_of_the_same_name_are_one_series() -> None:
+    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, handlers=(HANDLER, HANDLER))))
+    text = generate_latest(scrape.registry).decode()
+    assert text.count('aioshard_retries_total{group="billing",handler="on_order"}') == 1
+    assert scrape.value("aioshard_retries_total", handler="on_order") == 22
+
+
 def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> None:
     scrape = Scrape(FakeApp())
     families = {
