@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import glob
 import importlib.util
 import json
 import logging
@@ -250,13 +249,12 @@ def _library() -> str:
     if found is None or found.origin is None:
         raise MissingExtraError("the embedded broker", "broker")
     package = Path(found.origin).parent
-    bundled = (
-        f"{glob.escape(str(package.parent))}/confluent_kafka.libs/librdkafka*",  # Linux and Windows
-        f"{glob.escape(str(package))}/.dylibs/librdkafka*",  # macOS
-        # Built on this machine: looking a function up in the extension module finds it in what that is linked to.
-        f"{glob.escape(str(package))}/cimpl*.so",
-    )
-    for pattern in bundled:
-        for path in sorted(glob.glob(pattern)):
-            return path
+    for place, pattern in (
+        (package.with_name("confluent_kafka.libs"), "librdkafka*"),  # Linux and Windows
+        (package / ".dylibs", "librdkafka*"),  # macOS
+        # Built on this machine: a function that is looked up in the extension module is found in what it links to.
+        (package, "cimpl*.so"),
+    ):
+        for path in sorted(place.glob(pattern)):
+            return str(path)
     raise TransportError(f"confluent-kafka in {package} does not contain librdkafka: install its wheel")

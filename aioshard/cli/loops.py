@@ -1,0 +1,15 @@
+"""The event loop that commands run in."""
+
+import asyncio
+from collections.abc import Callable
+
+__all__ = ["loop_factory"]
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """What makes event loops: uvloop where it is installed, else asyncio."""
+    try:
+        import uvloop  # noqa: PLC0415 - not there on Windows
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
