@@ -1,8 +1,10 @@
 """Fixtures that every test may use: a broker for the run, a broker of one's own, unique names."""
 
+import gc
 import re
 import uuid
-from collections.abc import AsyncIterator
+import warnings
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,6 +13,10 @@ import pytest
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError, in_ci
 from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
+
+LEFT_BY_AIOKAFKA = re.compile(
+    r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +33,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"kafka", "own_kafka"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.kafka)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Collects what a test on a real broker left, so that no later test is blamed for it.
+
+    aiokafka neither waits until its TLS connections are closed nor closes one whose start was cancelled. All other
+    leaks count.
+    """
+    result = yield
+    if item.get_closest_marker("kafka") is not None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResourceWarning)
+            gc.collect()
+        leaks = [text for one in caught if not LEFT_BY_AIOKAFKA.match(text := str(one.message))]
+        if leaks:
+            pytest.fail("left open: " + "; ".join(leaks), pytrace=False)
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

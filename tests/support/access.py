@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from confluent_kafka.admin import (
     AclBinding,
+    AclBindingFilter,
     AclOperation,
     AclPermissionType,
     AdminClient,
@@ -19,7 +20,7 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from tests.support.cluster import DEADLINE, KafkaCluster
+from tests.support.cluster import DEADLINE, POLL_INTERVAL, KafkaCluster, is_ready
 from tests.support.kafka_properties import Credentials
 
 __all__ = ["allow", "client_options", "create_scram_user", "deny"]
@@ -41,23 +42,25 @@ async def create_scram_user(cluster: KafkaCluster, user: Credentials) -> None:
     info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, SCRAM_ITERATIONS)
     upsertion = UserScramCredentialUpsertion(user.username, info, user.password.encode())
     admin = _admin(cluster)  # kept until the answers are there: they are lost with it
-    await _all(admin.alter_user_scram_credentials([upsertion]))
+    options = client_options(user, "SCRAM-SHA-512", cluster.certificates.ca_file)
+    async with asyncio.timeout(DEADLINE):
+        await _answers(admin.alter_user_scram_credentials([upsertion]))
+        while not await is_ready(cluster.secure_bootstrap, **options):  # noqa: ASYNC110  (a broker sends no event)
+            await asyncio.sleep(POLL_INTERVAL)
 
 
 async def allow(
     cluster: KafkaCluster, user: Credentials, resource: Resource, name: str, *operations: AclOperation
 ) -> None:
     """Lets *user* do *operations* (all when none is given) with the topic, group or transactional id *name*."""
-    admin = _admin(cluster)
-    await _all(admin.create_acls(_bindings(user, resource, name, operations, AclPermissionType.ALLOW)))
+    await _bind(cluster, _bindings(user, resource, name, operations, AclPermissionType.ALLOW))
 
 
 async def deny(
     cluster: KafkaCluster, user: Credentials, resource: Resource, name: str, *operations: AclOperation
 ) -> None:
     """Forbids *user* the *operations* (all when none is given), whatever else allows them."""
-    admin = _admin(cluster)
-    await _all(admin.create_acls(_bindings(user, resource, name, operations, AclPermissionType.DENY)))
+    await _bind(cluster, _bindings(user, resource, name, operations, AclPermissionType.DENY))
 
 
 def client_options(user: Credentials, mechanism: Mechanism, ca_file: Path) -> dict[str, Any]:
@@ -96,6 +99,19 @@ def _bindings(
     ]
 
 
-async def _all(answers: dict[Any, Future[Any]]) -> None:
+async def _bind(cluster: KafkaCluster, bindings: list[AclBinding]) -> None:
+    """Creates ACLs; returns when the broker goes by them, which is a moment after the controller took them."""
+    admin = _admin(cluster)
     async with asyncio.timeout(DEADLINE):
-        await asyncio.gather(*(asyncio.wrap_future(answer) for answer in answers.values()))
+        await _answers(admin.create_acls(bindings))
+        for one in bindings:
+            same = AclBindingFilter(
+                one.restype, one.name, one.resource_pattern_type, one.principal, one.host, one.operation,
+                one.permission_type,
+            )  # fmt: skip
+            while not await asyncio.wrap_future(admin.describe_acls(same)):  # noqa: ASYNC110  (the same)
+                await asyncio.sleep(POLL_INTERVAL)
+
+
+async def _answers(futures: dict[Any, Future[Any]]) -> None:
+    await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values()))

@@ -14,8 +14,9 @@ from aiokafka.errors import KafkaError, for_code
 from aiokafka.partitioner import DefaultPartitioner
 
 from aioshard.records import Record
+from tests.support.certificates import Certificates
 
-__all__ = ["DEADLINE", "KafkaCluster", "Message"]
+__all__ = ["DEADLINE", "POLL_INTERVAL", "KafkaCluster", "Message", "is_ready"]
 
 DEADLINE = 30.0
 """Seconds that any one call may take."""
@@ -38,10 +39,16 @@ class KafkaCluster:
 
     Attributes:
         bootstrap: Address of the plain listener, where everything is allowed.
+        secure_bootstrap: Address of the SASL_SSL listener (PLAIN, SCRAM-SHA-256 and -512), which allows nobody
+            anything without an ACL. Who its users are: `tests.support.kafka_properties`; how to log in and
+            what to allow: `tests.support.access`.
+        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
     """
 
-    def __init__(self, bootstrap: str) -> None:
+    def __init__(self, bootstrap: str, secure_bootstrap: str, certificates: Certificates) -> None:
         self.bootstrap = bootstrap
+        self.secure_bootstrap = secure_bootstrap
+        self.certificates = certificates
 
     async def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> None:
         """Creates a topic; returns when every partition has a leader."""
@@ -262,12 +269,13 @@ def _record(found: Any) -> Record:
     )
 
 
-async def is_ready(bootstrap: str) -> bool:
-    """Whether the cluster answers, and knows who coordinates groups."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5000)
+async def is_ready(bootstrap: str, **login: Any) -> bool:
+    """Whether the cluster lets us in and answers; a plain listener must also know who coordinates groups."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5000, **login)
     try:
         await admin.start()
-        await admin.find_coordinator("harness")
+        if not login:
+            await admin.find_coordinator("harness")
     except KafkaError:
         return False
     finally:

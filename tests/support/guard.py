@@ -13,22 +13,30 @@ import threading
 import time
 from types import FrameType
 
+__all__ = ["main", "wait_for_end"]
+
 
 def _leave_to_the_command(_signum: int, _frame: FrameType | None) -> None:
     """A signal to the group reaches the command itself; the guard reports how it ended."""
 
 
-def _wait_for_end(pid: int) -> None:
-    """Blocks until the process has ended, reaped or not."""
+def wait_for_end(pid: int, timeout: float | None = None) -> bool:
+    """Blocks until the process has ended, reaped or not; False when it still runs after *timeout* seconds."""
     if sys.platform == "linux":
         try:
             ended = os.pidfd_open(pid)
         except ProcessLookupError:
-            return
-        select.select([ended], [], [])
-    else:
-        while _exists(pid):
-            time.sleep(1.0)
+            return True
+        try:
+            return bool(select.select([ended], [], [], timeout)[0])
+        finally:
+            os.close(ended)
+    give_up = None if timeout is None else time.monotonic() + timeout
+    while running := _exists(pid):
+        if give_up is not None and time.monotonic() > give_up:
+            break
+        time.sleep(0.1)
+    return not running
 
 
 def _exists(pid: int) -> bool:
@@ -40,7 +48,7 @@ def _exists(pid: int) -> bool:
 
 
 def _end_with(pid: int) -> None:
-    _wait_for_end(pid)
+    wait_for_end(pid)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -7,18 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from tests.support.certificates import Certificates, make_certificates
+import psutil
+
+from tests.support.certificates import make_certificates
 from tests.support.cluster import KafkaCluster, is_ready
+from tests.support.guard import wait_for_end
 from tests.support.kafka_libs import PROJECT, kafka_libs
 from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
 
-__all__ = ["KafkaBroker", "KafkaFailedError"]
+__all__ = ["STOP_TIMEOUT", "KafkaBroker", "KafkaFailedError", "end_group"]
 
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
@@ -50,10 +54,6 @@ class KafkaBroker(KafkaCluster):
     It ends with the process *watched*, however that ends.
 
     Attributes:
-        bootstrap: Address of the plain listener, where everything is allowed.
-        secure_bootstrap: Address of the SASL_SSL listener (PLAIN, SCRAM-SHA-256 and -512), which allows nobody
-            anything without an ACL. Who its users are: `tests.support.kafka_properties`.
-        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
         log_file: What the broker printed, over all its starts.
     """
 
@@ -62,7 +62,7 @@ class KafkaBroker(KafkaCluster):
     ) -> None:
         self.directory = directory
         self.log_file = directory / "broker.log"
-        self.certificates: Certificates = make_certificates(directory / "certificates")
+        super().__init__("", "", make_certificates(directory / "certificates"))
         self._extra = dict(properties or {})
         self._watched = watched or os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -182,12 +182,9 @@ class KafkaBroker(KafkaCluster):
         process = self._process
         if process is None or process.poll() is not None:
             return
-        os.killpg(process.pid, number)
-        try:
-            await asyncio.to_thread(process.wait, STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.to_thread(process.wait, STOP_TIMEOUT)
+        if not await asyncio.to_thread(end_group, process.pid, number, STOP_TIMEOUT):
+            await asyncio.to_thread(end_group, process.pid, signal.SIGKILL, STOP_TIMEOUT)
+        process.wait()
 
     def _java(self) -> list[str]:
         log_settings = PROJECT / "tests" / "kafka" / "log4j2.properties"
@@ -197,6 +194,21 @@ class KafkaBroker(KafkaCluster):
     @property
     def _properties_file(self) -> Path:
         return self.directory / "server.properties"
+
+
+def end_group(leader: int, number: signal.Signals, timeout: float) -> bool:
+    """Signals a broker's process group; returns whether the guard and the broker had ended in time.
+
+    The guard may end before the broker has given back its ports and the lock on its data.
+    """
+    give_up = time.monotonic() + timeout
+    try:
+        guard = psutil.Process(leader)
+        members = [leader, *(one.pid for one in guard.children())]
+        os.killpg(leader, number)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return True
+    return all(wait_for_end(pid, max(0.0, give_up - time.monotonic())) for pid in members)
 
 
 async def _listens(port: int) -> bool:

@@ -13,11 +13,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
-from tests.support.certificates import Certificates
+from tests.support.certificates import certificates_in
 from tests.support.cluster import KafkaCluster
-from tests.support.kafka import KafkaBroker
+from tests.support.kafka import STOP_TIMEOUT, KafkaBroker, end_group
 
 __all__ = ["SharedKafka", "begin_run", "end_run", "shared_kafka"]
 
@@ -39,18 +37,7 @@ class _Address:
 
 
 class SharedKafka(KafkaCluster):
-    """The run's broker as a test sees it: use it, leave it running.
-
-    Attributes:
-        secure_bootstrap: Address of the SASL_SSL listener; see `tests.support.kafka.KafkaBroker`.
-        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
-    """
-
-    def __init__(self, bootstrap: str, secure_bootstrap: str, directory: Path) -> None:
-        super().__init__(bootstrap)
-        self.secure_bootstrap = secure_bootstrap
-        folder = directory / "certificates"
-        self.certificates = Certificates(folder / "ca.pem", folder / "stranger.pem", folder / "server.pem")
+    """The run's broker as a test sees it: use it, leave it running."""
 
 
 def begin_run() -> None:
@@ -64,7 +51,7 @@ def end_run() -> None:
     directory = Path(os.environ.pop(RUN_DIRECTORY))
     os.environ.pop(RUN_LEADER)
     if (address := _read(directory)) is not None:
-        _end(address.process_group)
+        end_group(address.process_group, signal.SIGKILL, STOP_TIMEOUT)
     if _started:
         asyncio.run(_started.pop().kill())
     shutil.rmtree(directory, ignore_errors=True)
@@ -81,17 +68,8 @@ def shared_kafka() -> SharedKafka:
     with (directory / "kafka.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         address = _read(directory) or _start(directory)
-    return SharedKafka(address.bootstrap, address.secure_bootstrap, Path(address.directory))
-
-
-def _end(process_group: int) -> None:
-    """Ends the broker, which a worker that is gone may have started, and waits for it."""
-    try:
-        processes = [leader := psutil.Process(process_group), *leader.children()]
-        os.killpg(process_group, signal.SIGKILL)
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        return  # it ended by itself; the tests have said what they thought of it
-    psutil.wait_procs(processes, timeout=5)
+    certificates = certificates_in(Path(address.directory) / "certificates")
+    return SharedKafka(address.bootstrap, address.secure_bootstrap, certificates)
 
 
 def _read(directory: Path) -> _Address | None:
