@@ -5,8 +5,9 @@ decoding is done here with our record class and our bounds, at two thirds of its
 """
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiokafka.consumer.fetcher import READ_COMMITTED
 from aiokafka.errors import CorruptRecordException
@@ -18,6 +19,22 @@ __all__ = ["Chunk", "Taken"]
 
 _new_record = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
+
+
+class _Undated(NamedTuple):
+    """A record of the first format, as it was kept before Kafka 0.10."""
+
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[()] = ()
+    timestamp: int = -1
+
+
+def _old(batch: Any) -> Iterator[Any]:
+    """The records of a batch of an old format."""
+    for raw in batch:
+        yield raw if raw.timestamp is not None else _Undated(raw.offset, raw.key, raw.value)
 
 
 class Taken:
@@ -116,7 +133,7 @@ class Chunk:
                     self.drained = True
                     return
                 # A batch allows `iter` only once; this goes on where it stopped.
-                self._raw = islice(batch, None)
+                self._raw = islice(batch, None) if batch.producer_id is not None else _old(batch)
             next_offset = part.next_fetch_offset
             try:
                 # The hot loop: each line in it costs about 3 % of the whole reading.

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,12 @@ import anyio
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 
-from aioshard.errors import AuthorizationError, ClientLostError, CommitRefusedError, SettingsError, StateError
+from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
 from aioshard.kafka.intake import Intake
 from aioshard.kafka.internals import Internals, Rebalances
 from aioshard.kafka.options import consumer_options, partition_share
-from aioshard.kafka.topics import SubscribedTopics
+from aioshard.kafka.topics import SubscribedTopics, one_pattern
 from aioshard.kafka.translate import commit_error, group_error, reason, request_error
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -101,7 +100,7 @@ class AiokafkaTransport:
     # Life -----------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """See `Transport.start`; takes at most three times `CONNECT_TIMEOUT`.
+        """See `Transport.start`; takes at most three times `CONNECT_TIMEOUT`, which is 3 s.
 
         Topics and a pattern may be given together; the pattern is for a whole name.
         """
@@ -122,7 +121,7 @@ class AiokafkaTransport:
         if pattern is None:
             internals.consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
         else:
-            internals.consumer.subscribe(pattern=_one_pattern(self._topics.names, pattern), listener=rebalances)
+            internals.consumer.subscribe(pattern=one_pattern(self._topics.names, pattern), listener=rebalances)
         self._topics.watch(internals.client.cluster)
         for task in internals.background_tasks().values():
             task.add_done_callback(self._interrupt)
@@ -130,9 +129,8 @@ class AiokafkaTransport:
     async def _connect(self, server: str) -> Internals:
         consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
         internals = self._internals = Internals(consumer, self._group_id)
-        self._intake = Intake(
-            internals, self._group_id, read_committed=self._settings.isolation_level == "read_committed"
-        )
+        read_committed = self._settings.isolation_level == "read_committed"
+        self._intake = Intake(internals, self._group_id, read_committed=read_committed)
         client = internals.client
         answered = False
         try:
@@ -150,12 +148,12 @@ class AiokafkaTransport:
         if denied:
             raise group_error(kafka.TopicAuthorizationFailedError(denied), self._group_id)
         try:
-            await internals.look_up_group()
-        except kafka.KafkaError as error:
-            refused = group_error(error, self._group_id)
-            if isinstance(refused, AuthorizationError):
-                raise refused from error
-            # Anything else passes, or shows when the group is joined.
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await internals.look_up_group()
+        except kafka.GroupAuthorizationFailedError as error:
+            raise group_error(error, self._group_id) from error
+        except (kafka.KafkaError, TimeoutError) as error:
+            log.debug("the first look-up of the group failed, which may pass: %s", reason(error))
         return internals
 
     async def close(self) -> None:
@@ -235,8 +233,7 @@ class AiokafkaTransport:
     def _raise_what_is_lost(self, internals: Internals) -> None:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
-        failure = self._listener_failure
-        if failure is not None:
+        if (failure := self._listener_failure) is not None:
             raise ClientLostError(
                 f"the engine failed while partitions were handed over: {reason(failure)}"
             ) from failure
@@ -395,12 +392,6 @@ class AiokafkaTransport:
     def _forget_assignment(self, intake: Intake) -> None:
         intake.end()
         self._membership = NOT_A_MEMBER
-
-
-def _one_pattern(topics: Collection[str], pattern: str) -> str:
-    """One pattern for both, because aiokafka takes either; made for its `match`, ours are for a whole name."""
-    choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
-    return rf"(?:{'|'.join(choices)})\Z"
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:

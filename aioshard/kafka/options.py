@@ -14,7 +14,7 @@ from aioshard.kafka.security import security_options
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["consumer_options", "partition_share"]
+__all__ = ["assignor", "consumer_options", "partition_share"]
 
 _LEAST_PREFETCH = 16 * 1024
 _MOST_PREFETCH = 1024 * 1024
@@ -101,13 +101,18 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         "fetch_max_wait_ms": _milliseconds(settings.fetch_max_wait),
         "fetch_max_bytes": half,
         "max_partition_fetch_bytes": partition_share(1, half),
-        "partition_assignment_strategy": (_assignor(settings.assignor),),
+        "partition_assignment_strategy": (assignor(settings.assignor),),
         **security_options(settings),
         **extra,
     }
 
 
-def _assignor(name: str) -> Any:
+def assignor(name: str) -> Any:
+    """The assignor of that name, for one consumer alone.
+
+    Raises:
+        SettingsError: There is none of that name yet.
+    """
     if name == "range":
         return RangePartitionAssignor
     if name == "roundrobin":

@@ -1,9 +1,11 @@
 """Which of the subscribed topics exist."""
 
 import logging
+import re
+from collections.abc import Collection
 from typing import Any
 
-__all__ = ["SubscribedTopics"]
+__all__ = ["SubscribedTopics", "one_pattern"]
 
 log = logging.getLogger("aioshard.kafka")
 
@@ -45,3 +47,9 @@ class SubscribedTopics:
         for topic in sorted(self.missing - missing):
             log.info("topic %r exists now", topic)
         self.missing = missing
+
+
+def one_pattern(topics: Collection[str], pattern: str) -> str:
+    """One pattern for both, because aiokafka takes either; made for its `match`, ours are for a whole name."""
+    choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
+    return rf"(?:{'|'.join(choices)})\Z"

@@ -1,0 +1,282 @@
+"""What we rely on in aiokafka beyond its documentation: when one of these fails, read our code before you upgrade.
+
+Each private attribute that `aioshard.kafka` uses stands in the table below with the object that has it.
+"""
+
+import asyncio
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer
+from aiokafka import errors as kafka_errors
+from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.structs import OffsetAndMetadata
+from aiokafka.structs import TopicPartition as TheirTopicPartition
+
+import aioshard.errors
+import aioshard.kafka.chunk
+import aioshard.kafka.client
+import aioshard.kafka.intake
+import aioshard.kafka.internals
+import aioshard.kafka.options
+from aioshard.ports import Allowance, Fault
+from aioshard.records import TopicPartition
+from tests.kafka_client.members import Member
+from tests.support.shared_kafka import SharedKafka
+
+Join = Callable[..., Member]
+
+ATTRIBUTES = {
+    "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
+    "client": {"_conns", "_sync_task"},
+    "connection": {"_writer"},
+    "coordinator": {
+        "_assignors",
+        "_closing",
+        "_commit_refresh_task",
+        "_coordination_task",
+        "_do_commit_offsets",
+        "_do_fetch_commit_offsets",
+        "_group_instance_id",
+        "_heartbeat_task",
+        "_pending_exception",
+        "_performed_join_prepare",
+    },
+    "fetcher": {
+        "_closed",
+        "_create_fetch_waiter",
+        "_fetch_max_wait_ms",
+        "_fetch_task",
+        "_max_partition_fetch_bytes",
+        "_notify",
+        "_pending_tasks",
+        "_records",
+        "_wait_consume_future",
+    },
+    "result": {"_assignment", "_backoff", "_partition_records"},
+    "entry": {"_error"},
+    "part": {
+        "_aborted_producers",
+        "_check_crcs",
+        "_consume_aborted_up_to",
+        "_contains_abort_marker",
+        "_isolation_level",
+        "_records",
+    },
+}
+"""Names as in our code."""
+
+OTHERS = {
+    "coordinator": {"coordinator_id", "ensure_coordinator_known", "generation", "member_id", "check_errors"},
+    "fetcher": {"beginning_offsets", "end_offsets"},
+    "client": {"cluster", "coordinator_lookup", "force_metadata_update", "get_random_node", "send", "set_topics"},
+    "part": {"next_fetch_offset"},
+    "connection": {"close", "connected"},
+}
+"""Public by name, and documented nowhere."""
+
+
+def test_the_version_is_the_one_that_was_read() -> None:
+    assert importlib.metadata.version("aiokafka").startswith("0.14.")
+
+
+def test_the_table_holds_every_private_attribute_that_we_use() -> None:
+    modules = (aioshard.kafka.internals, aioshard.kafka.chunk, aioshard.kafka.intake, aioshard.kafka.client)
+    used: dict[str, set[str]] = {}
+    for module in modules:
+        for name, attribute in re.findall(r"\b([a-z]+)\.(_[a-z][a-z_]*)", inspect.getsource(module)):
+            if name != "self":
+                used.setdefault(name, set()).add(attribute)
+    assert used == ATTRIBUTES
+
+
+async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"v")])
+    one = member()
+    await one.join(topic)
+    internals = one.transport._internals
+    assert internals is not None
+    await one.poll_until(lambda: bool(internals.buffered), lambda _: Allowance(0, 0))
+    (result,) = internals.buffered.values()
+    found = {
+        "consumer": internals.consumer,
+        "client": internals.client,
+        "connection": next(iter(internals.client._conns.values())),
+        "coordinator": internals.coordinator,
+        "fetcher": internals.fetcher,
+        "result": result,
+        "entry": FetchError(error=ValueError(), backoff=0),
+        "part": result._partition_records,
+    }
+    kinds = (AIOKafkaConsumer, AIOKafkaClient, Fetcher, FetchResult, PartitionRecords, GroupCoordinator)
+    assert {type(thing) for thing in found.values()} > set(kinds)
+    missing = [
+        f"{name}.{attribute}"
+        for name, thing in found.items()
+        for attribute in ATTRIBUTES[name] | OTHERS.get(name, set())
+        if not hasattr(thing, attribute)
+    ]
+    assert missing == []
+    assert set(internals.background_tasks()) == {"fetching", "group membership", "looking up topics"}
+    assert all(not task.done() for task in internals.background_tasks().values())
+
+
+def test_their_partitions_are_ours_in_a_dictionary() -> None:
+    assert {TheirTopicPartition("t", 1): "found"}[TopicPartition("t", 1)] == "found"
+
+
+def test_the_state_of_a_partition_has_what_we_use() -> None:
+    names = {"pause", "resume", "seek", "consumed_to", "position", "paused"}
+    assert names <= set(dir(TopicPartitionState))
+    assert {"active", "tps", "state_value"} <= set(dir(Assignment))
+    assert {"subscription", "reassignment_in_progress"} <= set(dir(SubscriptionState))
+    assert {"partitions_for_topic", "add_listener", "update_metadata", "brokers"} <= set(dir(ClusterMetadata))
+
+
+async def test_a_placeholder_keeps_the_client_from_choosing_a_position(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    """Without it the client raises NoOffsetForPartitionError, or goes to what is committed."""
+    await kafka.create_topic(topic, partitions=4)
+    one = member()
+    one.at_assign = lambda _partitions, _membership: None
+    await one.join(topic)
+    for _ in range(6):
+        await one.poll()
+    assert one.faults == []
+    states = one.transport._internals.states(one.transport._internals.assignment())  # type: ignore[union-attr]
+    assert [(state.position, state.paused) for state in states.values()] == [(0, True)] * 4
+
+
+def test_a_listener_may_be_a_plain_function() -> None:
+    source = inspect.getsource(GroupCoordinator._on_join_complete)
+    assert "res = self._subscription.listener.on_partitions_assigned(assigned)" in source
+    assert "if asyncio.iscoroutine(res)" in source
+    assert issubclass(aioshard.kafka.internals.Rebalances, ConsumerRebalanceListener)
+
+
+async def test_a_commit_is_built_before_anything_is_awaited_and_sent_once(
+    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    (_, membership) = await one.join(topic)
+    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+    requests: list[Any] = []
+
+    async def send(request: Any) -> None:
+        requests.append(request)
+        raise kafka_errors.GroupCoordinatorNotAvailableError
+
+    monkeypatch.setattr(coordinator, "_send_req", send)
+    committing = coordinator._do_commit_offsets(None, {TheirTopicPartition(topic, 0): OffsetAndMetadata(5, "m")})
+    with pytest.raises(kafka_errors.GroupCoordinatorNotAvailableError):
+        committing.send(None)
+
+    (request,) = requests
+    assert isinstance(request, OffsetCommitRequest)
+    told = vars(request).values()
+    assert membership.member_id in told
+    assert membership.generation in told
+    assert [(topic, [(0, 5, "m")])] in told
+
+
+async def test_the_client_never_leaves_because_nobody_calls_getmany(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    await one.join(topic)
+    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+    ten_years = 10 * 365 * 86_400
+    assert coordinator._max_poll_interval > ten_years
+    assert "idle_time < self._max_poll_interval" in inspect.getsource(GroupCoordinator._heartbeat_routine)
+    assert "asyncio.sleep(sleep_time)" in inspect.getsource(GroupCoordinator._heartbeat_routine)
+
+
+async def test_no_partition_waits_for_one_that_is_not_taken(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"v")])
+    one = member()
+    await one.join(topic)
+    buffered = one.transport._internals.buffered  # type: ignore[union-attr]
+    await one.poll_until(lambda: bool(buffered), lambda _: Allowance(0, 0))
+    (result,) = buffered.values()
+    fresh = FetchResult(TheirTopicPartition(topic, 0), assignment=None, partition_records=None, backoff=10)
+    assert fresh.calculate_backoff() > 9
+    await one.poll(lambda _: Allowance(0, 0))
+    assert result.calculate_backoff() == 0
+
+
+async def test_a_record_that_the_client_steps_over_is_gone_back_to(
+    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiokafka takes a batch that comes in part for one that never comes whole, and goes on behind it."""
+    await kafka.create_topic(topic)
+    at = TopicPartition(topic, 0)
+    await kafka.produce(topic, [(None, bytes(1000))] * 3)
+    one = member()
+    one.at_assign = lambda _partitions, _membership: None
+    await one.join(topic)
+    client = one.transport._internals.client  # type: ignore[union-attr]
+    send = client.send
+
+    async def cut(node: int, request: Any, **options: Any) -> Any:
+        answer = await send(node, request, **options)
+        if type(request).__name__ == "FetchRequest":
+            ((name, ((*head, batches), *_)),) = answer.topics
+            answer.topics = [(name, [(*head, batches[: len(batches) // 2])])]
+        return answer
+
+    monkeypatch.setattr(client, "send", cut)
+    one.transport.seek(at, 0)
+    one.transport.resume([at])
+    await one.poll_until(lambda: bool(one.faults))
+    monkeypatch.undo()
+
+    assert isinstance(one.faults[0], Fault)
+    assert "offset 0" in str(one.faults[0].error)
+    assert one.transport.position(at) == 0
+    await one.read_to({at: 3})
+    assert one.offsets(at) == [0, 1, 2]
+
+
+async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    await one.join(topic)
+    waiting = asyncio.create_task(one.poll(timeout=30))
+    await asyncio.sleep(0)
+    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+
+    pushed = asyncio.ensure_future(
+        coordinator._push_error_to_user(kafka_errors.GroupAuthorizationFailedError("a-group"))
+    )
+
+    with pytest.raises(aioshard.errors.AuthorizationError, match="READ"):
+        await waiting
+    await pushed
+    assert coordinator._pending_exception is None
+
+
+def test_the_sticky_assignor_keeps_its_state_on_the_class_that_we_make_for_each_consumer() -> None:
+    first, second = (aioshard.kafka.options.assignor("sticky") for _ in range(2))
+    first.member_assignment = [("t", 0)]
+    first.on_generation_assignment(7)
+    assert (first.member_assignment, first.generation) == ([("t", 0)], 7)
+    assert (second.member_assignment, second.generation) == (None, -1)
+    assert (StickyPartitionAssignor.member_assignment, StickyPartitionAssignor.generation) == (None, -1)
