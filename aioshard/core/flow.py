@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-__all__ = ["Usage", "room_for"]
+__all__ = ["NONE", "Usage", "minimum", "room_for"]
 
-MINIMUM_SHARE = 100
-"""A partition that cannot advance keeps 1/100 of the bounds."""
+_MINIMUM_SHARE = 100
 
 
 class Usage(NamedTuple):
@@ -51,5 +50,14 @@ def _room(bound: int, total: int, held: int, *, stuck: bool) -> int:
     free = bound - total
     room = max((free - held) // 2, 1 if free > held else 0)
     if stuck:
-        room = min(room, max(bound // MINIMUM_SHARE, 1) - held)
+        room = min(room, _least(bound) - held)
     return room
+
+
+def minimum(bounds: Usage) -> Usage:
+    """What a partition that cannot advance keeps: a hundredth of the bounds, at least one record."""
+    return Usage(_least(bounds.records), _least(bounds.bytes))
+
+
+def _least(bound: int) -> int:
+    return max(bound // _MINIMUM_SHARE, 1)

@@ -99,8 +99,7 @@ class Committer:
         return {
             epoch: committable
             for epoch in epochs
-            if epoch in self._owned
-            and (committable := epoch.tracker.committable) != epoch.acknowledged
+            if epoch in self._owned and (committable := epoch.tracker.committable) != epoch.acknowledged
         }
 
     async def run(self, transport: Transport) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from aioshard.core.drain import DrainPlan
@@ -97,6 +98,10 @@ class Epoch:
         self.rerun: Rerun | None = None
         self.trouble: str | None = None
         """Why the partition cannot be read now, as the broker or its data say."""
+        self.shed: dict[int, Delivery] = {}
+        """Queued deliveries whose records were given back to make room; incomplete, and fetched again later."""
+        self.fetching_again = False
+        """Whether the client was sent back to the first of them."""
         self.drain: DrainPlan[Delivery] | None = None
         self.drained: asyncio.Event | None = None
         self.revoked = asyncio.Event()
@@ -107,12 +112,12 @@ class Epoch:
     @property
     def held_usage(self) -> Usage:
         """What the partition holds of the buffer."""
-        return Usage(len(self.tracker), self.buffered_bytes)
+        return Usage(len(self.tracker) - len(self.shed), self.buffered_bytes)
 
     def stuck(self, now: float, stuck_after: float) -> bool:
         """Whether the partition cannot advance: its oldest record is halted or overdue."""
         oldest = self.tracker.oldest
-        if oldest is None:
+        if oldest is None or oldest.offset in self.shed:
             return False
         return (oldest.block is not None and oldest.block.halted) or now - oldest.arrived > stuck_after
 
@@ -128,6 +133,48 @@ class Epoch:
         self._buffer.take_in(len(deliveries), size)
         if not deliveries:
             self._advanced()
+
+    # Giving back -----------------------------------------------------------------
+
+    def shed_from(self, least: Usage) -> int:
+        """The first offset that is too much for a partition that cannot advance."""
+        records = size = 0
+        for delivery in self.tracker.values():
+            records += 1
+            size += delivery.size
+            if records > least.records or size > least.bytes:
+                return delivery.offset
+        return self.tracker.position
+
+    def give_back(self, deliveries: Iterable[Delivery]) -> None:
+        """Count out queued deliveries; their offsets stay incomplete, so nothing is committed past them."""
+        self.fetching_again = False
+        for delivery in deliveries:
+            self.shed[delivery.offset] = delivery
+            self.buffered_bytes -= delivery.size
+            self._buffer.release(delivery.size)
+
+    def take_back(self, batch: Batch, now: float) -> list[Delivery]:
+        """The deliveries of a batch that was fetched again, in order, those of new records not among them.
+
+        Offsets that were given back and are not in the log any more (compacted, or deleted by retention)
+        complete: they are holes now (I10).
+        """
+        back = []
+        for record, size in zip(batch.records, batch.sizes, strict=True):
+            delivery = self.shed.pop(record.offset, None)
+            if delivery is not None:
+                delivery.record, delivery.size, delivery.arrived = record, size, now
+                self.buffered_bytes += size
+                self._buffer.take_in(1, size)
+                back.append(delivery)
+        for offset in [offset for offset in self.shed if offset < batch.next_offset]:
+            del self.shed[offset]
+            if self.tracker.complete(offset):
+                self._advanced()
+        return back
+
+    # Ending -------------------------------------------------------------------------
 
     def complete(self, delivery: Delivery) -> bool:
         """Take note that a record reached a terminal outcome; False when the epoch has ended (I5)."""
@@ -160,7 +207,8 @@ class Epoch:
     def close(self) -> None:
         """Let nothing new start, and plan what must end before the partition is handed over."""
         self.gate = Gate.CLOSED
-        self.drain = DrainPlan(self.tracker.values(), self.highest_started)
+        queued = (delivery for delivery in self.tracker.values() if delivery.offset not in self.shed)
+        self.drain = DrainPlan(queued, self.highest_started)
         self.drained = asyncio.Event()
         self.revoked.set()
         self._check_drained()
@@ -205,7 +253,7 @@ class Epoch:
         never = frozenset(d.offset for d in started if d.attempt == 0 and d.offset <= self.highest_started)
         self.gate = Gate.ENDED
         self.revoked.set()
-        self._buffer.drop(len(self.tracker), self.buffered_bytes)
+        self._buffer.drop(*self.held_usage)
         self.buffered_bytes = 0
         self.stop_draining()
         self._advanced()

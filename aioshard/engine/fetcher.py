@@ -1,11 +1,13 @@
 """The pump that calls the client, and the fetch task of each assigned partition."""
 
 import asyncio
+import bisect
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from aioshard.core.flow import NONE, Usage, room_for
+from aioshard.core.flow import NONE, Usage, minimum, room_for
 from aioshard.core.sharding import ShardKey, shard_number
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
@@ -19,6 +21,7 @@ __all__ = ["Feed", "Fetcher", "Pump"]
 logger = logging.getLogger("aioshard.engine.fetcher")
 
 _POLL_TIMEOUT = 1.0
+_LOOK_INTERVAL = 0.5
 _CHUNKS = 4
 """A partition takes in nothing until a quarter of its fair share is free, so that a full buffer does not
 lead to polls of single records."""
@@ -89,6 +92,10 @@ class Feed:
         for shards in self.shards:
             shards.purge(epoch)
 
+    def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
+        """Remove and return what is queued of an epoch from offset *first* on."""
+        return [delivery for shards in self.shards for delivery in shards.give_back(epoch, first)]
+
     def reopen(self, epoch: Epoch) -> None:
         """Go on with the deliveries of an epoch whose gate has opened."""
         for shards in self.shards:
@@ -107,6 +114,7 @@ class Fetcher:
         self._clock = clock
         self._batches: deque[list[Delivery]] = deque()
         self._arrived = asyncio.Event()
+        self._feeding = False
 
     def accept(self, batch: Batch) -> int:
         """Track a batch before anything can await, and leave the rest to the task.
@@ -116,14 +124,15 @@ class Fetcher:
         """
         epoch = self.epoch
         now = self._clock()
+        if epoch.shed:
+            self._feed(epoch.take_back(batch, now))
+            batch = _after(batch, epoch.tracker.position)
         deliveries = [
             Delivery(record, epoch, None, size, now) for record, size in zip(batch.records, batch.sizes, strict=True)
         ]
         epoch.take_in(batch, deliveries)
         epoch.trouble = None
-        if deliveries:
-            self._batches.append(deliveries)
-            self._arrived.set()
+        self._feed(deliveries)
         rerun = epoch.rerun
         if rerun is None:
             return 0
@@ -131,13 +140,38 @@ class Fetcher:
             epoch.rerun = None
         return sum(1 for record in batch.records if rerun.counts(record))
 
+    def _feed(self, deliveries: list[Delivery]) -> None:
+        if deliveries:
+            self._batches.append(deliveries)
+            self._arrived.set()
+
     async def run(self) -> None:
         """Feed what was accepted, until cancelled."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             while self._batches:
+                self._feeding = True
                 await self.feed.put(self._batches.popleft())
+                self._feeding = False
+
+    def give_back(self, least: Usage) -> int:
+        """Give back what is queued beyond *least*, because the partition cannot advance.
+
+        Returns:
+            How many records; they are fetched again when it can.
+        """
+        if self._feeding or self._batches:
+            return 0  # what is on its way to a shard would come before what is given back
+        deliveries = self.feed.give_back(self.epoch, self.epoch.shed_from(least))
+        self.epoch.give_back(deliveries)
+        return len(deliveries)
+
+
+def _after(batch: Batch, position: int) -> Batch:
+    """What of a batch is new to an epoch at *position*."""
+    first = bisect.bisect_left(batch.records, position, key=operator.attrgetter("offset"))
+    return Batch(batch.topic_partition, batch.records[first:], batch.sizes[first:], max(batch.next_offset, position))
 
 
 class Pump:
@@ -172,6 +206,7 @@ class Pump:
         self._stuck_after = stuck_after
         self._out_of_range = out_of_range
         self._waiting: Oversized | None = None
+        self._look_at = 0.0
 
     async def run(self, transport: Transport) -> None:
         """Poll until cancelled, or until the client is lost.
@@ -180,6 +215,7 @@ class Pump:
             TransportError: From `Transport.poll`.
         """
         while True:
+            self._make_room(transport)
             taken = await transport.poll(self.allowance, _POLL_TIMEOUT)
             for item in taken:
                 fetcher = self._fetchers.get(item.topic_partition)
@@ -193,6 +229,25 @@ class Pump:
                     self._waiting = item
             if taken:
                 await asyncio.sleep(0)  # a client with data at hand never suspends
+
+    def _make_room(self, transport: Transport) -> None:
+        """Have partitions that cannot advance keep a minimum only, and fetch again what others had given back."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_INTERVAL
+        least = minimum(self._buffer.bounds)
+        for topic_partition, fetcher in self._fetchers.items():
+            epoch = fetcher.epoch
+            if epoch.gate is not Gate.OPEN:
+                continue
+            if not epoch.stuck(now, self._stuck_after):
+                if epoch.shed and not epoch.fetching_again:
+                    epoch.fetching_again = True
+                    transport.seek(topic_partition, min(epoch.shed))
+            elif epoch.held_usage.records > 2 * least.records or epoch.buffered_bytes > 2 * least.bytes:
+                if (records := fetcher.give_back(least)) > 0:
+                    logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
 
     def _accept(self, fetcher: Fetcher, batch: Batch) -> None:
         if self._waiting is not None and self._waiting.topic_partition == batch.topic_partition:
@@ -218,6 +273,8 @@ class Pump:
             return NOTHING
         epoch, buffer = fetcher.epoch, self._buffer
         stuck = epoch.stuck(self._clock(), self._stuck_after)
+        if epoch.shed and (stuck or not epoch.fetching_again):
+            return NOTHING  # what was given back comes before anything new
         if self._waiting is not None and not stuck:
             return self._for_oversized(topic_partition, self._waiting)
         held = epoch.held_usage
@@ -248,7 +305,7 @@ class Pump:
             return Allowance(1, free)
         now = self._clock()
         moving = any(
-            len(f.epoch.tracker) and not f.epoch.stuck(now, self._stuck_after) for f in self._fetchers.values()
+            f.epoch.held_usage.records and not f.epoch.stuck(now, self._stuck_after) for f in self._fetchers.values()
         )
         return NOTHING if moving else Allowance(1, _EVERYTHING, alone=True)
 
@@ -265,10 +322,10 @@ class Pump:
             return f"its next record of {waiting.size} bytes waits for room in the buffer"
         if epoch.stuck(self._clock(), self._stuck_after):
             return (
-                f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {len(epoch.tracker)} "
+                f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {epoch.held_usage.records} "
                 "records, its minimum share of the buffer"
             )
         return (
             f"the buffer is full: {buffer.records} of {buffer.bounds.records} records and {buffer.bytes} of "
-            f"{buffer.bounds.bytes} bytes, {len(epoch.tracker)} records of it from this partition"
+            f"{buffer.bounds.bytes} bytes, {epoch.held_usage.records} records of it from this partition"
         )

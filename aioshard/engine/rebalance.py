@@ -208,6 +208,7 @@ class Rebalance:
             if epoch in self._opened_in:
                 self._opened_in[epoch] = membership
             elif epoch.topic_partition in given:
+                epoch.fetching_again = False
                 self._client.seek(epoch.topic_partition, epoch.tracker.position)
             else:
                 self._end(epoch, "the partition was given to another member")

@@ -4,7 +4,7 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
@@ -235,27 +235,38 @@ class Shards:
         """Forget the deliveries of an epoch that ended, except those that still run."""
         self._closed.discard(epoch)
         self._held.pop(epoch, None)
-        self._front = deque(d for d in self._front if d.epoch is not epoch)
-        for key, waiting in self._occupied.items():
-            if waiting:
-                self._occupied[key] = deque(d for d in waiting if d.epoch is not epoch)
+        self._remove(lambda delivery: delivery.epoch is epoch)
         for delivery in [d for d in self._blocked if d.epoch is epoch]:
             timer = self._blocked.pop(delivery)
             if timer is not None:
                 timer.cancel()
             self.release(delivery)
-        self._purge_arrivals(epoch)
         self.notify()
 
-    def _purge_arrivals(self, epoch: Epoch) -> None:
+    def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
+        """Remove and return what is queued of an epoch whose gate is open, from offset *first* on."""
+        return self._remove(lambda delivery: delivery.epoch is epoch and delivery.offset >= first)
+
+    def _remove(self, unwanted: Callable[[Delivery], bool]) -> list[Delivery]:
+        """Take queued deliveries out, wherever they wait in order."""
+        removed: list[Delivery] = []
+
+        def kept(deliveries: Iterable[Delivery]) -> deque[Delivery]:
+            rest: deque[Delivery] = deque()
+            for delivery in deliveries:
+                (removed if unwanted(delivery) else rest).append(delivery)
+            return rest
+
+        self._front = kept(self._front)
+        for key, waiting in self._occupied.items():
+            if waiting:
+                self._occupied[key] = kept(waiting)
         if isinstance(self._arrivals, deque):
-            self._arrivals = deque(d for d in self._arrivals if d.epoch is not epoch)
+            self._arrivals = kept(self._arrivals)
         else:
             # Through the queue's own methods, so that a feeder that waits for room is woken.
-            for _ in range(len(self._arrivals)):
-                delivery = self._arrivals.popleft()
-                if delivery.epoch is not epoch:
-                    self._front.append(delivery)
+            self._front.extend(kept([self._arrivals.popleft() for _ in range(len(self._arrivals))]))
+        return removed
 
     # Waking workers -----------------------------------------------------------
 

@@ -59,6 +59,9 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
 def _trouble(engine: Engine, now: float) -> str | None:
     if engine.trouble is not None:
         return f"no Kafka client for {now - engine.trouble_since:.0f} s: {engine.trouble}"
+    reported = getattr(engine.transport, "trouble", None)
+    if reported is not None:
+        return str(reported)
     if engine.committer.trouble is not None:
         return f"commits are not acknowledged: {engine.committer.trouble}"
     return None
@@ -84,7 +87,7 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
         end_offset=end,
         lag=None if end is None else max(end - base, 0),
         incomplete=len(tracker),
-        buffered_records=len(tracker),
+        buffered_records=epoch.held_usage.records,
         buffered_bytes=epoch.buffered_bytes,
         paused=_why_paused(engine, epoch),
         oldest_incomplete_age=None if oldest is None else max(now - oldest.arrived, 0.0),
@@ -176,6 +179,8 @@ def _where(workers: Iterable[Worker], delivery: Delivery, now: float) -> str:
         if worker.delivery is delivery:
             return f"it has been running for {now - worker.started:.1f} s, at {location_of(worker.running)}"
     block = delivery.block
+    if delivery.offset in delivery.epoch.shed:
+        return "it was given back to make room, because its partition could not advance, and is fetched again"
     if block is None:
         return "it waits for its turn"
     if block.halted:

@@ -1,0 +1,76 @@
+"""A partition that cannot advance keeps a minimum of the memory, and gives back the rest (I6)."""
+
+import asyncio
+
+from aioshard import App, Record, Retry
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
+
+PER_PARTITION = 900
+
+
+def published(broker: InMemoryBroker, partitions: int) -> None:
+    broker.create_topic("orders", partitions)
+    for partition in range(partitions):
+        for number in range(PER_PARTITION):
+            broker.publish("orders", b"%d" % number, key=b"hot" if number % 10 else b"other", partition=partition)
+
+
+def test_halted_partitions_leave_nearly_all_memory_to_the_others() -> None:
+    """Whatever they had taken in before they halted."""
+    app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
+    halted: set[int] = set()
+
+    @app.consume("orders", shard_by=lambda record: (record.partition, record.key), retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:
+        await asyncio.sleep(0.001)
+        if record.partition in halted and record.key == b"hot":
+            raise ValueError
+
+    async def test() -> None:
+        broker = InMemoryBroker()
+        published(broker, 4)
+        halted.update({0, 1, 2})
+        async with TestClient(app, broker=broker):
+            await asyncio.sleep(30.0)
+            statistics = app.statistics()
+            stuck = [partition for partition in statistics.partitions if partition.partition in halted]
+            assert [partition.incomplete > 0 for partition in stuck] == [True] * 3
+            assert all(partition.buffered_records <= 20 for partition in stuck), stuck
+            assert statistics.buffered_records <= 60
+            assert "minimum share" in str(stuck[0].paused) or "given back" in app.explain()
+            assert broker.committed("memory", "orders", 3) == PER_PARTITION
+
+    run(test())
+
+
+def test_what_was_given_back_is_processed_once_and_in_order_when_the_partition_goes_on() -> None:
+    app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
+    release = asyncio.Event()
+    runs: list[int] = []
+    most_back = 0
+
+    @app.consume("orders", concurrency=8)
+    async def handle(record: Record) -> None:
+        if record.offset == 1:
+            await release.wait()
+        runs.append(record.offset)
+
+    async def test() -> None:
+        nonlocal most_back
+        broker = InMemoryBroker(clock=lambda: 0.0)
+        published(broker, 1)
+        async with app.started(lambda: InMemoryTransport(broker, "memory")):
+            await asyncio.sleep(20.0)
+            partition = app.statistics().partitions[0]
+            most_back = partition.incomplete - partition.buffered_records
+            assert partition.buffered_records <= 20
+            release.set()
+            async with asyncio.timeout(60.0):
+                await broker.until(lambda: broker.committed("memory", "orders", 0) == PER_PARTITION)
+
+    run(test())
+
+    assert most_back > 100, "nothing was given back: the test shows nothing"
+    assert sorted(runs) == list(range(PER_PARTITION)), "each record once"
+    hot = [offset for offset in runs if offset % 10]
+    assert hot == sorted(hot)
