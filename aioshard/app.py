@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -48,7 +48,7 @@ class App(Handlers):
         self,
         group_id: str,
         *,
-        bootstrap_servers: str | None = None,
+        bootstrap_servers: str | Sequence[str] | None = None,
         settings: "Settings | None" = None,
         resources: Resources | None = None,
         **overrides: Any,
@@ -57,7 +57,7 @@ class App(Handlers):
 
         Args:
             group_id: The consumer group.
-            bootstrap_servers: `host:port`, several with commas.
+            bootstrap_servers: `host:port`; several as a list, or with commas.
             settings: Instead of `AIOSHARD_*` variables and defaults.
             resources: An async context manager around the time in which handlers run; what it yields is
                 `Context.state`.
@@ -159,18 +159,25 @@ class App(Handlers):
 
     async def _serve_with_signals(self, *, until_caught_up: bool) -> None:
         loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         seen: list[int] = []
 
         def on_signal() -> None:
             if seen:
                 os._exit(130)
             seen.append(1)
+            if self.statistics().state == "starting" and task is not None:
+                task.cancel()  # there is nothing to drain yet
             self.stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
                 loop.add_signal_handler(number, on_signal)
-        await self.serve(until_caught_up=until_caught_up)
+        try:
+            await self.serve(until_caught_up=until_caught_up)
+        except asyncio.CancelledError:
+            if not seen:
+                raise
 
     async def serve(self, *, until_caught_up: bool = False) -> None:
         """Consume until `stop` is called or the task is cancelled; then drain and commit.

@@ -138,9 +138,8 @@ class Epoch:
 
     def shed_from(self, least: Usage) -> int:
         """The first offset that is too much for a partition that cannot advance."""
-        records = size = 0
-        for delivery in self.tracker.values():
-            records += 1
+        size = 0
+        for records, delivery in enumerate(self.tracker.values(), 1):
             size += delivery.size
             if records > least.records or size > least.bytes:
                 return delivery.offset

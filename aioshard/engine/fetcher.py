@@ -241,12 +241,14 @@ class Pump:
             epoch = fetcher.epoch
             if epoch.gate is not Gate.OPEN:
                 continue
-            if not epoch.stuck(now, self._stuck_after):
-                if epoch.shed and not epoch.fetching_again:
-                    epoch.fetching_again = True
-                    transport.seek(topic_partition, min(epoch.shed))
-            elif epoch.held_usage.records > 2 * least.records or epoch.buffered_bytes > 2 * least.bytes:
-                if (records := fetcher.give_back(least)) > 0:
+            stuck = epoch.stuck(now, self._stuck_after)
+            if epoch.shed and not stuck and not epoch.fetching_again:
+                epoch.fetching_again = True
+                transport.seek(topic_partition, min(epoch.shed))
+            held = epoch.held_usage
+            if stuck and (held.records > 2 * least.records or held.bytes > 2 * least.bytes):
+                records = fetcher.give_back(least)
+                if records:
                     logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
 
     def _accept(self, fetcher: Fetcher, batch: Batch) -> None:

@@ -94,7 +94,7 @@ class Shards:
 
     # Serving ------------------------------------------------------------------
 
-    def take(self) -> Delivery | None:  # noqa: C901 - the hot path: no calls
+    def take(self) -> Delivery | None:
         """The delivery to run next, or None when nothing may start now."""
         if self._returning and (delivery := self._take_returning()) is not None:
             return delivery

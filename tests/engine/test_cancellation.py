@@ -42,8 +42,7 @@ class Life:
 
         async with app.started(lambda: InMemoryTransport(self.broker, GROUP, latency=latency)):
             self.broker.rebalance()
-            while not self.finished():
-                await asyncio.sleep(0.1)
+            await self.broker.until(self.finished)
 
     def finished(self) -> bool:
         ends = {partition: self.broker.log(TOPIC, partition).end for partition in range(2)}
@@ -88,7 +87,7 @@ def cancel_at(step: int) -> bool:
 
 
 def test_a_cancelled_app_leaves_everything_to_the_next() -> None:
-    """A cancel at each step of the loop: while it joins, fetches, runs handlers, retries, commits, rebalances, stops."""
+    """A cancel at each step: while it joins, fetches, runs handlers, retries, commits, rebalances and stops."""
     points = 0
     for step in itertools.count(3):
         if not cancel_at(step):

@@ -43,7 +43,7 @@ def test_a_halted_record_is_named_at_the_next_check(caplog: pytest.LogCaptureFix
     app = App("watched", stuck_after=20.0, shutdown_timeout=2.0)
 
     @app.consume("orders", retry=Retry(attempts=1))
-    async def handle(record: Record) -> None:
+    async def handle(_: Record) -> None:
         message = "no such customer"
         raise LookupError(message)
 

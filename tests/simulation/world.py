@@ -281,7 +281,7 @@ class World:
     def living(self) -> list[Process]:
         return [process for process in self.processes if process.alive]
 
-    async def something_happens(self) -> None:
+    async def something_happens(self) -> None:  # noqa: C901, PLR0912 - one line for each thing that may happen
         """One event, drawn by chance."""
         living = self.living
         action = self.rng.choice(
