@@ -8,8 +8,8 @@ __all__ = [
     "AioshardError",
     "AuthenticationError",
     "AuthorizationError",
-    "ClientLostError",
     "CancelledRunError",
+    "ClientLostError",
     "CommitError",
     "CommitRefusedError",
     "ConnectError",
@@ -27,6 +27,9 @@ __all__ = [
     "StateError",
     "TransportError",
 ]
+
+
+_SHOWN = 10
 
 
 class AioshardError(Exception):
@@ -148,7 +151,7 @@ class HaltedError(AioshardError):
         self.records = tuple(records)
         super().__init__(
             f"{len(self.records)} record(s) failed for good and hold their shards; the partitions are not committed "
-            f"past them: {', '.join(self.records[:10])}{', …' if len(self.records) > 10 else ''}"
+            f"past them: {_some_of(self.records)}"
         )
 
 
@@ -188,5 +191,11 @@ class NotDrainedError(AioshardError):
         self.records = tuple(records)
         super().__init__(
             f"{len(self.records)} record(s) still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
-            f"{', '.join(self.records[:10])}{', …' if len(self.records) > 10 else ''}"
+            f"{_some_of(self.records)}"
         )
+
+
+def _some_of(records: tuple[str, ...]) -> str:
+    """The first of many records, so that a message stays readable; all of them are in `records`."""
+    shown = ", ".join(records[:_SHOWN])
+    return shown if len(records) <= _SHOWN else f"{shown}, …"

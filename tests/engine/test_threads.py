@@ -11,8 +11,8 @@ from aioshard.testing import InMemoryBroker, InMemoryTransport
 
 async def wait_until(condition: object, timeout: float = 10.0) -> None:
     async with asyncio.timeout(timeout):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - threads have no event of this loop
+        while not condition():  # type: ignore[operator] # noqa: ASYNC110 - threads have no event of this loop
+            await asyncio.sleep(0.01)
 
 
 def make_app(**settings: object) -> App:
