@@ -5,7 +5,7 @@ from typing import Generic, Protocol, TypeVar
 
 from aioshard.core.sharding import ShardKey
 
-__all__ = ["DrainPlan"]
+__all__ = ["DrainPlan", "Drainable"]
 
 
 class Drainable(Protocol):

@@ -25,7 +25,7 @@ from aioshard.errors import (
 from aioshard.ports import Committed, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
-__all__ = ["Limits", "Rebalance"]
+__all__ = ["Limits", "Outside", "Rebalance"]
 
 logger = logging.getLogger("aioshard.engine.rebalance")
 

@@ -25,7 +25,7 @@ from aioshard.observe import AppState
 from aioshard.ports import Transport, TransportFactory
 from aioshard.records import Record
 
-__all__ = ["Engine", "HandlerSpec", "Options"]
+__all__ = ["Engine", "HandlerSpec", "Options", "Running"]
 
 logger = logging.getLogger("aioshard.engine")
 
