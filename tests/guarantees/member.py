@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 from aioshard import App, Context, Record
+from aioshard.core.sharding import ShardBy
 from tests.guarantees.behaviour import VARIABLE, Behaviour
 from tests.guarantees.observations import Kind, Recorder
 
@@ -50,7 +52,7 @@ class Report:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -105,9 +107,14 @@ def make_app(behaviour: Behaviour) -> App:
         return record.key
 
     app = App(behaviour.group, resources=reporting, **behaviour.settings)
-    handler = _handler(behaviour, recorder)
-    shard_by = key_of if behaviour.report_intake else "key"
-    app.consume(behaviour.topic, concurrency=behaviour.concurrency, shard_by=shard_by)(handler)
+    handlers = _Handlers(behaviour, recorder)
+    forms: dict[str, Callable[..., object]] = {
+        "context": handlers.with_context,
+        "record": handlers.with_record,
+        "thread": handlers.in_thread,
+    }
+    shard_by: ShardBy = key_of if behaviour.report_intake else "key"
+    app.consume(behaviour.topic, concurrency=behaviour.concurrency, shard_by=shard_by)(forms[behaviour.form])
     return app
 
 
@@ -118,41 +125,45 @@ class Run:
     """Whether what it returns is expected to count."""
 
 
-def _handler(behaviour: Behaviour, recorder: Recorder) -> Callable[..., object]:
-    ownerships = Ownerships()
+class _Handlers:
+    """The handler in each of its forms."""
+
+    def __init__(self, behaviour: Behaviour, recorder: Recorder) -> None:
+        self._behaviour = behaviour
+        self._recorder = recorder
+        self._ownerships = Ownerships()
 
     @contextlib.contextmanager
-    def reported(record: Record, epoch: int) -> Iterator[Run]:
+    def _reported(self, record: Record, context: Context | None) -> Iterator[Run]:
         place = record.partition, record.offset
+        epoch = 0 if context is None else self._ownerships.number(context)
         run = Run()
-        recorder.note(Kind.STARTED, place, epoch, record.key)
+        self._recorder.note(Kind.STARTED, place, epoch, record.key)
         try:
             yield run
         except BaseException:
-            recorder.note(Kind.ENDED, place, epoch, record.key)
+            self._recorder.note(Kind.ENDED, place, epoch, record.key)
             raise
-        recorder.note(Kind.FINISHED if run.counts else Kind.ENDED, place, epoch, record.key)
+        self._recorder.note(Kind.FINISHED if run.counts else Kind.ENDED, place, epoch, record.key)
 
-    async def with_context(record: Record, context: Context) -> None:
-        with reported(record, ownerships.number(context)) as run:
-            if behaviour.hangs_at(record):
-                run.counts = await _hang(behaviour)
-            elif (seconds := behaviour.duration(record)) > 0:
+    async def with_context(self, record: Record, context: Context) -> None:
+        with self._reported(record, context) as run:
+            if self._behaviour.hangs_at(record):
+                run.counts = await _hang(self._behaviour)
+            elif (seconds := self._behaviour.duration(record)) > 0:
                 await asyncio.sleep(seconds)
 
-    async def with_record(record: Record) -> None:
-        with reported(record, 0):
-            if (seconds := behaviour.duration(record)) > 0:
+    async def with_record(self, record: Record) -> None:
+        with self._reported(record, None):
+            if (seconds := self._behaviour.duration(record)) > 0:
                 await asyncio.sleep(seconds)
 
-    def in_thread(record: Record, context: Context) -> None:
-        with reported(record, ownerships.number(context)) as run:
-            if behaviour.hangs_at(record):
-                run.counts = _hang_in_thread(behaviour, context)
-            elif (seconds := behaviour.duration(record)) > 0:
+    def in_thread(self, record: Record, context: Context) -> None:
+        with self._reported(record, context) as run:
+            if self._behaviour.hangs_at(record):
+                run.counts = _hang_in_thread(self._behaviour, context)
+            elif (seconds := self._behaviour.duration(record)) > 0:
                 time.sleep(seconds)
-
-    return {"context": with_context, "record": with_record, "thread": in_thread}[behaviour.form]
 
 
 async def _hang(behaviour: Behaviour) -> bool:

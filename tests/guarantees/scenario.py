@@ -1,13 +1,14 @@
 """A scenario: a topic, a group, member processes that come and go, and the story of it all."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from json import loads
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +17,12 @@ from typing import Any, Self
 from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.guarantees.behaviour import VARIABLE, Behaviour
-from tests.guarantees.checks import CommitsAt, Story
+from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
 from tests.guarantees.observations import Observations, Place
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka_libs import PROJECT
 
-__all__ = ["SHORT", "Member", "Scenario", "zipf_keys"]
+__all__ = ["SHORT", "Member", "Scenario", "even_keys", "skewed_keys"]
 
 SHORT: Mapping[str, Any] = {
     "auto_offset_reset": "earliest",
@@ -140,6 +141,8 @@ class Scenario:
         self._admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
         self._coordinator: int | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._feeding: asyncio.Task[None] | None = None
+        self._enough = False
 
     async def __aenter__(self) -> Self:
         await self._admin.start()
@@ -152,9 +155,10 @@ class Scenario:
         for member in self.members.values():
             if member.alive:
                 await member.kill()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        tasks = [task for task in (self._watch, self._feeding) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._admin.close()
 
     # Records --------------------------------------------------------------------------
@@ -171,11 +175,17 @@ class Scenario:
             self.produced[place] = "" if key is None else key.decode()
         return places
 
-    async def feed(self, messages: Sequence[Message], *, backlog: int, chunk: int) -> None:
-        """Produces all *messages*, each time there are fewer than *backlog* unfinished ones."""
-        for start in range(0, len(messages), chunk):
-            await self.until(lambda: self.unfinished < backlog, "the members have caught up with the feed", 60)
-            await self.produce(messages[start : start + chunk])
+    def start_feeding(self, keys: Iterator[bytes], *, backlog: int, chunk: int, least: int = 0) -> None:
+        """Begins to produce a chunk each time there are fewer than *backlog* unfinished records.
+
+        Goes on until `verify` and *least* records, so that there is load as long as the scenario lasts.
+        """
+        self._feeding = asyncio.create_task(self._feed(keys, backlog, chunk, least), name="feed")
+
+    async def _feed(self, keys: Iterator[bytes], backlog: int, chunk: int, least: int) -> None:
+        while len(self.produced) < least or not self._enough:
+            await self.until(lambda: self.unfinished < backlog, "the members have caught up with the feed")
+            await self.produce([(key, None) for key in itertools.islice(keys, chunk)])
 
     # Members --------------------------------------------------------------------------
 
@@ -239,6 +249,21 @@ class Scenario:
 
         await self.until(committed, f"the group has committed {ends}", timeout)
 
+    async def verify(self, *guarantees: Guarantee) -> None:
+        """Lets the feed end, waits until everything is committed, and asks the guarantees.
+
+        When that does not come they are asked all the same, because they may know why.
+        """
+        self._enough = True
+        try:
+            if self._feeding is not None:
+                await self._feeding
+            await self.until_all_committed()
+        except AssertionError:
+            verify(await self.story(), *guarantees)
+            raise
+        verify(await self.story(), *guarantees)
+
     # The story ------------------------------------------------------------------------
 
     async def sample_commits(self) -> CommitsAt:
@@ -266,7 +291,17 @@ class Scenario:
         return Story(dict(self.produced), tuple(self.observations.refresh().seen), tuple(self.commits), ends)
 
 
-def zipf_keys(chance: random.Random, count: int, *, keys: int = 100) -> list[bytes]:
-    """Skewed keys: the n-th of them is n times as rare as the first."""
+def skewed_keys(seed: int, keys: int = 100) -> Iterator[bytes]:
+    """Keys without end, of which the n-th is n times as rare as the first."""
+    chance = random.Random(seed)
     names = [b"k%02d" % number for number in range(keys)]
-    return chance.choices(names, weights=[1 / (number + 1) for number in range(keys)], k=count)
+    weights = list(itertools.accumulate(1 / (number + 1) for number in range(keys)))
+    while True:
+        yield from chance.choices(names, cum_weights=weights, k=1_000)
+
+
+def even_keys(seed: int, keys: int) -> Iterator[bytes]:
+    """Keys without end, none more frequent than another."""
+    chance = random.Random(seed)
+    while True:
+        yield b"k%d" % chance.randrange(keys)

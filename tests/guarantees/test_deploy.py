@@ -1,8 +1,5 @@
 """P8, a clean deploy: a member is replaced under load, and not one record runs twice or is lost."""
 
-import asyncio
-import random
-
 import pytest
 
 from tests.guarantees.checks import (
@@ -14,9 +11,8 @@ from tests.guarantees.checks import (
     NothingLost,
     OneAtATimePerKey,
     OnlyUncommittedAgain,
-    verify,
 )
-from tests.guarantees.scenario import Scenario
+from tests.guarantees.scenario import Scenario, even_keys
 
 DEPLOYED = (
     NothingLost(),
@@ -30,9 +26,9 @@ DEPLOYED = (
 )
 
 
-def evenly(seed: int) -> list[bytes]:
-    """Keys of which each has only a few records in the backlog: a drain takes no longer than those few."""
-    return random.Random(seed).choices([b"k%d" % number for number in range(600)], k=12_000)
+def start_load(scenario: Scenario) -> None:
+    """So many keys that each has only a few records in the backlog: a drain takes no longer than those few."""
+    scenario.start_feeding(even_keys(seed=4, keys=600), backlog=1_500, chunk=500)
 
 
 @pytest.mark.parametrize("form", ["context", "record"])
@@ -41,20 +37,15 @@ async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: s
     for name in "abc":
         scenario.start(name, form=form, base=0.005, spread=0.1)
     await scenario.until_settled("a", "b", "c")
-    messages = [(key, None) for key in evenly(4)]
-    feeding = asyncio.create_task(scenario.feed(messages, backlog=1_500, chunk=500))
+    start_load(scenario)
     await scenario.until_finished(1_500)
     leaving = scenario.members["b"]
 
     code = await leaving.stop()
 
     assert code == 0, leaving.tail
-    assert not feeding.done(), "the load ended before the member did: it proves nothing"
     await scenario.until_settled("a", "c")
-    await feeding
-    await scenario.until_all_committed()
-    story = await scenario.story()
-    verify(story, *DEPLOYED)
+    await scenario.verify(*DEPLOYED)
     assert all(member.statistics["replayed"] == 0 for member in scenario.members.values())
 
 
@@ -64,8 +55,7 @@ async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> 
     for name in "abc":
         scenario.start(name, base=0.005, spread=0.1)
     await scenario.until_settled("a", "b", "c")
-    messages = [(key, None) for key in evenly(5)]
-    feeding = asyncio.create_task(scenario.feed(messages, backlog=1_500, chunk=500))
+    start_load(scenario)
     await scenario.until_finished(1_000)
 
     scenario.start("d", base=0.005, spread=0.1)
@@ -73,8 +63,5 @@ async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> 
     code = await scenario.members["a"].stop()
 
     assert code == 0, scenario.members["a"].tail
-    assert not feeding.done(), "the load ended before the member did: it proves nothing"
     await scenario.until_settled("b", "c", "d")
-    await feeding
-    await scenario.until_all_committed()
-    verify(await scenario.story(), *DEPLOYED)
+    await scenario.verify(*DEPLOYED)

@@ -11,7 +11,6 @@ from tests.guarantees.checks import (
     NothingLost,
     OneAtATimePerKey,
     OnlyUncommittedAgain,
-    verify,
 )
 from tests.guarantees.observations import Kind, Place
 from tests.guarantees.scenario import SHORT, Scenario
@@ -81,9 +80,7 @@ async def test_other_keys_go_on_and_a_rebalance_does_not_wait_for_the_run_that_h
     assert first.statistics["state"] == "running"
 
     assert await first.stop() == 4, first.tail
-    await scenario.until_all_committed()
-    verify(
-        await scenario.story(),
+    await scenario.verify(
         NothingLost(),
         KeyOrder(),
         OneAtATimePerKey(),
@@ -117,9 +114,7 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing_and_free
     assert all(committed[partition] == offset for partition, offset in moved), "a run in a completes nothing of b's"
 
     assert await second.stop() == 4, second.tail
-    await scenario.until_all_committed()
-    verify(
-        await scenario.story(),
+    await scenario.verify(
         NothingLost(),
         KeyOrder(),
         OneAtATimePerKey(),

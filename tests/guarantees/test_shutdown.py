@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.guarantees.behaviour import HANG
-from tests.guarantees.checks import KeyOrder, LagZero, NeverAhead, NoDuplicates, NothingLost, OneAtATimePerKey, verify
+from tests.guarantees.checks import KeyOrder, LagZero, NeverAhead, NoDuplicates, NothingLost, OneAtATimePerKey
 from tests.guarantees.observations import Kind
 from tests.guarantees.scenario import Scenario
 
@@ -34,8 +34,7 @@ async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenar
         assert committed[partition] == first_left, "what had finished is committed, up to the first that had not begun"
 
     scenario.start("a", form=form, concurrency=32)
-    await scenario.until_all_committed()
-    verify(await scenario.story(), *CLEAN, NoDuplicates())
+    await scenario.verify(*CLEAN, NoDuplicates())
 
 
 @pytest.mark.parametrize(
@@ -67,8 +66,7 @@ async def test_a_handler_that_outlasts_the_shutdown_is_named_and_the_process_end
     assert committed[stuck[0]] == stuck[1], "everything before the record is committed, and nothing beyond"
 
     scenario.start("b")
-    await scenario.until_all_committed()
-    verify(await scenario.story(), *CLEAN)
+    await scenario.verify(*CLEAN)
     assert scenario.observations.started[stuck] == 2
 
 
