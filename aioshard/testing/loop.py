@@ -1,14 +1,16 @@
 """An asyncio event loop with virtual time and a seeded order of steps: slow and racy tests become neither."""
 
 import asyncio
+import contextlib
 import math
+import os
 import random
 import selectors
 import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,8 +45,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     callbacks keep their order among themselves**, because asyncio promises that for `call_soon` and its
     own parts rely on it, and nothing moves to another pass. Correct code cannot depend on what is permuted:
     it is the order in which tasks that are all ready go on. The same seed gives the same order of steps, as
-    long as the code under test does not iterate over sets of strings or of objects without an order
-    (set `PYTHONHASHSEED` for the first). Without a seed the order is asyncio's.
+    long as the code under test has no other source of chance: sets are iterated in the order of their hashes,
+    which is that of `PYTHONHASHSEED` for strings. Without a seed the order is asyncio's.
 
     Threads (`asyncio.to_thread`, `run_in_executor`, `anyio.to_thread`) work in real time: the loop does not jump
     while one is busy, unless it has been so for half a second and nothing else happens. Sockets, pipes and
@@ -278,11 +280,12 @@ def run(
 ) -> T:
     """Run a coroutine on a `VirtualTimeLoop` of its own, as `asyncio.run` does, and return its result.
 
-    What it raises carries a note with the seed, so that a failure can be repeated.
+    What it raises carries a note with the seed, so that a failure can be repeated. Where sets of strings
+    matter, as topics in most programs, that needs a fixed `PYTHONHASHSEED` too.
 
     Args:
         main: The test.
-        seed: Permutes the steps of tasks; try several.
+        seed: Permutes the steps of tasks, and seeds the `random` module for the time of the run; try several.
         on_step: Called after every callback; what it raises ends the run.
         time_limit: Seconds of virtual time after which the run is given up.
 
@@ -301,13 +304,47 @@ def run(
     def make_loop() -> VirtualTimeLoop:
         return VirtualTimeLoop(seed=seed, on_step=on_step, time_limit=time_limit)
 
+    runner = asyncio.Runner(loop_factory=make_loop)
     try:
-        with asyncio.Runner(loop_factory=make_loop) as runner:
-            return runner.run(main)
+        with _seeded(seed):
+            try:
+                result = runner.run(main)
+            except BaseException as error:
+                _close_after(error, runner)
+                raise
+            runner.close()
     except BaseException as error:
         if seed is not None:
-            error.add_note(f"The order of steps is repeated with seed={seed}.")
+            error.add_note(f"The order of steps is repeated with seed={seed} {_hash_seed()}.")
         raise
+    return result
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Let `random` give the same numbers in every run with this seed."""
+    state = random.getstate()
+    if seed is not None:
+        random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _hash_seed() -> str:
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    if seed == "random":
+        return "(where sets of strings matter: only with a fixed PYTHONHASHSEED, which was random)"
+    return f"and PYTHONHASHSEED={seed}"
+
+
+def _close_after(error: BaseException, runner: asyncio.Runner) -> None:
+    """Close the loop of a run that failed; what goes wrong then must not hide why it failed."""
+    try:
+        runner.close()
+    except Exception as another:  # noqa: BLE001 - whatever it is, it becomes a note
+        error.add_note(f"When its tasks were cancelled afterwards: {another}")
 
 
 def waiting_place(task: asyncio.Task[Any]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from aioshard.errors import OffsetOutOfRangeError, TransportError
+from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
 from aioshard.ports import Allowance, AllowanceOf, Batch, Fault, LogRange, Oversized, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
@@ -84,7 +84,15 @@ class Reading:
         self._paused.update(partition for partition in partitions if partition in self._positions)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """Go on with these."""
+        """Go on with these.
+
+        Raises:
+            StateError: One was given to us and has no position.
+        """
+        for topic_partition in partitions:
+            if topic_partition in self._positions and self._positions[topic_partition] is None:
+                message = f"{topic_partition} was resumed before it was seeked: seek to where it goes on first"
+                raise StateError(message)
         self._paused.difference_update(partitions)
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
@@ -144,9 +152,7 @@ class Reading:
         topic_partition = log.topic_partition
         if (fault := self._broker.fault(topic_partition)) is not None:
             return fault
-        if position is None:
-            return TransportError(f"{topic_partition} was resumed without a position: seek before resume")
-        if not log.start <= position <= log.end:
+        if position is not None and not log.start <= position <= log.end:
             return OffsetOutOfRangeError(topic_partition, position)
         return None
 

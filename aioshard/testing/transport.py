@@ -144,6 +144,8 @@ class InMemoryTransport:
                 self._group.leave(self._member_id)
             self._membership = NOT_A_MEMBER
             self._reading.take_all()
+            if self._lost is None:
+                self.kill(ClientLostError("the client is closed: make a new one with the transport factory"))
 
     def kill(self, error: TransportError | None = None) -> None:
         """Let the client's background work end: every poll raises from now on, while the group still has it."""
@@ -205,6 +207,8 @@ class InMemoryTransport:
             await self._revoke(lost=False)
         finally:
             remove.cancel()
+        # What was given back may be somebody else's before we hear of it.
+        self._membership = NOT_A_MEMBER
         if not self._ending:
             self._group.rejoin(self._member_id)
 
@@ -260,8 +264,6 @@ class InMemoryTransport:
             self._check_alive()
             found = self._fetch(allowance, loop.time())
             if found.new:
-                if not any(isinstance(item, Batch) for item in found.new):
-                    await asyncio.sleep(0)  # Nothing was taken: a caller who asks again must not block the loop.
                 return found.new + found.known
             if outcome == "woken" or (outcome == "time" and loop.time() >= deadline):
                 return found.known
@@ -320,7 +322,11 @@ class InMemoryTransport:
         self._reading.pause(partitions)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """See `Transport.resume`."""
+        """See `Transport.resume`.
+
+        Raises:
+            StateError: A partition that is assigned has no position yet.
+        """
         self._reading.resume(partitions)
         self._changed()
 
@@ -338,6 +344,8 @@ class InMemoryTransport:
             CommitRefusedError: *membership* is not ours any more, or a test asked for it.
             CommitError: The broker is not available, or a test asked for it.
         """
+        if not offsets:
+            return
         if membership != self._membership or membership == NOT_A_MEMBER:
             message = f"the commit was made under {membership} and the client is {self._membership} now: plan it anew"
             raise CommitRefusedError(message)
@@ -354,29 +362,17 @@ class InMemoryTransport:
         self._broker.notify()  # Who waits for a commit may wait for its acknowledgement.
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`.
-
-        Raises:
-            ConnectError: The broker is not available.
-        """
+        """See `Transport.committed`; a `ConnectError` while the broker is not available."""
         await self._ask("committed")
         return {partition: self._group.committed(partition) for partition in partitions}
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`.
-
-        Raises:
-            ConnectError: The broker is not available.
-        """
+        """See `Transport.log_ranges`; a `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
         return {partition: self._reading.log_range(partition) for partition in partitions}
 
     async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`.
-
-        Raises:
-            ConnectError: The broker is not available.
-        """
+        """See `Transport.partitions`; a `ConnectError` while the broker is not available."""
         await self._ask("partitions")
         return frozenset(range(self._broker.topics().get(topic, 0)))
 

@@ -1,6 +1,8 @@
 """Virtual time, the seeded order of steps, deadlocks that are named, threads."""
 
 import asyncio
+import random
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -157,6 +159,16 @@ def test_callbacks_keep_their_order_under_every_seed() -> None:
     assert all(run(scenario(), seed=seed) == list(range(10)) for seed in range(20))
 
 
+def test_a_seed_is_that_of_the_random_module_too_and_leaves_no_trace() -> None:
+    async def scenario() -> float:
+        return random.random()
+
+    before = random.getstate()
+
+    assert run(scenario(), seed=1) == run(scenario(), seed=1) != run(scenario(), seed=2)
+    assert random.getstate() == before
+
+
 def test_a_seed_finds_a_race_that_plain_order_hides() -> None:
     async def scenario() -> int:
         balance = 0
@@ -254,7 +266,13 @@ def test_a_program_that_never_rests_is_ended(monkeypatch: pytest.MonkeyPatch) ->
         run(spin())
 
 
-def test_a_failure_carries_its_seed() -> None:
+@pytest.mark.parametrize(
+    ("hash_seed", "named"),
+    [("5", "seed=7 and PYTHONHASHSEED=5"), ("random", "seed=7 .*which was random")],
+)
+def test_a_failure_carries_its_seed(monkeypatch: pytest.MonkeyPatch, hash_seed: str, named: str) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+
     async def scenario() -> None:
         message = "broken"
         raise ValueError(message)
@@ -264,8 +282,30 @@ def test_a_failure_carries_its_seed() -> None:
     with pytest.raises(ValueError, match="broken") as without:
         run(scenario())
 
-    assert with_seed.value.__notes__ == ["The order of steps is repeated with seed=7."]
+    assert re.search(named, with_seed.value.__notes__[0])
     assert not hasattr(without.value, "__notes__")
+
+
+def test_a_clean_up_that_hangs_does_not_hide_the_failure() -> None:
+    async def scenario() -> None:
+        async def stubborn() -> None:
+            try:
+                await never()
+            finally:
+                await never()
+
+        task = asyncio.get_running_loop().create_task(stubborn(), name="stubborn")
+        await asyncio.sleep(0)
+        tasks.append(task)
+        message = "the failure"
+        raise ValueError(message)
+
+    tasks: list[asyncio.Task[None]] = []
+    with pytest.raises(ValueError, match="the failure") as caught:
+        run(scenario())
+
+    assert "task 'stubborn' waits at" in caught.value.__notes__[0]
+    tasks[0].get_coro().close()  # It never ends by itself.
 
 
 def test_sockets_are_refused() -> None:
@@ -360,16 +400,18 @@ def test_time_does_not_jump_while_a_thread_works(in_thread: Callable[..., Awaita
 
 
 def test_a_thread_that_hangs_lets_time_go_on() -> None:
+    release = threading.Event()
+
     async def scenario() -> float:
-        release = threading.Event()
         hanging = asyncio.ensure_future(asyncio.to_thread(release.wait))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30.0):
-                await asyncio.shield(hanging)
-        timed_out = now()
-        release.set()
-        await hanging
-        return timed_out
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(30.0):
+                    await asyncio.shield(hanging)
+            return now()
+        finally:
+            release.set()
+            await hanging
 
     assert run(scenario()) == 30.0
 
