@@ -1,7 +1,6 @@
 """Three processes that are restarted, killed and joined by others: nothing lost, and in order."""
 
 import asyncio
-import contextlib
 import random
 
 import pytest
@@ -83,21 +82,21 @@ async def kill_at_random(scenario: Scenario, *, seed: int, rounds: int) -> None:
     settings = {"session_timeout": 3, "rebalance_timeout": 8, "start_timeout": 100}
     await scenario.create(partitions=8)
     for name in "abc":
-        scenario.start(name, settings, base=0.002, spread=0.02)
+        scenario.start(name, settings, base=0.001, spread=0.01)
     await scenario.until_settled("a", "b", "c")
-    scenario.start_feeding(skewed_keys(seed), backlog=3_000, chunk=500)
+    scenario.start_feeding(skewed_keys(seed), backlog=1_500, chunk=500)
 
     for _ in range(rounds):
-        # So many steps of records later, or so much time: a group that is rebalancing takes no steps.
-        steps, seconds = chance.randrange(50, 6_000), chance.uniform(0.1, 3)
-        reached = len(scenario.observations.seen) + steps
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await scenario.until(lambda: len(scenario.observations.seen) >= reached, "so many steps", 600)  # noqa: B023
+        if chance.random() < 0.6:
+            reached = len(scenario.observations.seen) + chance.randrange(1, 3_000)
+            await scenario.until(lambda reached=reached: len(scenario.observations.seen) >= reached, "records move", 60)  # type: ignore[misc]
+        else:
+            # The group is still missing the one before: the kill meets a rebalance.
+            await asyncio.sleep(chance.uniform(0.1, 3))
         name = chance.choice("abc")
         await scenario.members[name].kill()
         await scenario.sample_commits()
-        scenario.start(name, settings, base=0.002, spread=0.02)
+        scenario.start(name, settings, base=0.001, spread=0.01)
 
     await scenario.until_settled("a", "b", "c", timeout=60)
     await scenario.verify(*SAFE)
