@@ -57,10 +57,14 @@ async def _serve(port: int | None, topics: dict[str, int], *, as_json: bool) -> 
         for name, partitions in topics.items():
             await broker.create_topic(name, partitions)
         if as_json:
-            body = {"bootstrap_servers": broker.bootstrap_servers, "topics": topics, "pid": broker.pid}
+            body = {
+                "bootstrap_servers": broker.bootstrap_servers,
+                "topics": topics,
+                "environment": _environment(broker),
+            }
             click.echo(json.dumps(body))
         else:
-            click.echo(_told(broker.bootstrap_servers, topics))
+            click.echo(_told(broker, topics))
         stopping = asyncio.create_task(asked.wait(), name="signal")
         ending = asyncio.create_task(broker.ended(), name="end of the broker")
         try:
@@ -75,12 +79,18 @@ async def _serve(port: int | None, topics: dict[str, int], *, as_json: bool) -> 
         click.echo("The embedded broker has ended; what it held is gone.")
 
 
-def _told(address: str, topics: dict[str, int]) -> str:
-    created = ", ".join(f"{name} ({partitions} partitions)" for name, partitions in topics.items())
-    return f"""\
-The embedded broker listens on {address}
+def _environment(broker: EmbeddedBroker) -> dict[str, str]:
+    shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in broker.settings.items()}
+    return {f"AIOSHARD_{name.upper()}": value for name, value in shown.items()}
 
-  export AIOSHARD_BOOTSTRAP_SERVERS={address}
+
+def _told(broker: EmbeddedBroker, topics: dict[str, int]) -> str:
+    created = ", ".join(f"{name} ({partitions} partitions)" for name, partitions in topics.items())
+    variables = "\n".join(f"  export {name}={value}" for name, value in _environment(broker).items())
+    return f"""\
+The embedded broker listens on {broker.bootstrap_servers}
+
+{variables}
   aioshard publish orders.jsonl orders --key customer
   aioshard run module:app
 
@@ -89,7 +99,8 @@ Topics: {f"{created}; " if created else ""}any other appears when it is used, wi
 It is librdkafka's mock cluster, for a first try and for tests of one member. It is not a Kafka to rely on:
   - everything is in memory, and gone when this command ends
   - a partition keeps its newest {RETAINED_BYTES // 1024**2} MiB or {RETAINED_BATCHES:,} batches; older ones are dropped
-  - a commit during a rebalance is refused, so records repeat; a rebalance takes the session time-out less 1 s
+  - a commit during a rebalance is refused, so records repeat
+  - a rebalance takes the session time-out less 1 s, also when an app is run again: hence the short one above
   - no transactions, no compaction, no static membership, no TLS, no users; topics cannot be administered
 
 Ctrl-C ends it.

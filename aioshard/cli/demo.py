@@ -50,11 +50,11 @@ def command(*, records: int, concurrency: int, as_json: bool) -> int:
     silence_client()
     flights = read_flights(records)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        figures, wrong = runner.run(_demonstrate(flights, concurrency))
+        figures, carried, wrong = runner.run(_demonstrate(flights, concurrency))
     if as_json:
         click.echo(json.dumps(figures._asdict()))
     else:
-        _print_table(figures, flights, concurrency)
+        _print_table(figures, flights, concurrency, carried)
     for sentence in wrong:
         click.echo(f"Wrong: {sentence}", err=True)
     return _WRONG if wrong else 0
@@ -111,7 +111,7 @@ class Flights:
 # The run ------------------------------------------------------------------------------
 
 
-async def _demonstrate(flights: Sequence[Flight], concurrency: int) -> tuple[Figures, list[str]]:
+async def _demonstrate(flights: Sequence[Flight], concurrency: int) -> tuple[Figures, int, list[str]]:
     handler = Flights()
     async with EmbeddedBroker() as broker:
         settings = _settings(broker.bootstrap_servers)
@@ -144,7 +144,7 @@ async def _demonstrate(flights: Sequence[Flight], concurrency: int) -> tuple[Fig
         one_by_one_seconds=round(one_by_one, 1),
         speedup=round(one_by_one / seconds, 1),
     )
-    return figures, _wrong(figures, findings, handler.carried, carried_in_order(flights))
+    return figures, handler.carried, _wrong(figures, findings, handler.carried, carried_in_order(flights))
 
 
 def _settings(bootstrap_servers: str) -> Settings:
@@ -249,7 +249,7 @@ def _wrong(figures: Figures, findings: Findings, carried: int, expected: int) ->
     return sentences
 
 
-def _print_table(figures: Figures, flights: Sequence[Flight], concurrency: int) -> None:
+def _print_table(figures: Figures, flights: Sequence[Flight], concurrency: int, carried: int) -> None:
     from rich.console import Console  # noqa: PLC0415 - imported on use
     from rich.table import Table  # noqa: PLC0415
 
@@ -273,6 +273,7 @@ def _print_table(figures: Figures, flights: Sequence[Flight], concurrency: int) 
         ),
         ("duplicates", f"{figures.duplicates:,}", "were processed more than once"),
         ("order violations", f"{figures.order_violations:,}", "legs out of order, or two of one aircraft at once"),
+        ("carried on", f"{carried:,} min", "of delay from leg to leg, right to the minute"),
         ("uncommitted", f"{figures.uncommitted:,}", "would be delivered again, says the broker"),
         ("seconds", f"{figures.seconds:,.2f}", "from connecting to the last commit"),
         ("records/s", f"{figures.records_per_second:,}", "over that time"),

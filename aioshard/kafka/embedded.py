@@ -27,6 +27,11 @@ RETAINED_BYTES = 5 * 1024 * 1024
 RETAINED_BATCHES = 100_000
 """Of one partition, beside `RETAINED_BYTES`."""
 
+SESSION_TIMEOUT = 3.0
+HEARTBEAT_INTERVAL = 0.5
+"""Each rebalance of a group here takes its session time-out less one second, whoever is in it: also the first
+join after an app has left. With the default of 45 s, an app that is run again would not start in time."""
+
 _SCRIPT = Path(__file__).with_name("mock_cluster.py")
 _START_TIMEOUT = 10.0
 _END_TIMEOUT = 5.0
@@ -51,7 +56,7 @@ class EmbeddedBroker:
         ```python
         async with EmbeddedBroker() as broker:
             await broker.create_topic("orders", partitions=8)
-            app = App("billing", bootstrap_servers=broker.bootstrap_servers, auto_offset_reset="earliest")
+            app = App("billing", **broker.settings, auto_offset_reset="earliest")
         ```
     """
 
@@ -157,6 +162,19 @@ class EmbeddedBroker:
         if not self._servers:
             raise StateError("the embedded broker was not started: use `async with EmbeddedBroker() as broker:`")
         return self._servers
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings for an app on this broker: its address, and the times of membership that suit it.
+
+        Raises:
+            StateError: The broker was not started.
+        """
+        return {
+            "bootstrap_servers": self.bootstrap_servers,
+            "session_timeout": SESSION_TIMEOUT,
+            "heartbeat_interval": HEARTBEAT_INTERVAL,
+        }
 
     @property
     def pid(self) -> int:
