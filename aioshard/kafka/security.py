@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import ssl
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import SettingsError
@@ -17,33 +16,34 @@ __all__ = ["keep_secrets_out_of_logs", "security_options"]
 def security_options(settings: "Settings") -> dict[str, Any]:
     """The options for TLS and SASL that aiokafka's consumer, producer and admin client all take.
 
+    Which settings go together has been checked; here is what only trying tells.
+
     Raises:
-        SettingsError: A file is missing or not what it should be, or settings contradict each other.
+        SettingsError: A file is not what it should be, its password is wrong, or a package is missing.
     """
-    protocol = settings.security_protocol
-    options: dict[str, Any] = {"security_protocol": protocol}
-    if protocol in {"SSL", "SASL_SSL"}:
-        options["ssl_context"] = _tls_context(settings)
-    if protocol.startswith("SASL_"):
+    options: dict[str, Any] = {"security_protocol": settings.security_protocol}
+    if settings.security_protocol.endswith("SSL"):
+        options["ssl_context"] = settings.client_options.get("ssl_context") or _tls_context(settings)
+    if settings.sasl_mechanism is not None:
         keep_secrets_out_of_logs()
-        options |= _sasl_options(settings)
+        options["sasl_mechanism"] = settings.sasl_mechanism
+        if settings.sasl_mechanism == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
+            raise SettingsError(
+                "sasl_mechanism='GSSAPI' needs the package gssapi, which is not installed: install it with  "
+                "pip install gssapi"
+            )
+    if settings.sasl_username is not None and settings.sasl_password is not None:
+        options["sasl_plain_username"] = settings.sasl_username
+        options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
     return options
 
 
 def _tls_context(settings: "Settings") -> ssl.SSLContext:
-    for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
-        path = getattr(settings, name)
-        if path is not None and not Path(path).is_file():
-            message = f"{name} is {path!r}, which is not a file: give the path of a PEM file that this process can read"
-            raise SettingsError(message)
-    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
-        message = f"ssl_keyfile={settings.ssl_keyfile!r} needs ssl_certfile, the certificate that belongs to the key"
-        raise SettingsError(message)
     try:
         context = ssl.create_default_context(cafile=settings.ssl_cafile)
     except (ssl.SSLError, OSError) as error:
-        message = f"ssl_cafile={settings.ssl_cafile!r} cannot be used ({_short(error)}): it must hold PEM certificates"
-        raise SettingsError(message) from None
+        told = f"ssl_cafile={settings.ssl_cafile!r} cannot be used ({_short(error)}): it must hold PEM certificates"
+        raise SettingsError(told) from None
     context.check_hostname = settings.ssl_check_hostname
     if settings.ssl_certfile is not None:
         password = settings.ssl_password
@@ -56,42 +56,11 @@ def _tls_context(settings: "Settings") -> ssl.SSLContext:
             context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=key_password)
         except (ssl.SSLError, OSError, ValueError) as error:
             key = settings.ssl_keyfile or settings.ssl_certfile
-            message = (
+            raise SettingsError(
                 f"ssl_certfile={settings.ssl_certfile!r} with the key in {key!r} cannot be used ({_short(error)}): "
                 "both must be PEM, belong together, and ssl_password must open the key if it is encrypted"
-            )
-            raise SettingsError(message) from None
+            ) from None
     return context
-
-
-def _sasl_options(settings: "Settings") -> dict[str, Any]:
-    protocol, mechanism = settings.security_protocol, settings.sasl_mechanism
-    if mechanism is None:
-        message = (
-            f"security_protocol={protocol!r} needs sasl_mechanism: "
-            "one of PLAIN, SCRAM-SHA-256, SCRAM-SHA-512, GSSAPI, OAUTHBEARER"
-        )
-        raise SettingsError(message)
-    options: dict[str, Any] = {"sasl_mechanism": mechanism}
-    if mechanism == "GSSAPI":
-        if importlib.util.find_spec("gssapi") is None:
-            message = "sasl_mechanism='GSSAPI' needs the package gssapi: install it with  pip install gssapi"
-            raise SettingsError(message)
-    elif mechanism == "OAUTHBEARER":
-        if "sasl_oauth_token_provider" not in settings.client_options:
-            message = (
-                "sasl_mechanism='OAUTHBEARER' needs a token provider: pass an aiokafka.abc.AbstractTokenProvider as "
-                "client_options={'sasl_oauth_token_provider': …}"
-            )
-            raise SettingsError(message)
-    else:
-        if settings.sasl_username is None or settings.sasl_password is None:
-            missing = "sasl_username" if settings.sasl_username is None else "sasl_password"
-            message = f"sasl_mechanism={mechanism!r} needs {missing}, which is not set"
-            raise SettingsError(message)
-        options["sasl_plain_username"] = settings.sasl_username
-        options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
-    return options
 
 
 def _short(error: Exception) -> str:
