@@ -109,6 +109,14 @@ class Member:
         self.ask_to_end()
         return await self.ended(timeout)
 
+    def freeze(self) -> None:
+        """Lets the process stand still, until `thaw`."""
+        self._popen.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets a frozen process go on."""
+        self._popen.send_signal(signal.SIGCONT)
+
     async def kill(self) -> None:
         """SIGKILL, and waits."""
         self._popen.kill()

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -145,3 +146,32 @@ async def test_what_came_between_the_first_position_and_a_crash_is_not_lost_unde
     assert committed == begin, "the crash came after a commit: it proves nothing"
     scenario.start("b", rarely | {"commit_interval": 0.2}, base=0.01)
     await scenario.verify(*SAFE)
+
+
+async def test_a_member_that_stood_still_beyond_its_session_commits_nothing_of_what_others_have(
+    scenario: Scenario,
+) -> None:
+    settings = {"session_timeout": 2, "commit_interval": 0.1}
+    await scenario.create(partitions=8)
+    first = scenario.start("a", settings, base=0.02, spread=0.1)
+    scenario.start("b", settings, base=0.02, spread=0.1)
+    await scenario.until_settled("a", "b")
+    scenario.start_feeding(even_keys(seed=0, keys=200), backlog=1_500, chunk=500)
+    await scenario.until_finished(1_000)
+
+    first.freeze()
+    await scenario.until_settled("b")
+    await scenario.until_finished(len(scenario.observations.finished) + 2_000)
+    first.thaw()
+    thawed = time.monotonic_ns()
+    await scenario.until_settled("a", "b")
+
+    # What it had taken in may begin until it hears that it was dropped; that is at its next word with the broker.
+    stale = [
+        seen.at - thawed
+        for seen in scenario.observations.of("a.1", Kind.STARTED)
+        if seen.at > thawed and scenario.observations.started[seen.place] > 1
+    ]
+    assert max(stale, default=0) < 2e9, f"it went on for {max(stale) / 1e9:.1f} s"
+    assert "the group has dropped us" in first.log, "it was not dropped: this proves nothing"
+    await scenario.verify(NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), CommitsOnlyAdvance(), LagZero())
