@@ -36,7 +36,7 @@ format: $(VENV)/.dev ## format the code, and fix what can be fixed safely
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.bench broker ## run the benchmarks on a real broker; ARGS chooses and says --json
+bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses and says --json
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 chaos: $(VENV)/.dev broker ## run the long tests that kill processes and brokers
@@ -70,8 +70,4 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/.pip
 
 $(VENV)/.dev: pyproject.toml $(wildcard aioshard/spark/__init__.py) | $(VENV)/.pip
 	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' --group dev
-	@touch $@
-
-$(VENV)/.bench: $(VENV)/.dev
-	@$(BIN)/python -m pip install --quiet --group bench
 	@touch $@
