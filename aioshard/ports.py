@@ -135,6 +135,13 @@ class Transport(Protocol):
     raise for a partition that is not assigned any more: they do nothing.
     """
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing, or not everything, can be consumed now although the client lives, else None.
+
+        A client without brokers raises nothing: it goes on trying.
+        """
+
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
         """Connect and begin to join the group; assignments arrive through *listener*.
 

@@ -376,5 +376,14 @@ class Rebalance:
         self._opened_in[epoch] = membership
         self._committer.own(epoch)
         epoch.open()
+        logger.info(
+            "%s: epoch %d, committed %s, position %d, %d record(s) in hand of which %d were started",
+            epoch.topic_partition,
+            epoch.number,
+            epoch.acknowledged,
+            epoch.tracker.position,
+            len(epoch.tracker),
+            sum(1 for delivery in epoch.tracker.values() if delivery.attempt),
+        )
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
         self._client.resume([epoch.topic_partition])

@@ -330,7 +330,7 @@ class Engine:
         return epoch.tracker.committable >= self.rebalance.ends[epoch.topic_partition]
 
     def _nothing_moves(self) -> bool:
-        if any(worker.delivery is not None for worker in self.workers):
+        if not self.rebalance.settled.is_set() or any(worker.delivery is not None for worker in self.workers):
             return False
         if not all(shards.at_rest for handler in self.handlers for shards in handler.feed.shards):
             return False

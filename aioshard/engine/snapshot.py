@@ -59,9 +59,9 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
 def _trouble(engine: Engine, now: float) -> str | None:
     if engine.trouble is not None:
         return f"no Kafka client for {now - engine.trouble_since:.0f} s: {engine.trouble}"
-    reported = getattr(engine.transport, "trouble", None)
-    if reported is not None:
-        return str(reported)
+    transport = engine.transport
+    if transport is not None and transport.trouble is not None:
+        return transport.trouble
     if engine.committer.trouble is not None:
         return f"commits are not acknowledged: {engine.committer.trouble}"
     return None

@@ -166,6 +166,11 @@ class InMemoryTransport:
 
     # The group -------------------------------------------------------------------------
 
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        return None if self._broker.available else "the in-memory broker is not available: the test has said so"
+
     def membership(self) -> Membership:
         """See `Transport.membership`."""
         return self._membership
