@@ -216,17 +216,12 @@ class Publisher:
 
     def _denied(self, error: BaseException) -> AuthorizationError | None:
         # aiokafka wraps refusals that it does not expect in a KafkaError of their repr.
-        text = repr(error)
-        if "TopicAuthorizationFailed" in text:
-            return AuthorizationError(
-                f"the brokers do not allow this user to write to topic {self._topic!r}: grant WRITE and DESCRIBE on it"
-            )
-        if "ClusterAuthorizationFailed" in text:
-            return AuthorizationError(
-                "the brokers do not allow this user to publish idempotently: grant WRITE on the topic, "
-                "or IDEMPOTENT_WRITE on the cluster to users of brokers before 3.0"
-            )
-        return None
+        if "TopicAuthorizationFailed" not in repr(error) and "ClusterAuthorizationFailed" not in repr(error):
+            return None
+        return AuthorizationError(
+            f"the brokers do not allow this user to write to topic {self._topic!r}: grant WRITE and DESCRIBE on it, "
+            "and before Kafka 3.0 IDEMPOTENT_WRITE on the cluster"
+        )
 
 
 def silence_client() -> None:

@@ -17,7 +17,6 @@ from aiokafka import AIOKafkaProducer
 from aioshard import Settings
 
 PROJECT = Path(__file__).parents[2]
-DEADLINE = 30.0
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
@@ -25,7 +24,7 @@ Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
     """Starts `aioshard broker`; the process is gone when the test ends."""
-    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(DEADLINE):
+    async with contextlib.AsyncExitStack() as stack:
 
         async def started(*arguments: str) -> asyncio.subprocess.Process:
             process = await asyncio.create_subprocess_exec(

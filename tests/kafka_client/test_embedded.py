@@ -29,7 +29,7 @@ DEADLINE = 30.0
 
 @pytest.fixture
 async def broker() -> AsyncIterator[EmbeddedBroker]:
-    async with asyncio.timeout(DEADLINE), EmbeddedBroker() as started:
+    async with EmbeddedBroker() as started:
         yield started
 
 
