@@ -20,7 +20,7 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from tests.support.cluster import DEADLINE, POLL_INTERVAL, KafkaCluster, is_ready
+from tests.support.cluster import DEADLINE, POLL_INTERVAL, GuardedCluster, KafkaCluster, is_ready
 from tests.support.kafka_properties import Credentials
 
 __all__ = ["allow", "client_options", "create_scram_user", "deny"]
@@ -37,7 +37,7 @@ TYPES = {
 }
 
 
-async def create_scram_user(cluster: KafkaCluster, user: Credentials) -> None:
+async def create_scram_user(cluster: GuardedCluster, user: Credentials) -> None:
     """Creates a user under SCRAM-SHA-512, or gives it a new password; returns when the user can log in."""
     info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, SCRAM_ITERATIONS)
     upsertion = UserScramCredentialUpsertion(user.username, info, user.password.encode())

@@ -16,7 +16,7 @@ from aiokafka.partitioner import DefaultPartitioner
 from aioshard.records import Record
 from tests.support.certificates import Certificates
 
-__all__ = ["DEADLINE", "POLL_INTERVAL", "KafkaCluster", "Message", "is_ready"]
+__all__ = ["DEADLINE", "POLL_INTERVAL", "GuardedCluster", "KafkaCluster", "Message", "is_ready"]
 
 DEADLINE = 30.0
 """Seconds that any one call may take."""
@@ -39,16 +39,10 @@ class KafkaCluster:
 
     Attributes:
         bootstrap: Address of the plain listener, where everything is allowed.
-        secure_bootstrap: Address of the SASL_SSL listener (PLAIN, SCRAM-SHA-256 and -512), which allows nobody
-            anything without an ACL. Who its users are: `tests.support.kafka_properties`; how to log in and
-            what to allow: `tests.support.access`.
-        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
     """
 
-    def __init__(self, bootstrap: str, secure_bootstrap: str, certificates: Certificates) -> None:
+    def __init__(self, bootstrap: str) -> None:
         self.bootstrap = bootstrap
-        self.secure_bootstrap = secure_bootstrap
-        self.certificates = certificates
 
     async def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> None:
         """Creates a topic; returns when every partition has a leader."""
@@ -199,6 +193,22 @@ class KafkaCluster:
         reader = AIOKafkaConsumer(bootstrap_servers=self.bootstrap, isolation_level=isolation, fetch_max_wait_ms=50)
         async with asyncio.timeout(DEADLINE), reader:
             yield reader
+
+
+class GuardedCluster(KafkaCluster):
+    """A cluster that has a guarded listener as well.
+
+    Attributes:
+        secure_bootstrap: Address of the SASL_SSL listener (PLAIN, SCRAM-SHA-256 and -512), which allows nobody
+            anything without an ACL. Who its users are: `tests.support.kafka_properties`; how to log in and
+            what to allow: `tests.support.access`.
+        certificates: The authority that the SASL_SSL listener's certificate comes from, and another.
+    """
+
+    def __init__(self, bootstrap: str, secure_bootstrap: str, certificates: Certificates) -> None:
+        super().__init__(bootstrap)
+        self.secure_bootstrap = secure_bootstrap
+        self.certificates = certificates
 
 
 def _raise_first_error(answers: Sequence[tuple[Any, ...]]) -> None:

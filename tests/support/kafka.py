@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.certificates import make_certificates
-from tests.support.cluster import KafkaCluster, is_ready
+from tests.support.cluster import GuardedCluster, is_ready
 from tests.support.guard import wait_for_end
 from tests.support.kafka_libs import PROJECT, kafka_libs
 from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
@@ -48,7 +48,7 @@ class KafkaFailedError(RuntimeError):
     """The broker ended, or did not answer in time; the message holds the end of its log."""
 
 
-class KafkaBroker(KafkaCluster):
+class KafkaBroker(GuardedCluster):
     """One KRaft node, broker and controller in one, that keeps its ports and data over a restart.
 
     It ends with the process *watched*, however that ends.

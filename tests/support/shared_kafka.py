@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.support.certificates import certificates_in
-from tests.support.cluster import KafkaCluster
+from tests.support.cluster import GuardedCluster
 from tests.support.kafka import STOP_TIMEOUT, KafkaBroker, end_group
 
 __all__ = ["SharedKafka", "begin_run", "end_run", "shared_kafka"]
@@ -36,7 +36,7 @@ class _Address:
     process_group: int
 
 
-class SharedKafka(KafkaCluster):
+class SharedKafka(GuardedCluster):
     """The run's broker as a test sees it: use it, leave it running."""
 
 
