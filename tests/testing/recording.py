@@ -36,14 +36,14 @@ class RecordingListener:
         self._opening = opening
 
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
-        event = Revoked(tuple(partitions), lost)
+        event = Revoked(tuple(sorted(partitions)), lost)
         self.events.append(event)
         self.revocations.put_nowait(event)
         if self.on_revoked is not None:
             await self.on_revoked()
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        event = Assigned(tuple(partitions), membership)
+        event = Assigned(tuple(sorted(partitions)), membership)
         self.events.append(event)
         self.assignments.put_nowait(event)
         if self._opening:
@@ -60,7 +60,7 @@ def nothing(_: TopicPartition) -> Allowance:
     return Allowance(0, 0)
 
 
-async def poll_batches(transport: Transport, allowance: AllowanceOf = unlimited, timeout: float = 1.0) -> list[Batch]:
+async def poll_batches(transport: Transport, allowance: AllowanceOf = unlimited, timeout: float = 5.0) -> list[Batch]:
     """One poll that must bring nothing but batches."""
     batches = []
     for item in await transport.poll(allowance, timeout):
@@ -69,7 +69,7 @@ async def poll_batches(transport: Transport, allowance: AllowanceOf = unlimited,
     return batches
 
 
-async def take(transport: Transport, count: int, *, within: float = 5.0) -> list[Record]:
+async def take(transport: Transport, count: int, *, within: float = 30.0) -> list[Record]:
     """The next *count* records of a client, in the order in which they come."""
     records: list[Record] = []
     async with asyncio.timeout(within):

@@ -61,6 +61,26 @@ def test_records_are_listed_in_the_order_of_their_timestamps(broker: InMemoryBro
     assert broker.records("nothing") == []
 
 
+def test_holes_are_made_at_the_broker_and_who_waits_hears_of_them(broker: InMemoryBroker) -> None:
+    heard: list[int] = []
+    for _ in range(4):
+        broker.publish("orders", b"x", key=b"k", partition=0)
+    unwatch = broker.watch(lambda: heard.append(broker.log("orders", 0).end))
+
+    broker.delete("orders", 0, 1)
+    broker.truncate_before("orders", 0, 1)
+    broker.begin_transaction("orders", 0)
+    broker.publish("orders", b"x", partition=0)
+    broker.end_transaction("orders", 0, commit=False)
+    broker.compact("orders", 0)
+    unwatch()
+    broker.skip("orders", 0, 1)
+
+    assert [record.offset for record in broker.records("orders", 0)] == [3]
+    assert heard == [4, 4, 5, 6, 6]
+    assert broker.log("orders", 0).end == 7
+
+
 def test_a_topic_made_anew_begins_at_0_and_forgets_commits_if_told(broker: InMemoryBroker) -> None:
     broker.publish("orders", b"x", partition=0)
     group = broker.group("billing")

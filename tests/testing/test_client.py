@@ -6,7 +6,7 @@ import time
 import pytest
 
 from aioshard import App, Record, Retry
-from aioshard.errors import ClientLostError, CommitError, CommitRefusedError
+from aioshard.errors import AuthorizationError, ClientLostError, CommitError, CommitRefusedError, StartError, StateError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
 
@@ -215,6 +215,48 @@ def test_a_lost_client_is_replaced_and_nothing_is_lost() -> None:
 
     run(scenario())
     assert seen == [b"a", b"b"]
+
+
+def test_an_outage_is_named_by_settle_and_passes() -> None:
+    seen: list[bytes | None] = []
+
+    async def scenario() -> None:
+        async with TestClient(make_app(seen)) as client:
+            client.broker.available = False
+            await client.publish("orders", b"a", partition=0)
+            with pytest.raises(TimeoutError, match="orders/0 is committed up to 0 and ends at 1"):
+                await client.settle()
+            client.broker.available = True
+            await client.settle()
+
+    run(scenario())
+    assert seen == [b"a"]
+
+
+def test_a_start_that_the_broker_refuses_leaves_the_app_as_it_was() -> None:
+    app = make_app([])
+
+    async def scenario() -> None:
+        client = TestClient(app)
+        client.broker.fail_next_start(AuthorizationError("group 'billing' is not allowed"))
+        with pytest.raises(StartError, match="group 'billing' is not allowed"):
+            async with client:
+                pass
+
+    run(scenario())
+    assert app.settings.auto_offset_reset is None
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="a positive number"):
+        TestClient(make_app([]), speed=0)
+
+    async def twice() -> None:
+        async with TestClient(make_app([])) as client:
+            with pytest.raises(StateError, match="runs already"):
+                await client.__aenter__()
+
+    run(twice())
 
 
 def test_two_apps_share_a_broker_and_a_group() -> None:

@@ -11,6 +11,7 @@ import pytest
 from aioshard.errors import (
     ClientLostError,
     CommitError,
+    CommitRefusedError,
     ConnectError,
     CorruptRecordError,
     StateError,
@@ -162,6 +163,30 @@ def test_all_members_give_back_at_the_same_time() -> None:
         return took
 
     assert run(scenario()) == 3.0
+
+
+def test_between_two_generations_a_client_is_no_member() -> None:
+    """It has given its partitions back and waits for another, who has not: what it had may be taken already."""
+
+    async def scenario() -> None:
+        broker = make_broker()
+        one, _ = await started(broker)
+        two, slow = await started(broker)
+        await broker.until(lambda: not broker.group("billing").rebalancing)
+        membership = one.membership()
+        slow.on_revoked = lambda: asyncio.sleep(10.0)
+        broker.rebalance()
+        await asyncio.sleep(1.0)
+        assert one.membership() == NOT_A_MEMBER
+        with pytest.raises(CommitRefusedError):
+            await one.commit({ONE: Committed(0, "")}, membership)
+        slow.on_revoked = None
+        await broker.until(lambda: not broker.group("billing").rebalancing)
+        assert one.membership() == Membership(membership.member_id, membership.generation + 1)
+        await two.close()
+        await one.close()
+
+    run(scenario())
 
 
 def test_a_member_that_holds_on_for_longer_than_the_rebalance_timeout_joins_under_a_new_id() -> None:
