@@ -19,7 +19,7 @@ from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.records import Record
 from aioshard.settings import Settings
 
-__all__ = ["Flights", "command"]
+__all__ = ["Figures", "Flights", "command"]
 
 _TOPIC = "flights"
 _GROUP = "delays"
