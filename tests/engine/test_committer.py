@@ -1,0 +1,282 @@
+"""The commit coordinator with a client whose answers the test decides."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from aioshard.core.flow import Usage
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.committer import Committer
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.errors import CommitError, CommitRefusedError
+from aioshard.ports import NOT_A_MEMBER, Batch, Committed, Membership
+from aioshard.records import Record, TopicPartition
+from aioshard.testing import run
+
+MEMBER = Membership("member-1", 4)
+
+
+class Client:
+    """Takes commits; everything else of the port is not asked for."""
+
+    def __init__(self) -> None:
+        self.member = MEMBER
+        self.sent: list[tuple[float, dict[int, int], Membership]] = []
+        self.answers: list[Exception] = []
+        self.takes = 0.0
+        self.under_way = 0
+        self.most_under_way = 0
+
+    def membership(self) -> Membership:
+        return self.member
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        now = asyncio.get_running_loop().time()
+        self.sent.append((now, {tp.partition: due.offset for tp, due in offsets.items()}, membership))
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await asyncio.sleep(self.takes)
+        finally:
+            self.under_way -= 1
+        if self.answers:
+            raise self.answers.pop(0)
+
+
+class Desk:
+    """A committer at work, and partitions whose records the test completes."""
+
+    def __init__(self, interval: float = 1.0) -> None:
+        self.client = Client()
+        self.committer = Committer(interval, 5.0, asyncio.get_running_loop().time)
+        self.buffer = Buffer(Usage(1000, 10**6), lambda: None)
+        self.task = asyncio.create_task(self.committer.run(self.client), name="committer")  # type: ignore[arg-type]
+
+    def epoch(self, partition: int = 0, records: int = 5) -> tuple[Epoch, list[Delivery]]:
+        tp = TopicPartition("orders", partition)
+        epoch = Epoch(tp, 1, 0, self.buffer)
+        epoch.acknowledged = 0
+        epoch.open()
+        found = [Record(*tp, offset, b"k", b"", (), 0.0) for offset in range(records)]
+        deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in found]
+        epoch.take_in(Batch(tp, found, [1] * records, records), deliveries)
+        self.committer.own(epoch)
+        return epoch, deliveries
+
+    @property
+    def offsets(self) -> list[dict[int, int]]:
+        return [offsets for _, offsets, _ in self.client.sent]
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+def with_desk(test: Any) -> Any:
+    """Run an async test with a desk under virtual time."""
+
+    def wrapped() -> None:
+        async def live() -> None:
+            desk = Desk()
+            await asyncio.sleep(0)  # the committer's task begins
+            await test(desk)
+            await desk.close()
+
+        run(live())
+
+    wrapped.__name__ = test.__name__
+    wrapped.__doc__ = test.__doc__
+    return wrapped
+
+
+@with_desk
+async def test_only_the_completed_prefix_is_committed(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch()
+    for delivery in (deliveries[1], deliveries[2]):
+        epoch.complete(delivery)
+    await asyncio.sleep(5.0)
+    assert desk.offsets == []
+
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(5.0)
+
+    assert desk.offsets == [{0: 3}]
+    assert epoch.acknowledged == 3
+
+
+@with_desk
+async def test_completions_within_an_interval_are_one_commit(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch()
+    for delivery in deliveries:
+        epoch.complete(delivery)
+        await asyncio.sleep(0.15)
+    await asyncio.sleep(3.0)
+
+    times = [time for time, _, _ in desk.client.sent]
+    assert desk.offsets[-1] == {0: 5}
+    assert all(later - earlier >= 1.0 for earlier, later in zip(times, times[1:], strict=False))
+
+
+@with_desk
+async def test_one_request_is_under_way_at_a_time(desk: Desk) -> None:
+    desk.client.takes = 2.5
+    epoch, deliveries = desk.epoch()
+    other, others = desk.epoch(partition=1)
+    for delivery in (*deliveries, *others):
+        delivery.epoch.complete(delivery)
+        await asyncio.sleep(0.4)
+    assert await desk.committer.flush([epoch, other], 20.0)
+
+    assert desk.client.most_under_way == 1
+    assert (epoch.acknowledged, other.acknowledged) == (5, 5)
+
+
+@with_desk
+async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
+    """The first request failed; meanwhile more has completed, and the second says so (I9)."""
+    desk.client.answers = [CommitError("no time")]
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(0.5)
+    assert (desk.committer.failures, epoch.acknowledged) == (1, 0)
+    assert desk.committer.trouble == "no time"
+
+    desk.client.member = Membership("member-1", 5)
+    epoch.complete(deliveries[1])
+    await asyncio.sleep(2.0)
+
+    assert [(offsets, membership.generation) for _, offsets, membership in desk.client.sent] == [
+        ({0: 1}, 4),
+        ({0: 2}, 5),
+    ]
+    assert desk.committer.trouble is None
+
+
+@with_desk
+async def test_a_commit_that_is_not_answered_within_its_time_out_stays_due(desk: Desk) -> None:
+    desk.client.takes = 60.0
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(5.5)
+
+    assert desk.committer.failures == 1
+    assert "commit_timeout" in str(desk.committer.trouble)
+    assert epoch.acknowledged == 0
+    desk.client.takes = 0.0
+    await asyncio.sleep(2.0)
+    assert epoch.acknowledged == 1
+
+
+@with_desk
+async def test_what_is_not_ours_is_not_committed(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch()
+    desk.committer.disown(epoch)
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(5.0)
+
+    assert desk.offsets == []
+    assert await desk.committer.flush([epoch], 1.0), "nothing of it is due"
+
+
+@with_desk
+async def test_an_epoch_that_ended_takes_no_completion(desk: Desk) -> None:
+    """The partition may have come back in another epoch: a dead result changes nothing (I5)."""
+    epoch, deliveries = desk.epoch()
+    epoch.end()
+    held = (desk.buffer.records, desk.buffer.bytes)
+
+    assert not epoch.complete(deliveries[0])
+
+    assert (desk.buffer.records, desk.buffer.bytes) == held == (0, 0)
+
+
+@with_desk
+async def test_nothing_is_sent_while_we_are_no_member(desk: Desk) -> None:
+    desk.client.member = NOT_A_MEMBER
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(5.0)
+    assert desk.offsets == []
+
+    desk.client.member = MEMBER
+    await asyncio.sleep(2.0)
+    assert desk.offsets == [{0: 1}]
+
+
+@with_desk
+async def test_a_refusal_does_not_stop_commits_for_ever(desk: Desk) -> None:
+    """The broker said once that the group had moved on, and it had not."""
+    desk.client.answers = [CommitRefusedError("the group has moved on")]
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(5.0)
+
+    assert epoch.acknowledged == 1
+
+
+@with_desk
+async def test_a_flush_does_not_wait_for_the_interval(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(0.01)
+    epoch.complete(deliveries[1])
+    began = asyncio.get_running_loop().time()
+
+    assert await desk.committer.flush([epoch], 5.0)
+
+    assert asyncio.get_running_loop().time() - began < 0.2
+    assert epoch.acknowledged == 2
+
+
+@with_desk
+async def test_a_flush_gives_up_at_its_deadline(desk: Desk) -> None:
+    desk.client.answers = [CommitError("no time")] * 1000
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    began = asyncio.get_running_loop().time()
+
+    assert not await desk.committer.flush([epoch], 3.0)
+
+    assert asyncio.get_running_loop().time() - began == pytest.approx(3.0, abs=0.2)
+
+
+@with_desk
+async def test_a_position_that_moves_over_a_hole_is_committed(desk: Desk) -> None:
+    """A transaction marker at the end: lag reaches 0 (I10)."""
+    epoch, _ = desk.epoch(records=0)
+    epoch.take_in(Batch(epoch.topic_partition, [], [], 7), [])
+    await asyncio.sleep(2.0)
+
+    assert epoch.acknowledged == 7
+
+
+@with_desk
+async def test_a_quiet_partition_commits_its_next_record(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=1)
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(60.0)
+    tp = epoch.topic_partition
+    record = Record(*tp, 1, b"k", b"", (), 0.0)
+    delivery = Delivery(record, epoch, None, 1, 0.0)
+    epoch.take_in(Batch(tp, [record], [1], 2), [delivery])
+    await asyncio.sleep(60.0)
+    epoch.complete(delivery)
+    await asyncio.sleep(2.0)
+
+    assert epoch.acknowledged == 2
+
+
+@with_desk
+async def test_who_waits_learns_that_the_client_is_gone(desk: Desk) -> None:
+    desk.client.takes = 60.0
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    flushing = asyncio.create_task(desk.committer.flush([epoch], 30.0), name="flush")
+    await asyncio.sleep(0.5)
+    began = asyncio.get_running_loop().time()
+    await desk.close()
+
+    assert not await flushing
+    assert asyncio.get_running_loop().time() - began < 1.0
