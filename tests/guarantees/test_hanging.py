@@ -23,11 +23,11 @@ MARGIN = 3.0
 FORMS = pytest.mark.parametrize("form", ["context", "thread"], ids=["swallows its cancellation", "is a thread"])
 
 
-async def hang(scenario: Scenario, form: str) -> list[Place]:
+async def hang(scenario: Scenario, form: str, hangs: str = "until released") -> list[Place]:
     """Starts member a, in which one record of each partition hangs; returns those records."""
     await scenario.create(PARTITIONS)
     settings = {"max_buffered_records": BOUND, "stuck_after": 2, "shutdown_timeout": 4}
-    scenario.start("a", settings, form=form, hangs="until released", concurrency=24)
+    scenario.start("a", settings, form=form, hangs=hangs, concurrency=24)
     await scenario.until_settled("a")
     hanging = []
     for partition in range(PARTITIONS):
@@ -121,5 +121,33 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing_and_free
         NeverAhead(),
         OnlyUncommittedAgain(),
         NoDuplicates(apart_from=[*stayed, *not_committed(scenario, moved)]),
+        LagZero(),
+    )
+
+
+async def test_a_run_that_a_rebalance_cancels_completes_nothing_and_runs_again(scenario: Scenario) -> None:
+    hanging = await hang(scenario, "context", hangs="until cancelled")
+    first = scenario.members["a"]
+    second = scenario.start("b")
+    await scenario.until_settled("a", "b")
+    stayed = [place for place in hanging if place[0] in first.partitions]
+    moved = [place for place in hanging if place[0] in second.partitions]
+
+    gone = [place for place in scenario.produced if place[0] in second.partitions]
+    await scenario.until(lambda: scenario.observations.finished.issuperset(gone), "b has done all of its partitions")
+    await scenario.until(
+        lambda: all(scenario.observations.started[place] == 2 for place in stayed), "a runs them again"
+    )
+    assert {seen.place for seen in scenario.observations.of("a.1", Kind.ENDED)} == set(hanging)
+    assert not first.statistics["handlers"][0]["outliving"]
+
+    assert await first.stop() == 4, first.tail
+    await scenario.verify(
+        NothingLost(),
+        KeyOrder(),
+        OneAtATimePerKey(),
+        NeverAhead(),
+        OnlyUncommittedAgain(),
+        NoDuplicates(apart_from=not_committed(scenario, [*moved, *stayed])),
         LagZero(),
     )
