@@ -151,7 +151,6 @@ class ConsumerGroup:
         member = self._members.pop(member_id, None)
         if member is None:
             return
-        self._rejoined.discard(member_id)
         self._pinned = {partition: owner for partition, owner in self._pinned.items() if owner != member_id}
         self._prepare()
         self._complete_when_all_rejoined()

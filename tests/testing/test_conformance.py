@@ -282,6 +282,27 @@ async def test_what_one_partition_takes_counts_against_the_others(harness: Harne
     assert 0 < sum(len(batch.records) for batch in first) <= 3
 
 
+async def test_the_bytes_that_one_partition_takes_count_against_the_others_too(harness: Harness) -> None:
+    await harness.publish(harness.one, b"a" * 100)
+    await harness.publish(harness.two, b"b" * 100)
+    client, _, _ = await started(harness)
+
+    polls = [await poll_batches(client, lambda _: Allowance(10, 1000)) for _ in range(2)]
+
+    assert [len(batches) for batches in polls] == [1, 1]
+    assert {batch.topic_partition for [batch] in polls} == {harness.one, harness.two}
+
+
+async def test_every_partition_has_its_turn(harness: Harness) -> None:
+    await harness.publish(harness.one, b"a", b"b", b"c")
+    await harness.publish(harness.two, b"d", b"e", b"f")
+    client, _, _ = await started(harness)
+
+    turns = [await poll_batches(client, lambda _: Allowance(1, 1 << 20)) for _ in range(3)]
+
+    assert {batch.topic_partition for [batch] in turns} == {harness.one, harness.two}
+
+
 async def test_no_more_bytes_than_allowed(harness: Harness) -> None:
     await harness.publish(harness.one, b"a" * 100, b"b" * 100, b"c" * 100)
     client, _, _ = await started(harness)
