@@ -232,27 +232,19 @@ class Intake:
         self._retry_later(partition, chunk.result)
 
     def _report_error(self, partition: _Partition, entry: Any, found: Found) -> None:
-        fault = self._fault(partition, self._internals.error_of(entry))
-        if fault is None:
-            self._drop(partition)
-            return
         partition.reported = entry
-        found.new.append(Fault(partition.name, fault))
+        found.new.append(Fault(partition.name, self._fault(partition, self._internals.error_of(entry))))
         self._retry_later(partition, entry)
 
-    def _fault(self, partition: _Partition, error: Exception) -> TransportError | None:
-        """What a fetch error says; None when the position has moved since."""
-        name, state = partition.name, partition.state
+    def _fault(self, partition: _Partition, error: Exception) -> TransportError:
+        name = partition.name
         if isinstance(error, kafka.OffsetOutOfRangeError):
-            (asked,) = error.args[0].values()
-            return OffsetOutOfRangeError(name, asked) if state.position == asked else None
+            return OffsetOutOfRangeError(name, partition.state.position)
         if isinstance(error, kafka.RecordTooLargeError):
-            asked = error.args[2]
-            if state.position != asked + 1:
-                return None
-            state.seek(asked)  # aiokafka has stepped over the record, which would lose it.
+            offset = error.args[2]
+            partition.state.seek(offset)  # aiokafka has stepped over the record, which would lose it.
             return TransportError(
-                f"the record at offset {asked} of {name} is larger than the broker returns in one fetch: "
+                f"the record at offset {offset} of {name} is larger than the broker returns in one fetch: "
                 "raise max_buffered_bytes, or the broker's limits for a fetch"
             )
         return request_error(error, f"the records of {name}", self._group_id)

@@ -61,9 +61,11 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         with anyio.move_on_after(within):
             await member.transport.close()
         assert time.monotonic() - started < within + 3
-        client = member.transport._internals.client  # type: ignore[union-attr]
-        assert not client._conns
-        del client, member.transport._internals, member.transport._intake
+        internals = member.transport._internals
+        assert internals is not None
+        assert not internals.client._conns
+        assert all(task.done() for task in internals.background_tasks().values()), "not only told to end"
+        del internals, member.transport._internals, member.transport._intake
         for _ in range(3):
             await asyncio.sleep(0)
         gc.collect()
