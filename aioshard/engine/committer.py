@@ -9,7 +9,7 @@ import anyio
 
 from aioshard.core.ownership import with_first_generation
 from aioshard.engine.epoch import Epoch
-from aioshard.errors import TransportError
+from aioshard.errors import AuthorizationError, TransportError
 from aioshard.ports import Committed, Membership, Transport
 
 __all__ = ["Committer"]
@@ -50,7 +50,10 @@ class Committer:
         self.commits = 0
         self.failures = 0
         self.trouble: str | None = None
-        """Why the last commit was not acknowledged; None when it was."""
+        """Why the last commit was not acknowledged; None when it was, or nothing is due."""
+        self.trouble_since = 0.0
+        self.refused: Callable[[AuthorizationError], None] | None = None
+        """Told when the brokers do not allow a commit; it stays due, as they may allow it later."""
         self._interval = interval
         self._timeout = timeout
         self._clock = clock
@@ -111,10 +114,14 @@ class Committer:
                 await self._commit_due(transport)
         finally:
             self._running = False
-            for request in self._requests:
-                if not request.done.done():
-                    request.done.set_result(False)
-            self._requests.clear()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody needs to wait any longer."""
+        for request in self._requests:
+            if not request.done.done():
+                request.done.set_result(False)
+        self._requests.clear()
 
     async def _until_due(self, transport: Transport) -> None:
         """Wait for a request, or for something due and the interval since the last commit to pass."""
@@ -128,6 +135,7 @@ class Committer:
                     return
                 timeout = max(timeout, _RETRY_DELAY)
             else:
+                self.trouble = None
                 awaited += [epoch.frontier() for epoch in self._owned]
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
@@ -164,9 +172,15 @@ class Committer:
     def _failed(self, error: Exception) -> None:
         self.failures += 1
         reason = str(error) or f"no answer within commit_timeout={self._timeout:g} s"
+        if self.trouble is None:
+            self.trouble_since = self._clock()
         if reason != self.trouble:
             logger.warning("a commit was not acknowledged and stays due: %s", reason)
         self.trouble = reason
+        if isinstance(error, AuthorizationError):
+            self._give_up()
+            if self.refused is not None:
+                self.refused(error)
 
 
 def _is_member(membership: Membership) -> bool:

@@ -16,6 +16,10 @@ from aioshard.records import Record, TopicPartition
 __all__ = ["Block", "Delivery", "Epoch", "Gate", "Rerun"]
 
 
+_FAULT_LASTS = 5.0
+"""Seconds; a client tries to read a partition that cannot be read about every second."""
+
+
 class Gate(enum.IntEnum):
     """Whether records of an epoch may start. Open is 0: the hot path asks `if epoch.gate`."""
 
@@ -97,7 +101,10 @@ class Epoch:
         """The mark that our commits of this partition carry; see `aioshard.core.ownership`."""
         self.rerun: Rerun | None = None
         self.trouble: str | None = None
-        """Why the partition cannot be read now, as the broker or its data say."""
+        """Why the partition could not be read when the client last said so; see `fault`."""
+        self._trouble_since = self._trouble_at = 0.0
+        self.outside_log: int | None = None
+        """The position that the log does not have, while it is being found out where to go on."""
         self.shed: dict[int, Delivery] = {}
         """Queued deliveries whose records were given back to make room; incomplete, and fetched again later."""
         self.fetching_again = False
@@ -120,6 +127,21 @@ class Epoch:
         if oldest is None or oldest.offset in self.shed:
             return False
         return (oldest.block is not None and oldest.block.halted) or now - oldest.arrived > stuck_after
+
+    def fault(self, now: float) -> str | None:
+        """Why the partition cannot be read now; what the client has not repeated for a while is over."""
+        if self.trouble is None or now - self._trouble_at > _FAULT_LASTS:
+            return None
+        return f"{self.trouble} (for {now - self._trouble_since:.0f} s)"
+
+    def note_fault(self, trouble: str, now: float) -> bool:
+        """Take note that the partition cannot be read; returns whether that is new."""
+        lasts = self.fault(now) is not None
+        if not lasts:
+            self._trouble_since = now
+        new = not lasts or trouble != self.trouble
+        self.trouble, self._trouble_at = trouble, now
+        return new
 
     def take_in(self, batch: Batch, deliveries: list[Delivery]) -> None:
         """Track a whole batch, with the position captured with it, in one step (I10).
@@ -243,7 +265,7 @@ class Epoch:
     def open(self) -> None:
         """Let records start; `Shards.reopen` puts back what was set aside."""
         self.gate = Gate.OPEN
-        self.drain = self.drained = None
+        self.drain = self.drained = self.outside_log = None
         self.revoked.clear()
 
     def end(self) -> Rerun:

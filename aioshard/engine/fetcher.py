@@ -262,8 +262,7 @@ class Pump:
     def _fault(self, epoch: Epoch, fault: Fault) -> None:
         if isinstance(fault.error, OffsetOutOfRangeError):
             self._out_of_range(epoch, fault.error)
-        elif epoch.trouble != str(fault.error):
-            epoch.trouble = str(fault.error)
+        elif epoch.note_fault(str(fault.error), self._clock()):
             logger.error("%s cannot be read: %s", epoch.topic_partition, fault.error)
 
     # How much ---------------------------------------------------------------------

@@ -22,7 +22,7 @@ from aioshard.errors import (
     OffsetRegressionError,
     TransportError,
 )
-from aioshard.ports import Committed, LogRange, Membership, Transport
+from aioshard.ports import Batch, Committed, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
 __all__ = ["Limits", "Outside", "Rebalance"]
@@ -86,6 +86,8 @@ class Rebalance:
         """Set once the partitions of an assignment were all opened (or there were none)."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as of its latest assignment; for consuming up to there."""
+        self.unsettled: dict[frozenset[TopicPartition], str] = {}
+        """Why it is not known yet where to go on with partitions that are ours."""
         self._limits = limits
         self._outside = outside
         self._committer = committer
@@ -212,15 +214,17 @@ class Rebalance:
                 self._client.seek(epoch.topic_partition, epoch.tracker.position)
             else:
                 self._end(epoch, "the partition was given to another member")
-        share = max(len(self.fetchers.keys() | given), 1)
-        self._client.adjust_prefetch(share, self._limits.max_buffered_bytes // 2)
+        self._client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
         self._look_into(given, membership, f"settle generation {membership.generation}")
 
     def restart(self, epoch: Epoch, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
-        """An epoch's position is not in its log any more: end it and find where to go on."""
+        """An epoch's position is not in its log any more: find where to go on."""
         topic_partition = epoch.topic_partition
         self._client.pause([topic_partition])
-        self._end(epoch, str(error))
+        if isinstance(error, OffsetOutOfRangeError):
+            epoch.outside_log = error.position
+        else:
+            self._end(epoch, str(error))
         self._look_into(frozenset([topic_partition]), self._client.membership(), f"restart {topic_partition}")
 
     def stop_opening(self) -> None:
@@ -238,6 +242,7 @@ class Rebalance:
     def _stop_settling(self) -> None:
         for task in self._settling:
             task.cancel()
+        self.unsettled.clear()
 
     async def _settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
         """Open each of *partitions*, in place or in a new epoch; try until done or overtaken."""
@@ -249,12 +254,13 @@ class Rebalance:
                     self._outside.fail(error)
                     return
                 reason = str(error) or "the brokers do not answer"
-                logger.warning("cannot find out where to go on with %d partition(s): %s", len(partitions), reason)
+                self.unsettled[partitions] = f"{len(partitions)} partition(s) wait, {min(partitions)} first: {reason}"
                 await asyncio.sleep(_RETRY_DELAY)
             except AioshardError as error:
                 self._outside.fail(error)
                 return
             else:
+                self.unsettled.pop(partitions, None)
                 self.settled.set()
                 return
 
@@ -269,30 +275,40 @@ class Rebalance:
         if client.membership() != membership:
             return
         fresh: list[TopicPartition] = []
-        for topic_partition in unsettled:
-            self.ends[topic_partition] = ranges[topic_partition].end
-            fetcher = self.fetchers.get(topic_partition)
-            if fetcher is None or not self._continue(
-                fetcher, committed[topic_partition], ranges[topic_partition], membership
-            ):
-                fresh.append(topic_partition)
-        begun = await self._begin_all(fresh, committed, ranges, membership)
-        if begun:
-            await self._open_resolved(begun, membership)
+        for name in unsettled:
+            self.ends[name] = ranges[name].end
+            fetcher = self.fetchers.get(name)
+            if fetcher is None or not self._continue(fetcher, committed[name], ranges[name], membership):
+                fresh.append(name)
+        await self._open_resolved(await self._begin_all(fresh, committed, ranges, membership), membership)
 
     def _is_open(self, topic_partition: TopicPartition) -> bool:
         fetcher = self.fetchers.get(topic_partition)
-        return fetcher is not None and fetcher.epoch.gate is Gate.OPEN
+        return fetcher is not None and fetcher.epoch.gate is Gate.OPEN and fetcher.epoch.outside_log is None
 
     def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
         epoch = fetcher.epoch
-        evidence = Evidence(now.member_id, now.generation, committed.offset if committed else None, log.start, log.end)
-        reason = reason_to_end(self._claims.get(epoch.topic_partition), evidence)
+        if epoch.gate is Gate.OPEN and epoch.outside_log is not None:
+            reason = self._pass_over(fetcher, epoch.outside_log, log)
+        else:
+            evidence = Evidence(*now, committed.offset if committed else None, log.start, log.end)
+            reason = reason_to_end(self._claims.get(epoch.topic_partition), evidence)
         if reason is not None:
             self._end(epoch, reason)
             return False
         self._open(epoch, now)
         return True
+
+    def _pass_over(self, fetcher: Fetcher, position: int, log: LogRange) -> str | None:
+        """Pass over what retention has deleted unread, a hole like any other; or say why the epoch ends."""
+        topic_partition = fetcher.epoch.topic_partition
+        if position >= log.start or self._limits.auto_offset_reset == "error":
+            return str(OffsetOutOfRangeError(topic_partition, position))
+        message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
+        logger.warning(message, position, log.start - 1, topic_partition, log.start)
+        fetcher.accept(Batch(topic_partition, (), (), log.start))
+        self._client.seek(topic_partition, log.start)
+        return None
 
     async def _begin_all(
         self,
@@ -316,21 +332,16 @@ class Rebalance:
                 self._limits.auto_offset_reset,
                 group_knows_topic=topic_partition.topic in known,
             )
-            if origin is None and ours is not None:
-                raise OffsetOutOfRangeError(topic_partition, ours.offset)
             if origin is None:
-                raise NoOffsetError(self._limits.group_id, topic_partition)
+                lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
+                raise lost or NoOffsetError(self._limits.group_id, topic_partition)
             epoch = self._begin(topic_partition, origin.offset)
             epoch.acknowledged = offset
             epoch.first_generation = first_generation(ours.metadata) if ours else membership.generation
             if origin.resolved:
                 if ours is not None:
-                    logger.warning(
-                        "committed offset %d of %s is outside its log; going on at %d",
-                        ours.offset,
-                        topic_partition,
-                        origin.offset,
-                    )
+                    message = "committed offset %d of %s is outside its log; going on at %d"
+                    logger.warning(message, ours.offset, topic_partition, origin.offset)
                 resolved.append(epoch)
             else:
                 self._open(epoch, membership)
@@ -356,7 +367,7 @@ class Rebalance:
         if not acknowledged:
             for epoch in epochs:
                 self._end(epoch, "its start position could not be committed")
-            message = "the position where the group begins could not be committed"
+            message = f"the position where the group begins could not be committed: {self._committer.trouble}"
             raise TransportError(message)
         for epoch in epochs:
             self._open(epoch, membership)

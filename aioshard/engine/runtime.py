@@ -18,7 +18,7 @@ from aioshard.engine.fetcher import Feed, Pump
 from aioshard.engine.rebalance import Limits, Rebalance
 from aioshard.engine.shards import Shards
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import StuckWatch
+from aioshard.engine.watch import StuckWatch, TroubleWatch
 from aioshard.engine.worker import Counters, Invoke, Worker
 from aioshard.errors import HaltedError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
@@ -114,9 +114,11 @@ class Engine:
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
         self.handlers = tuple(self._running(spec) for spec in specs)
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
+        self.committer.refused = self._refused
         self.rebalance = Rebalance(
             options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
         )
+        self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
         self._watch = StuckWatch(
             lambda: self.rebalance.epochs, lambda epoch: describe(self, epoch), options.stuck_after, self.clock
         )
@@ -184,6 +186,7 @@ class Engine:
             for worker in handler.workers:
                 self._tasks.start(worker.run(), worker.name)
         self._tasks.start(self._watch.run(), "stuck watch")
+        self._tasks.start(self.standstill.run(), "trouble watch")
         self._supervisor = self._tasks.start(self._supervise(), "client")
         if self.options.start_timeout is None:
             return
@@ -196,9 +199,11 @@ class Engine:
         if self.failed.done():
             self.failed.result()
         if not self.rebalance.settled.is_set():
-            reason = self.trouble or "the group has not given out its partitions (another member may be slow to rejoin)"
-            message = f"the app did not start within start_timeout={self.options.start_timeout:g} s: {reason}"
-            raise StartError(message)
+            slow = "the group has not given out its partitions (another member may be slow to rejoin)"
+            reason = self.trouble or self._why_nothing_moves() or self.committer.trouble or slow
+            failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
+            self.fail(failure)
+            raise failure
 
     async def _supervise(self) -> None:
         """Keep a client alive: build it, use it, and build another one when it is lost."""
@@ -211,13 +216,23 @@ class Engine:
                 if self.rebalance.settled.is_set():
                     backoff = _FIRST_BACKOFF
                 if self.state == "starting" and not error.retriable:
-                    failure = StartError(str(error))
-                    failure.__cause__ = error
-                    self.fail(failure)
+                    self._refused(error)
                     return
                 self._note_trouble(error, backoff)
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _LONGEST_BACKOFF)
+
+    def _refused(self, error: TransportError) -> None:
+        """Whoever starts is told at once; an app that runs goes on trying, as access may be given again."""
+        if self.state == "starting":
+            failure = StartError(str(error))
+            failure.__cause__ = error
+            self.fail(failure)
+
+    def _why_nothing_moves(self) -> str | None:
+        """What a client that lives cannot do."""
+        trouble = self.transport.trouble if self.transport is not None else None
+        return trouble or next(iter(self.rebalance.unsettled.values()), None)
 
     def _note_trouble(self, error: TransportError, backoff: float) -> None:
         self.client_losses += 1

@@ -59,11 +59,12 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
 def _trouble(engine: Engine, now: float) -> str | None:
     if engine.trouble is not None:
         return f"no Kafka client for {now - engine.trouble_since:.0f} s: {engine.trouble}"
-    transport = engine.transport
-    if transport is not None and transport.trouble is not None:
-        return transport.trouble
-    if engine.committer.trouble is not None:
-        return f"commits are not acknowledged: {engine.committer.trouble}"
+    standstill = engine.standstill.sentence(now)
+    if standstill is not None:
+        return standstill
+    committer = engine.committer
+    if committer.trouble is not None:
+        return f"commits have not been acknowledged for {now - committer.trouble_since:.0f} s: {committer.trouble}"
     return None
 
 
@@ -89,17 +90,17 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
         incomplete=len(tracker),
         buffered_records=epoch.held_usage.records,
         buffered_bytes=epoch.buffered_bytes,
-        paused=_why_paused(engine, epoch),
+        paused=_why_paused(engine, epoch, now),
         oldest_incomplete_age=None if oldest is None else max(now - oldest.arrived, 0.0),
     )
 
 
-def _why_paused(engine: Engine, epoch: Epoch) -> str | None:
+def _why_paused(engine: Engine, epoch: Epoch, now: float) -> str | None:
     if epoch.gate is not Gate.OPEN:
         if engine.state == "draining":
             return "the app is draining"
         return "the group is rebalancing, or the partition's position is not confirmed yet"
-    return epoch.trouble or engine.pump.reason(epoch.topic_partition)
+    return epoch.fault(now) or engine.pump.reason(epoch.topic_partition)
 
 
 def _handler(running: Running) -> HandlerStatistics:
@@ -160,7 +161,7 @@ def explain_partition(engine: Engine, epoch: Epoch, now: float, *, show_keys: bo
     """Why one partition does not advance, in a sentence or two."""
     tracker = epoch.tracker
     oldest = tracker.oldest
-    paused = _why_paused(engine, epoch)
+    paused = _why_paused(engine, epoch, now)
     pause = f" Paused: {paused}." if paused else ""
     if oldest is None:
         state = f"nothing is incomplete, position {tracker.position}, committed {epoch.acknowledged}"

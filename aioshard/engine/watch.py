@@ -1,4 +1,4 @@
-"""The watch: says in the log which record a partition does not get past, and since when (I11)."""
+"""The watches: say in the log what does not advance, and since when (I11)."""
 
 import asyncio
 import logging
@@ -6,12 +6,59 @@ from collections.abc import Callable, Iterable
 
 from aioshard.engine.epoch import Delivery, Epoch
 
-__all__ = ["StuckWatch"]
+__all__ = ["StuckWatch", "TroubleWatch"]
 
 logger = logging.getLogger("aioshard.engine.watch")
 
 _CHECKS = 4
 """Checks within `stuck_after`: a record is reported at the latest a quarter of it too late."""
+
+_LOOK_INTERVAL = 1.0
+
+
+class TroubleWatch:
+    """Looks every second for what keeps everything from moving although nothing is raised.
+
+    A client without brokers goes on trying, and so does who looks for a position. What passes within a
+    second is not told; of what lasts, the log has one line when it begins and one when it is over.
+    """
+
+    def __init__(self, ask: Callable[[], str | None], clock: Callable[[], float]) -> None:
+        """Make a watch; `run` is its task.
+
+        Args:
+            ask: Gives what is wrong now, in a sentence, or None.
+            clock: Loop time.
+        """
+        self.trouble: str | None = None
+        """What is wrong, and was a second ago."""
+        self._ask = ask
+        self._clock = clock
+        self._since: float | None = None
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL)
+            self.check()
+
+    def check(self) -> None:
+        """Take note of what is wrong now."""
+        found = self._ask()
+        if found is None:
+            if self.trouble is not None:
+                logger.warning("over after %.0f s: %s", self._clock() - (self._since or 0.0), self.trouble)
+            self.trouble = self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+        elif found != self.trouble:
+            logger.warning("%s", found)
+            self.trouble = found
+
+    def sentence(self, now: float) -> str | None:
+        """What is wrong, and for how long by loop time *now*."""
+        trouble, since = self.trouble, self._since
+        return None if trouble is None or since is None else f"{trouble} (for {now - since:.0f} s)"
 
 
 class StuckWatch:

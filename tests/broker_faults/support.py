@@ -1,0 +1,457 @@
+"""What the tests of broker faults share: an app with quick times, what its handler saw, a client to meddle with."""
+
+import asyncio
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.protocol.group import LeaveGroupRequest
+from confluent_kafka.admin import (
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
+
+from aioshard import App, Record
+from aioshard.observe import HandlerStatistics, PartitionStatistics
+from aioshard.ports import (
+    NOTHING,
+    AllowanceOf,
+    Batch,
+    Committed,
+    Fault,
+    GroupListener,
+    LogRange,
+    Membership,
+    Oversized,
+    Transport,
+    TransportFactory,
+)
+from aioshard.records import TopicPartition
+from tests.support.cluster import KafkaCluster, Message
+from tests.support.kafka_properties import Credentials
+
+__all__ = [
+    "permit",
+    "kick",
+    "members",
+    "DEADLINE",
+    "Ledger",
+    "MeddledTransport",
+    "Meddler",
+    "commit_from_outside",
+    "handler_of",
+    "messages",
+    "partition_of",
+    "quick_app",
+    "until",
+    "visiting",
+]
+
+DEADLINE = 30.0
+"""Seconds that any wait may take; a healthy run needs a fraction of it."""
+
+LOOK_INTERVAL = 0.01
+"""Seconds between two looks at statistics, which offer no event to wait for."""
+
+
+def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:
+    """An app that commits, notices rebalances and looks up topics within a fraction of a second."""
+    bootstrap = cluster if isinstance(cluster, str) else cluster.bootstrap
+    quick: dict[str, Any] = {
+        "bootstrap_servers": bootstrap,
+        "auto_offset_reset": "earliest",
+        "commit_interval": 0.1,
+        "heartbeat_interval": 0.2,
+        "session_timeout": 10,
+        "rebalance_timeout": 15,
+        "drain_timeout": 5,
+        "metadata_max_age": 1,
+        "fetch_max_wait": 0.05,
+        "start_timeout": 20,
+    }
+    return App(group, **(quick | overrides))
+
+
+def messages(count: int, *, keys: int = 7, start: int = 0, padding: int = 0) -> list[Message]:
+    """*count* records with distinct values, spread over *keys* keys in turn, each longer by *padding* bytes."""
+    return [(b"key-%d" % (number % keys), b"%d" % number + b"." * padding) for number in range(start, start + count)]
+
+
+async def until(condition: Callable[[], Any], what: Callable[[], object] = lambda: "", timeout: float = DEADLINE) -> None:
+    """Return when *condition* holds.
+
+    Raises:
+        TimeoutError: It still did not after *timeout* seconds; the message holds what *what* returns.
+    """
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + timeout
+    while not condition():
+        if loop.time() > give_up:
+            raise TimeoutError(f"it did not come to that within {timeout:g} s: {what()}")
+        await asyncio.sleep(LOOK_INTERVAL)
+
+
+def partition_of(app: App, number: int) -> PartitionStatistics:
+    """The statistics of one partition of the app's only topic.
+
+    Raises:
+        LookupError: It is not assigned to the app.
+    """
+    for partition in app.statistics().partitions:
+        if partition.partition == number:
+            return partition
+    raise LookupError(f"partition {number} is not assigned: {app.explain()}")
+
+
+def handler_of(app: App) -> HandlerStatistics:
+    """The statistics of the app's only handler."""
+    (handler,) = app.statistics().handlers
+    return handler
+
+
+class Ledger:
+    """What handlers saw, in the order in which they saw it.
+
+    Register `handle` as the handler of one or several apps; while held, it starts and does not finish.
+
+    Attributes:
+        started: Every record of every run that began.
+        finished: Every record of every run that returned.
+        overlaps: Records that started while another one of their key and partition ran.
+    """
+
+    def __init__(self, *, pause: float = 0.0) -> None:
+        self.started: list[Record] = []
+        self.finished: list[Record] = []
+        self.overlaps: list[Record] = []
+        self._pause = pause
+        self._holds: Callable[[Record], bool] = lambda _: False
+        self._released = asyncio.Event()
+        self._running: set[tuple[str, int, bytes | None]] = set()
+        self._changed = asyncio.Event()
+
+    async def handle(self, record: Record) -> None:
+        """The handler."""
+        lane = (record.topic, record.partition, record.key)
+        if lane in self._running and record.key is not None:
+            self.overlaps.append(record)
+        self._running.add(lane)
+        self.started.append(record)
+        self._changed.set()
+        try:
+            if self._pause:
+                await asyncio.sleep(self._pause)
+            while self._holds(record):
+                await self._released.wait()
+        finally:
+            self._running.discard(lane)
+        self.finished.append(record)
+        self._changed.set()
+
+    def hold(self, which: Callable[[Record], bool] = lambda _: True) -> None:
+        """From now on let only runs of other records than *which* finish; all but *which* go on."""
+        self._holds = which
+        released, self._released = self._released, asyncio.Event()
+        released.set()
+
+    def release(self) -> None:
+        """Let all runs finish again."""
+        self.hold(lambda _: False)
+
+    def offsets(self, partition: int) -> list[int]:
+        """Offsets of one partition that finished, sorted."""
+        return sorted(record.offset for record in self.finished if record.partition == partition)
+
+    @property
+    def values(self) -> list[bytes | None]:
+        """Values of the finished records."""
+        return [record.value for record in self.finished]
+
+    @property
+    def duplicates(self) -> list[str]:
+        """`topic/partition/offset` of what finished more than once."""
+        counted = Counter(f"{r.topic}/{r.partition}/{r.offset}" for r in self.finished)
+        return [name for name, count in counted.items() if count > 1]
+
+    async def until(self, condition: Callable[[], Any], timeout: float = DEADLINE) -> None:
+        """Return when *condition* holds; it is looked at whenever a run begins or ends.
+
+        Raises:
+            TimeoutError: It still did not after *timeout* seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            found = f"{len(self.started)} runs began and {len(self.finished)} ended"
+            raise TimeoutError(f"it did not come to that within {timeout:g} s: {found}") from None
+
+    async def until_finished(self, sent: Sequence[Message], timeout: float = DEADLINE) -> None:
+        """Return when every one of *sent* has been processed."""
+        wanted = {value for _, value in sent}
+
+        def missing() -> set[bytes | None]:
+            return wanted - set(self.values)
+
+        try:
+            await self.until(lambda: len(self.finished) >= len(wanted) and not missing(), timeout)
+        except TimeoutError as late:
+            some = sorted(missing(), key=str)[:5]
+            raise TimeoutError(f"{len(missing())} of {len(wanted)} records are missing, such as {some}; {late}") from None
+
+    def assert_in_order(self) -> None:
+        """Of one key and partition never two at once, and none before an older one had finished (I4)."""
+        assert self.overlaps == []
+        newest: dict[tuple[str, int, bytes | None], int] = defaultdict(lambda: -1)
+        done: dict[tuple[str, int, bytes | None], set[int]] = defaultdict(set)
+        seen: dict[tuple[str, int, bytes | None], list[int]] = defaultdict(list)
+        for record in self.finished:
+            lane = (record.topic, record.partition, record.key)
+            if record.offset not in done[lane]:
+                assert record.offset > newest[lane], f"{lane}: {record.offset} came after {newest[lane]}: {seen[lane]}"
+                newest[lane] = record.offset
+            done[lane].add(record.offset)
+            seen[lane].append(record.offset)
+
+
+@dataclasses.dataclass
+class Meddler:
+    """Makes the clients of an app, notes what passes between them and the engine, and steps in where told.
+
+    Attributes:
+        transports: Every client that was made, the newest last.
+        taken: Every record that the engine was given, in order.
+        events: What happened, in order: `("commit", offsets)`, `("records", partition, offsets)`,
+            `("revoked", partitions, lost)`, `("assigned", partitions, membership)`.
+        fail_commits: Errors for the next commits, first one first; None lets one pass.
+        fail_polls: Errors for the next polls.
+        fail_starts: Errors for the next starts of a client.
+        lose_answers: The next commits are applied and answered with these errors.
+        after_revoked: Awaited once the engine has handed its partitions back, while the group still waits.
+        member_id: Told to the engine instead of the real one.
+        skipped_generations: Added to the generation that the engine is told.
+        hand_out: Whether polls return anything.
+        kept_back: Left out of what the engine is told of an assignment.
+    """
+
+    make: TransportFactory
+    transports: list["MeddledTransport"] = dataclasses.field(default_factory=list)
+    taken: list[tuple[TopicPartition, int]] = dataclasses.field(default_factory=list)
+    events: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    fail_commits: list[Exception | None] = dataclasses.field(default_factory=list)
+    fail_polls: list[Exception] = dataclasses.field(default_factory=list)
+    fail_starts: list[Exception] = dataclasses.field(default_factory=list)
+    lose_answers: list[Exception] = dataclasses.field(default_factory=list)
+    after_revoked: Callable[["MeddledTransport"], Awaitable[None]] | None = None
+    member_id: str | None = None
+    skipped_generations: int = 0
+    hand_out: bool = True
+    kept_back: frozenset[TopicPartition] = frozenset()
+
+    def __call__(self) -> Transport:
+        """Make a client."""
+        transport = MeddledTransport(self.make(), self)
+        self.transports.append(transport)
+        return transport
+
+    @property
+    def transport(self) -> "MeddledTransport":
+        """The client in use."""
+        return self.transports[-1]
+
+    def hand_out_again(self) -> None:
+        """Let polls return something again."""
+        self.hand_out = True
+        self.transport.wake()
+
+    @property
+    def taken_twice(self) -> list[str]:
+        """What the engine was given more than once."""
+        return [f"{name}/{offset}" for (name, offset), count in Counter(self.taken).items() if count > 1]
+
+    def disguise(self, real: Membership) -> Membership:
+        """The membership as the engine is told it."""
+        if real.generation < 0:
+            return real
+        return Membership(self.member_id or real.member_id, real.generation + self.skipped_generations)
+
+
+class _Listener:
+    """Stands between a client and the engine's listener."""
+
+    def __init__(self, listener: GroupListener, transport: "MeddledTransport", meddler: Meddler) -> None:
+        self._listener = listener
+        self._transport = transport
+        self._meddler = meddler
+
+    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+        given = tuple(partitions)
+        self._meddler.events.append(("revoked", frozenset(given), lost))
+        await self._listener.revoked(given, lost=lost)
+        if self._meddler.after_revoked is not None:
+            await self._meddler.after_revoked(self._transport)
+
+    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        told = self._meddler.disguise(membership)
+        given = frozenset(partitions) - self._meddler.kept_back
+        self._meddler.events.append(("assigned", given, told))
+        self._listener.assigned(given, told)
+
+
+class MeddledTransport:
+    """A client with somebody in between; implements `aioshard.ports.Transport`.
+
+    Attributes:
+        inner: The real client.
+    """
+
+    def __init__(self, inner: Transport, meddler: Meddler) -> None:
+        self.inner = inner
+        self._meddler = meddler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        if self._meddler.fail_starts:
+            raise self._meddler.fail_starts.pop(0)
+        await self.inner.start(topics, pattern, _Listener(listener, self, self._meddler))
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+        meddler = self._meddler
+        if meddler.fail_polls:
+            raise meddler.fail_polls.pop(0)
+        found = await self.inner.poll(lambda name: allowance(name) if meddler.hand_out else NOTHING, timeout)
+        for item in found:
+            if isinstance(item, Batch) and item.records:
+                offsets = tuple(record.offset for record in item.records)
+                meddler.taken += [(item.topic_partition, offset) for offset in offsets]
+                meddler.events.append(("records", item.topic_partition, offsets))
+        return found
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def membership(self) -> Membership:
+        return self._meddler.disguise(self.inner.membership())
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        return self.inner.position(topic_partition)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        return self.inner.end_offset(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        self.inner.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        self.inner.resume(partitions)
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        self.inner.seek(topic_partition, offset)
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        meddler = self._meddler
+        meddler.events.append(("commit", {name: due.offset for name, due in offsets.items()}, membership))
+        refused = meddler.fail_commits.pop(0) if meddler.fail_commits else None
+        if refused is not None:
+            raise refused
+        real = self.inner.membership() if membership == self.membership() else membership
+        await self.inner.commit(offsets, real)
+        if meddler.lose_answers:
+            raise meddler.lose_answers.pop(0)
+        meddler.events.append(("committed", {name: due.offset for name, due in offsets.items()}))
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        return await self.inner.committed(partitions)
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        return await self.inner.log_ranges(partitions)
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        return await self.inner.partitions(topic)
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        self.inner.adjust_prefetch(partitions, max_bytes)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@asynccontextmanager
+async def visiting(cluster: KafkaCluster, group: str, topic: str) -> AsyncIterator[App]:
+    """Another member of the group, which reads *topic*, for as long as this lasts.
+
+    With a topic of its own it takes no partition away from the others: the group only rebalances.
+    """
+    guest = quick_app(cluster, group)
+    ledger = Ledger()
+    guest.consume(topic)(ledger.handle)
+    async with guest:
+        yield guest
+
+
+async def commit_from_outside(cluster: KafkaCluster, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+    """Sets the committed offsets of a group without members, as a reset tool does."""
+    async with (
+        asyncio.timeout(DEADLINE),
+        AIOKafkaConsumer(bootstrap_servers=cluster.bootstrap, group_id=group, enable_auto_commit=False) as outside,
+    ):
+        partitions = [KafkaPartition(topic, number) for number in offsets]
+        outside.assign(partitions)
+        await outside.commit({KafkaPartition(topic, number): offset for number, offset in offsets.items()})
+
+
+async def members(cluster: KafkaCluster, group: str) -> list[str]:
+    """The ids of the group's members, as its coordinator has them."""
+    async with _admin(cluster) as admin:
+        (answer,) = await admin.describe_consumer_groups([group])
+        ((_, _, _, _, _, found, *_),) = answer.groups
+    return [member[0] for member in found]
+
+
+async def permit(cluster: KafkaCluster, user: Credentials, name: str) -> None:
+    """Lifts what `tests.support.access.deny` had forbidden *user* on the topic or group *name*."""
+    everything = AclBindingFilter(
+        ResourceType.ANY,
+        name,
+        ResourcePatternType.LITERAL,
+        f"User:{user.username}",
+        None,
+        AclOperation.ANY,
+        AclPermissionType.DENY,
+    )
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
+    (answer,) = admin.delete_acls([everything]).values()
+    async with asyncio.timeout(DEADLINE):
+        assert await asyncio.wrap_future(answer)
+
+
+async def kick(cluster: KafkaCluster, group: str, member_id: str) -> None:
+    """Throws a member out of its group, of which it hears with its next request."""
+    async with _admin(cluster) as admin:
+        node = await admin.find_coordinator(group)
+        answer = await admin._client.send(node, LeaveGroupRequest(group, member_id))
+    assert answer.error_code == 0, answer
+
+
+@asynccontextmanager
+async def _admin(cluster: KafkaCluster) -> AsyncIterator[Any]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=cluster.bootstrap)
+    async with asyncio.timeout(DEADLINE):
+        try:
+            await admin.start()
+            yield admin
+        finally:
+            await admin.close()

@@ -1,0 +1,154 @@
+"""Brokers that are gone, hang, come back, or are somewhere else."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from aioshard import App
+from aioshard.errors import StartError
+from tests.broker_faults.support import Ledger, messages, partition_of, quick_app, until
+from tests.support.cluster import Message
+from tests.support.kafka import KafkaBroker
+
+OUTAGE = 20.0
+"""Seconds: longer than the session of these apps, every backoff and every time-out of a commit."""
+
+
+def _large(count: int, *, start: int = 0) -> list[Message]:
+    """Records that the client's prefetch cannot hold all at once, so that some are fetched after the outage."""
+    return [(key, (value or b"") + b"." * 1000) for key, value in messages(count, keys=50, start=start)]
+
+
+def _loaded(broker: KafkaBroker, group: str, topic: str) -> tuple[App, Ledger]:
+    app = quick_app(
+        broker, group, max_buffered_records=300, max_buffered_bytes=1024 * 1024, commit_timeout=2, session_timeout=10
+    )
+    ledger = Ledger(pause=0.005)
+    app.consume(topic, concurrency=16)(ledger.handle)
+    return app, ledger
+
+
+@pytest.mark.slow
+async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
+    own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I3 and I11: no restart, no new client needed; while it lasts, the app says so and stays ready."""
+    await own_kafka.create_topic(topic, partitions=4)
+    before = _large(6000)
+    await own_kafka.produce(topic, before)
+    app, ledger = _loaded(own_kafka, group, topic)
+    async with app:
+        await ledger.until(lambda: len(ledger.finished) > 1000)
+
+        await own_kafka.stop()
+        stopped = asyncio.get_running_loop().time()
+        await until(lambda: app.statistics().trouble, app.explain, timeout=10)
+        assert "for" in str(app.statistics().trouble)
+        assert "Trouble: " in app.explain()
+        told = [r for r in caplog.records if r.name.startswith("aioshard") and r.levelno >= logging.WARNING]
+        assert told != []
+        while asyncio.get_running_loop().time() < stopped + OUTAGE:
+            assert app.statistics().state == "running"
+            assert app.statistics().trouble is not None
+            await asyncio.sleep(0.1)  # the outage itself
+        at_most = len(ledger.finished)
+        assert at_most < len(before), "the outage came too late to be one"
+        await own_kafka.start()
+
+        after = _large(100, start=6000)
+        await own_kafka.produce(topic, after)
+        await ledger.until_finished(before + after)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        await own_kafka.wait_for_lag(group, topic)
+        assert app.statistics().state == "running"
+        assert app.statistics().commit_failures > 0
+    ledger.assert_in_order()
+
+
+@pytest.mark.slow
+async def test_a_broker_that_is_killed_under_load_loses_nothing(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+    await own_kafka.create_topic(topic, partitions=4)
+    sent = _large(6000)
+    await own_kafka.produce(topic, sent)
+    app, ledger = _loaded(own_kafka, group, topic)
+    async with app:
+        await ledger.until(lambda: len(ledger.finished) > 1000)
+
+        await own_kafka.kill()
+        assert len(ledger.finished) < len(sent)
+        await own_kafka.start()
+
+        await ledger.until_finished(sent)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        await own_kafka.wait_for_lag(group, topic)
+        assert app.statistics().state == "running"
+    ledger.assert_in_order()
+
+
+@pytest.mark.slow
+async def test_a_broker_that_hangs_is_told_of_and_waited_for(own_kafka: KafkaBroker, topic: str, group: str) -> None:
+    """Connections stay open and nothing answers: only the deadline of a commit finds out."""
+    await own_kafka.create_topic(topic)
+    app, ledger = _loaded(own_kafka, group, topic)
+    async with app:
+        first = messages(50)
+        await own_kafka.produce(topic, first)
+        ledger.hold()
+        await ledger.until(lambda: ledger.started)
+
+        own_kafka.freeze()
+        ledger.release()
+        await ledger.until_finished(first)
+        await until(lambda: app.statistics().trouble, app.explain, timeout=10)
+        assert "commit" in str(app.statistics().trouble)
+        assert app.statistics().state == "running"
+        own_kafka.thaw()
+
+        second = messages(50, start=50)
+        await own_kafka.produce(topic, second)
+        await ledger.until_finished(first + second)
+        await own_kafka.wait_for_lag(group, topic)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+    ledger.assert_in_order()
+
+
+async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -> None:
+    app = quick_app("127.0.0.1:9", group, start_timeout=3)
+    app.consume("orders")(Ledger().handle)
+    began = asyncio.get_running_loop().time()
+
+    with pytest.raises(StartError, match=r"127\.0\.0\.1:9") as refused:
+        await app.serve()
+
+    assert asyncio.get_running_loop().time() - began < 6
+    assert "bootstrap_servers" in str(refused.value)
+    assert app.statistics().state in ("failed", "stopped")
+
+
+async def test_an_app_may_start_before_its_broker_and_its_topic(tmp_path: Path, topic: str, group: str) -> None:
+    """`start_timeout=None`: degraded and not ready at first, and all by itself well later."""
+    broker = KafkaBroker(tmp_path)
+    app = quick_app(broker, group, start_timeout=None)
+    ledger = Ledger()
+    app.consume(topic)(ledger.handle)
+    try:
+        async with app:
+            await until(lambda: app.statistics().trouble, app.explain)
+            assert app.statistics().state == "starting"
+            assert broker.bootstrap in str(app.statistics().trouble)
+
+            await broker.start()
+            await until(lambda: topic in str(app.statistics().trouble), app.explain)
+            await broker.create_topic(topic, partitions=2)
+            sent = messages(20)
+            await broker.produce(topic, sent)
+
+            await ledger.until_finished(sent)
+            await until(lambda: app.statistics().trouble is None, app.explain)
+            assert app.statistics().state == "running"
+            assert partition_of(app, 0) is not None
+            await broker.wait_for_lag(group, topic)
+    finally:
+        await broker.kill()
