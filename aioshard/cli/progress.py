@@ -60,11 +60,12 @@ class Progress:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Show the last state."""
+        """Show the last state; as a plain line only where a total says what it means."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
-        self._show()
+        if self._bar is not None or self._total is not None:
+            self._show()
         if self._bar is not None:
             self._bar.stop()
 
