@@ -1,0 +1,69 @@
+"""The measured process: runs one contestant and prints what it measured as one line of JSON."""
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import NoReturn
+
+from benchmarks.contestants.meter import Meter
+from benchmarks.spec import Spec
+
+WHERE = {
+    "aioshard": "ours:on_demand",
+    "aioshard, fixed shards": "ours:fixed_shards",
+    "bare loop, no Kafka": "bare:bare_loop",
+    "plain loop": "handwritten:plain_loop",
+    "task per record": "handwritten:task_per_record",
+    "fixed queues": "handwritten:fixed_queues",
+    "queue per partition": "handwritten:queue_per_partition",
+    "FastStream": "frameworks:faststream_default",
+    "FastStream, manual ack": "frameworks:faststream_manual",
+    "faststream-concurrent-aiokafka": "frameworks:faststream_concurrent",
+}
+"""Contestants by the name in the tables; imported only where they run, which keeps each process small."""
+
+Contestant = Callable[[Spec, Meter], Awaitable[None]]
+
+
+def main() -> None:
+    """Run the contestant that the first argument describes."""
+    spec = Spec.from_json(sys.argv[1])
+    module, _, name = WHERE[spec.contestant].partition(":")
+    contestant: Contestant = getattr(importlib.import_module(f"benchmarks.contestants.{module}"), name)
+    meter = Meter(spec)
+
+    with asyncio.Runner(loop_factory=_loop_factory(uvloop=spec.uvloop)) as runner:
+        runner.run(_run(contestant, spec, meter))
+    _answer(meter)
+
+
+async def _run(contestant: Contestant, spec: Spec, meter: Meter) -> None:
+    running = asyncio.create_task(contestant(spec, meter), name=spec.contestant)
+    if spec.work == "hang":
+        over = asyncio.create_task(meter.over.wait(), name="over")
+        await asyncio.wait([running, over], return_when=asyncio.FIRST_COMPLETED)
+        if over.done():
+            _answer(meter)  # ending in order would wait for handlers that never return
+    await running
+
+
+def _answer(meter: Meter) -> NoReturn:
+    print(json.dumps(asdict(meter.result())), flush=True)
+    # What a contestant leaves running is not measured and must not keep us.
+    os._exit(0)
+
+
+def _loop_factory(*, uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop]:
+    if not uvloop:
+        return asyncio.new_event_loop
+    import uvloop as faster  # noqa: PLC0415 - not there on every system
+
+    return faster.new_event_loop
+
+
+if __name__ == "__main__":
+    main()

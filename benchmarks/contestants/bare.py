@@ -1,0 +1,28 @@
+"""The ceiling: the handler without Kafka."""
+
+import asyncio
+from typing import NamedTuple
+
+from benchmarks.contestants.meter import Meter
+from benchmarks.spec import Spec
+
+__all__ = ["bare_loop"]
+
+
+class Place(NamedTuple):
+    """What the handler looks at of a record."""
+
+    partition: int
+    offset: int
+
+
+async def bare_loop(spec: Spec, meter: Meter) -> None:
+    """*concurrency* coroutines that call the handler again and again."""
+    places = iter([Place(partition, offset) for partition, end in enumerate(spec.ends) for offset in range(end)])
+    handler = meter.handler
+
+    async def work() -> None:
+        for place in places:
+            await handler(place)
+
+    await asyncio.gather(meter.watch(), *(work() for _ in range(spec.concurrency)))

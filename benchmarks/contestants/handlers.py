@@ -1,0 +1,134 @@
+"""What the handler of all contestants does, and what it remembers."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from benchmarks.spec import Spec
+
+__all__ = ["Handler", "Work", "make_work"]
+
+Handler = Callable[[Any], Awaitable[None]]
+
+SLOW_EVERY = 100
+
+
+class Work(Protocol):
+    """One kind of handler."""
+
+    handler: Handler
+    count: Callable[[], int]
+    """How many records are done."""
+    first_started: float
+    """Seconds; 0 where no times are noted."""
+    last_ended: float
+
+    @property
+    def repeated(self) -> int:
+        """How many records ran more than once, as far as noted."""
+
+    @property
+    def missing(self) -> int:
+        """How many records never ran, as far as noted."""
+
+
+def make_work(spec: Spec) -> Work:
+    """The kind of handler that *spec* asks for."""
+    match spec.work:
+        case "count":
+            return _Counting()
+        case "hang":
+            return _Hanging()
+        case "journal":
+            return _Journal(spec)
+        case _:
+            return _Noting(spec)
+
+
+class _Unnoted:
+    """A handler that does not remember which records it saw."""
+
+    first_started = last_ended = 0.0
+    repeated = missing = 0
+    handler: Handler
+    count: Callable[[], int]
+
+
+class _Counting(_Unnoted):
+    def __init__(self) -> None:
+        count = 0
+
+        async def handler(_record: Any) -> None:
+            nonlocal count
+            count += 1
+
+        self.handler = handler
+        self.count = lambda: count
+
+
+class _Hanging(_Unnoted):
+    def __init__(self) -> None:
+        self._started = 0
+        self.handler = self._hang
+        self.count = lambda: self._started
+
+    async def _hang(self, _record: Any) -> None:
+        self._started += 1
+        await asyncio.get_running_loop().create_future()
+
+
+class _Journal(_Unnoted):
+    """Sleeps, then appends partition and offset to a file, which outlives the process."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._seconds = spec.seconds
+        self._file = os.open(spec.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._written = 0
+        self.handler = self._write
+        self.count = lambda: self._written
+
+    async def _write(self, record: Any) -> None:
+        await asyncio.sleep(self._seconds)
+        os.write(self._file, b"%d %d\n" % (record.partition, record.offset))
+        self._written += 1
+
+
+class _Noting:
+    """Marks each record; with seconds to sleep, sleeps and notes when the first and the last one were."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._marks = [bytearray(end) for end in spec.ends]
+        self._count = 0
+        self._seconds = spec.seconds
+        self._slow_seconds = spec.slow_seconds
+        self.first_started = self.last_ended = 0.0
+        self.handler: Handler = self._sleep if spec.work == "sleep" else self._check
+        self.count: Callable[[], int] = lambda: self._count
+
+    @property
+    def repeated(self) -> int:
+        return sum(len(marks) - marks.count(0) - marks.count(1) for marks in self._marks)
+
+    @property
+    def missing(self) -> int:
+        return sum(marks.count(0) for marks in self._marks)
+
+    async def _check(self, record: Any) -> None:
+        self._marks[record.partition][record.offset] += 1
+        self._count += 1
+
+    async def _sleep(self, record: Any) -> None:
+        if not self.first_started:
+            self.first_started = time.perf_counter()
+        slow = self._slow_seconds and _is_slow(record.partition, record.offset)
+        await asyncio.sleep(self._slow_seconds if slow else self._seconds)
+        self._marks[record.partition][record.offset] += 1
+        self._count += 1
+        self.last_ended = time.perf_counter()
+
+
+def _is_slow(partition: int, offset: int) -> bool:
+    """One record in a hundred, scattered, and the same ones for every contestant."""
+    return ((offset * 2654435761 + partition * 40503) >> 7) % SLOW_EVERY == 0

@@ -1,0 +1,136 @@
+"""What teams write by hand on aiokafka, in a fair and careful form each."""
+
+import asyncio
+import zlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from benchmarks.contestants.meter import Meter
+from benchmarks.spec import Spec
+
+__all__ = ["fixed_queues", "plain_loop", "queue_per_partition", "task_per_record"]
+
+MAX_RECORDS = 500
+"""Per `getmany`: a third quicker than without a limit."""
+COMMIT_INTERVAL = 1.0
+BUFFERED_RECORDS = 10_000
+"""What all queues together may hold; aioshard's default bound."""
+
+
+async def plain_loop(spec: Spec, meter: Meter) -> None:
+    """`getmany`, the handler for each record in order, a commit once a second."""
+    handler = meter.handler
+    clock = asyncio.get_running_loop().time
+    async with _consumer(spec) as consumer:
+        watching = asyncio.create_task(meter.watch(), name="watch")
+        committed_at = clock()
+        while not watching.done():
+            for records in (await consumer.getmany(timeout_ms=100, max_records=MAX_RECORDS)).values():
+                for record in records:
+                    await handler(record)
+            if clock() - committed_at >= COMMIT_INTERVAL:
+                await consumer.commit()
+                committed_at = clock()
+        watching.result()
+        await consumer.commit()
+
+
+async def task_per_record(spec: Spec, meter: Meter) -> None:
+    """A task for each record, bounded by a semaphore; no order, and auto-commit, which loses records in a crash."""
+    handler = meter.handler
+    semaphore = asyncio.Semaphore(spec.concurrency)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def run(record: Any) -> None:
+        try:
+            await handler(record)
+        finally:
+            semaphore.release()
+
+    async def consume(consumer: Any) -> None:
+        while True:
+            for records in (await consumer.getmany(timeout_ms=100, max_records=MAX_RECORDS)).values():
+                for record in records:
+                    await semaphore.acquire()
+                    task = asyncio.create_task(run(record))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+
+    async with _consumer(spec, enable_auto_commit=True, auto_commit_interval_ms=1000) as consumer:
+        await _watch_beside(meter, [consume(consumer)])
+
+
+async def fixed_queues(spec: Spec, meter: Meter) -> None:
+    """The hash of the key chooses one of *concurrency* bounded queues with one worker each; commits what is done."""
+    number = spec.concurrency
+    await _queues(spec, meter, number, lambda record: zlib.crc32(record.key or b"") % number)
+
+
+async def queue_per_partition(spec: Spec, meter: Meter) -> None:
+    """One queue and one worker for each partition: sequential within it."""
+    await _queues(spec, meter, len(spec.ends), lambda record: int(record.partition))
+
+
+async def _queues(spec: Spec, meter: Meter, number: int, queue_of: Callable[[Any], int]) -> None:
+    handler = meter.handler
+    bound = max(BUFFERED_RECORDS // number, 1)
+    queues: list[asyncio.Queue[Any]] = [asyncio.Queue(bound) for _ in range(number)]
+    incomplete: list[OrderedDict[int, None]] = [OrderedDict() for _ in spec.ends]
+    position = [0] * len(spec.ends)
+
+    async def work(queue: asyncio.Queue[Any]) -> None:
+        while True:
+            record = await queue.get()
+            await handler(record)
+            del incomplete[record.partition][record.offset]
+
+    async def consume(consumer: Any) -> None:
+        while True:
+            for records in (await consumer.getmany(timeout_ms=100, max_records=MAX_RECORDS)).values():
+                partition = records[0].partition
+                incomplete[partition].update(dict.fromkeys(record.offset for record in records))
+                position[partition] = records[-1].offset + 1
+                for record in records:
+                    await queues[queue_of(record)].put(record)
+
+    async def commit(consumer: Any) -> None:
+        done = {
+            TopicPartition(spec.topic, partition): next(iter(incomplete[partition]), position[partition])
+            for partition in range(len(spec.ends))
+        }
+        await consumer.commit({at: offset for at, offset in done.items() if offset})
+
+    async def keep_committing(consumer: Any) -> None:
+        while True:
+            await asyncio.sleep(COMMIT_INTERVAL)
+            await commit(consumer)
+
+    async with _consumer(spec) as consumer:
+        await _watch_beside(meter, [consume(consumer), keep_committing(consumer), *map(work, queues)])
+        await commit(consumer)
+
+
+@asynccontextmanager
+async def _consumer(spec: Spec, **options: Any) -> AsyncIterator[Any]:
+    told = {"enable_auto_commit": False, "auto_offset_reset": "earliest"} | options
+    consumer = AIOKafkaConsumer(spec.topic, bootstrap_servers=spec.bootstrap, group_id=spec.group, **told)
+    async with consumer:
+        yield consumer
+
+
+async def _watch_beside(meter: Meter, parts: Sequence[Any]) -> None:
+    """Run *parts* until the meter has seen the last record, or one of them fails."""
+    watching = asyncio.create_task(meter.watch(), name="watch")
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait([watching, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (watching, *tasks):
+            task.cancel()
+        await asyncio.gather(watching, *tasks, return_exceptions=True)

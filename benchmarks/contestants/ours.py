@@ -1,0 +1,27 @@
+"""aioshard as its users run it."""
+
+from aioshard import App
+from benchmarks.contestants.meter import Meter
+from benchmarks.spec import Spec
+
+__all__ = ["fixed_shards", "on_demand"]
+
+
+async def on_demand(spec: Spec, meter: Meter) -> None:
+    """A shard per key, served by *concurrency* workers: the default."""
+    app = _app(spec)
+    app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
+    async with app:
+        await meter.watch()
+
+
+async def fixed_shards(spec: Spec, meter: Meter) -> None:
+    """As many numbered shards with one worker each."""
+    app = _app(spec)
+    app.consume(spec.topic, shards=spec.concurrency)(meter.handler)
+    async with app:
+        await meter.watch()
+
+
+def _app(spec: Spec) -> App:
+    return App(spec.group, bootstrap_servers=spec.bootstrap, auto_offset_reset="earliest")

@@ -1,0 +1,51 @@
+"""What the figures were measured on."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["described", "machine"]
+
+PACKAGES = ("aiokafka", "uvloop", "faststream", "faststream-concurrent-aiokafka")
+GIB = 1024**3
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory, load and versions."""
+    return {
+        "processor": _processor(),
+        "processors": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def described(found: dict[str, Any]) -> str:
+    """What `machine` found, as one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    return (
+        f"{found['processors']} × {found['processor']}, {found['memory_gib']} GiB, {found['system']}, "
+        f"load {found['load']} at the start; Python {found['python']}, {versions}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,78 @@
+"""P1: what the engine costs per record, where handlers do nothing."""
+
+import itertools
+from collections.abc import Iterator
+
+from benchmarks.report import Cell, Report, Spread, Verdict, spread
+from benchmarks.spec import Measurement
+from benchmarks.stage import Contestant, Runs, Stage
+from tests.support.cluster import Message
+
+__all__ = ["CONCURRENCY", "KEYS", "PARTITIONS", "numbered_messages", "run"]
+
+TITLE = "CPU per record: no-op handler, 100 B, 8 partitions, 1,000 keys"
+OURS, PLAIN = "aioshard", "plain loop"
+CONCURRENCY = 64
+PARTITIONS = 8
+KEYS = 1_000
+
+
+def numbered_messages(records: int, keys: int) -> Iterator[Message]:
+    """Messages of 100 bytes of JSON, with keys that take turns."""
+    value = b'{"padding":"%s"}' % (b"x" * 86)
+    names = [b"key-%d" % number for number in range(keys)]
+    return zip(itertools.islice(itertools.cycle(names), records), itertools.repeat(value))
+
+
+async def run(stage: Stage) -> Report:
+    """Fill a topic, check each contestant once, then measure them in turn."""
+    records = stage.size(1_000_000, 4_000)
+    topic = await stage.fill("p1", PARTITIONS, numbered_messages(records, KEYS))
+    part = stage.size(200_000, 2_000)
+    few, fewer = stage.size(20_000, 500), stage.size(3_000, 200)
+    framework, addon = "faststream", "faststream_concurrent_aiokafka"
+    contestants = stage.lineup(
+        [
+            Contestant(PLAIN),
+            Contestant(OURS),
+            Contestant("aioshard, fixed shards"),
+            Contestant("fixed queues", part, rounds=3),
+            Contestant("task per record", part, rounds=3),
+            Contestant("FastStream", few, rounds=3, package=framework),
+            Contestant("FastStream, manual ack", fewer, rounds=3, package=framework),
+            Contestant("faststream-concurrent-aiokafka", fewer, rounds=3, package=addon),
+        ],
+        [],
+    )
+    runs = checked = await stage.contest(contestants, topic, rounds=1, work="check", concurrency=CONCURRENCY)
+    if not stage.quick:
+        runs = await stage.contest(contestants, topic, rounds=5, work="count", concurrency=CONCURRENCY)
+    report = Report("P1", TITLE, [_row(name, runs, checked[name][0]) for name in runs])
+    ratio = _times_plain(runs, OURS).median
+    report.verdicts.append(
+        Verdict("CPU per record, times the plain loop", ratio, must=2.0, aim=1.5, judged=not stage.quick)
+    )
+    for name, measured in checked.items():
+        report.blame(name, measured)
+    report.problems += await stage.uncommitted(OURS)
+    report.notes.append("Median (least–most) of the rounds; each ratio is within one round.")
+    return report
+
+
+def _times_plain(runs: Runs, name: str) -> Spread:
+    return spread(
+        [run.cpu_per_record / plain.cpu_per_record for run, plain in zip(runs[name], runs[PLAIN], strict=False)]
+    )
+
+
+def _row(name: str, runs: Runs, checked: Measurement) -> dict[str, Cell]:
+    measured = runs[name]
+    return {
+        "contestant": name,
+        "records": measured[0].records,
+        "µs CPU/record": spread([run.cpu_per_record for run in measured]),
+        "× plain loop": _times_plain(runs, name),
+        "records/s": spread([run.rate for run in measured]).median,
+        "lost": checked.missing,
+        "twice": checked.repeated,
+    }

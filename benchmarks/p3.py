@@ -1,0 +1,45 @@
+"""P3: what a sequential consumer cannot do: a 10 ms handler on 32 partitions."""
+
+from benchmarks.p1 import numbered_messages
+from benchmarks.report import Report, Verdict, spread
+from benchmarks.stage import Contestant, Stage
+from benchmarks.tables import rate_rows
+
+__all__ = ["run"]
+
+TITLE = "Throughput: handler sleeps 10 ms, 32 partitions, 10,000 keys, concurrency 1,024"
+OURS, BARE = "aioshard", "bare loop, no Kafka"
+PARTITIONS = 32
+KEYS = 10_000
+CONCURRENCY = 1_024
+SECONDS = 0.010
+
+
+async def run(stage: Stage) -> Report:
+    """Fill a topic, then let the contestants consume all of it in turn."""
+    topic = await stage.fill("p3", PARTITIONS, numbered_messages(stage.size(600_000, 2_000), KEYS))
+    contestants = stage.lineup(
+        [Contestant(BARE), Contestant(OURS)],
+        [
+            Contestant("task per record", rounds=2),
+            Contestant("fixed queues", rounds=2),
+            Contestant("queue per partition", 15_000, rounds=2),
+        ],
+    )
+    runs = await stage.contest(
+        contestants, topic, rounds=stage.size(3, 1), work="sleep", concurrency=CONCURRENCY, seconds=SECONDS
+    )
+    report = Report("P3", TITLE, rate_rows(runs, ceiling=BARE))
+    report.verdicts.append(
+        Verdict(
+            "records/s, 20 times what 32 sequential partitions do",
+            spread([run.rate for run in runs[OURS]]).median,
+            must=64_000,
+            at_least=True,
+            judged=not stage.quick,
+        )
+    )
+    for name, measured in runs.items():
+        report.blame(name, measured)
+    report.notes.append("32 partitions that are processed one record at a time do 3,200 records/s at most.")
+    return report

@@ -1,0 +1,83 @@
+"""What a contestant is told, and what it answers: the two ends of one measured process."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Measurement", "Spec", "Work"]
+
+Work = Literal["count", "check", "sleep", "hang", "journal"]
+"""What the handler does: count and nothing else; note which records came; sleep and note; never return;
+sleep and write to a file which record it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One run of one contestant."""
+
+    contestant: str
+    bootstrap: str
+    topic: str
+    group: str
+    ends: tuple[int, ...]
+    """End offset of each partition; every offset below has a record."""
+    records: int
+    """How many records to process; the run ends then."""
+    concurrency: int
+    work: Work
+    seconds: float = 0.0
+    """How long the handler sleeps."""
+    slow_seconds: float = 0.0
+    """How long it sleeps for one record in a hundred."""
+    watch_seconds: float = 0.0
+    """With `hang`: how long the process is watched."""
+    journal: str = ""
+    """With `journal`: the file. The run ends in order when the process gets SIGTERM."""
+    uvloop: bool = True
+
+    def to_json(self) -> str:
+        """For the command line of the process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Spec":
+        """The other direction."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(**(values | {"ends": tuple(values["ends"])}))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one run showed.
+
+    CPU is user and system time of the consuming process between the record that ends the warm-up, the
+    first tenth, and the last one; start-up and joining the group are not in it. Wall time is from the
+    first record to the last one.
+    """
+
+    records: int
+    cpu_seconds: float
+    cpu_records: int
+    """Records between the two readings of CPU time."""
+    wall_seconds: float
+    wall_records: int
+    repeated: int = 0
+    """Records that ran more than once; 0 where the handler only counts."""
+    missing: int = 0
+    """Records that never ran; 0 where the handler only counts, or not all of the topic is read."""
+    rss: int = 0
+    """Bytes that the process held at the end."""
+    peak_rss: int = 0
+    """Bytes; the most that the process ever held."""
+    late_growth: int = 0
+    """Bytes by which it grew in the last third of a watched time."""
+
+    @property
+    def cpu_per_record(self) -> float:
+        """Microseconds per record, which is also CPU seconds per million records."""
+        return self.cpu_seconds / max(self.cpu_records, 1) * 1e6
+
+    @property
+    def rate(self) -> float:
+        """Records per second from the first to the last."""
+        return self.wall_records / self.wall_seconds if self.wall_seconds else 0.0

@@ -1,0 +1,267 @@
+"""Where a benchmark happens: a broker, topics that are filled once, and one process per run of a contestant."""
+
+import asyncio
+import importlib.util
+import json
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.spec import Measurement, Spec, Work
+from tests.support.cluster import KafkaCluster, Message
+from tests.support.kafka import KafkaBroker
+
+__all__ = ["PROJECT", "Contestant", "ContestantFailedError", "Process", "Runs", "Stage", "Topic", "stage"]
+
+PROJECT = Path(__file__).resolve().parents[1]
+RUN_TIMEOUT = 600.0
+CHUNK_BYTES = 32 * 1024 * 1024
+"""How much is produced at once; each piece has the cluster's deadline."""
+
+Runs = dict[str, list[Measurement]]
+"""The measurements of each contestant, in the order of the rounds."""
+
+
+class ContestantFailedError(RuntimeError):
+    """A measured process did not end well; the message holds what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A filled topic."""
+
+    name: str
+    ends: tuple[int, ...]
+
+    @property
+    def records(self) -> int:
+        """All of it."""
+        return sum(self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Who takes part, with how much of the topic and in how many of the rounds."""
+
+    name: str
+    records: int | None = None
+    """How many records it processes; None for all."""
+    rounds: int | None = None
+    """In how many rounds it takes part; None for every one."""
+    package: str | None = None
+    """What it needs that may not be installed; it is left out then."""
+
+
+class Stage:
+    """A broker for one command.
+
+    Attributes:
+        quick: Whether inputs are tiny, to see that everything works; figures mean nothing then.
+    """
+
+    def __init__(self, cluster: KafkaCluster, *, quick: bool, progress: Console) -> None:
+        self.quick = quick
+        self.cluster = cluster
+        self._progress = progress
+        self._topics: list[str] = []
+        self._whole_runs: list[Spec] = []
+
+    def say(self, text: str) -> None:
+        """Tell how far it is, on standard error."""
+        self._progress.print(text, style="dim", highlight=False)
+
+    def size(self, full: int, quick: int) -> int:
+        """A number of records or rounds, small in a quick run."""
+        return quick if self.quick else full
+
+    def lineup(self, needed: Sequence[Contestant], others: Sequence[Contestant]) -> list[Contestant]:
+        """Who can take part here; in a quick run only those that the verdict needs."""
+        asked = [*needed, *([] if self.quick else others)]
+        return [one for one in asked if one.package is None or importlib.util.find_spec(one.package) is not None]
+
+    async def fill(self, name: str, partitions: int, messages: Iterator[Message]) -> Topic:
+        """Make a topic and produce *messages* to it, keys deciding on the partition."""
+        unique = f"bench-{name}-{uuid.uuid4().hex[:8]}"
+        await self.cluster.create_topic(unique, partitions)
+        self._topics.append(unique)
+        chunk: list[Message] = []
+        size = 0
+        for message in messages:
+            chunk.append(message)
+            size += 100 + len(message[1] or b"")
+            if size >= CHUNK_BYTES:
+                await self.cluster.produce(unique, chunk)
+                chunk, size = [], 0
+        if chunk:
+            await self.cluster.produce(unique, chunk)
+        ends = await self.cluster.end_offsets(unique)
+        topic = Topic(unique, tuple(ends[partition] for partition in range(partitions)))
+        self.say(f"filled {unique}: {topic.records:,} records in {partitions} partitions")
+        return topic
+
+    async def tidy(self) -> None:
+        """Delete the topics that were filled."""
+        while self._topics:
+            await self.cluster.delete_topic(self._topics.pop())
+        self._whole_runs.clear()
+
+    async def contest(
+        self,
+        contestants: Sequence[Contestant],
+        topic: Topic,
+        *,
+        rounds: int,
+        work: Work,
+        concurrency: int,
+        **handler: float,
+    ) -> Runs:
+        """Let the contestants run in turn, round after round: A B A B.
+
+        A change of the machine's load so hits all of them; every second round goes backwards.
+        """
+        runs: Runs = {contestant.name: [] for contestant in contestants}
+        for number in range(rounds):
+            order = contestants if number % 2 == 0 else list(reversed(contestants))
+            for contestant in order:
+                if contestant.rounds is not None and number >= contestant.rounds:
+                    continue
+                records = topic.records if contestant.records is None else min(contestant.records, topic.records)
+                spec = self.spec(contestant.name, topic, records=records, work=work, concurrency=concurrency, **handler)
+                measured = await self.run(spec)
+                runs[contestant.name].append(measured)
+                self.say(
+                    f"round {number + 1}/{rounds}  {contestant.name}: {measured.cpu_per_record:.2f} µs CPU/record, "
+                    f"{measured.rate:,.0f} records/s"
+                )
+        return runs
+
+    def spec(self, contestant: str, topic: Topic, *, records: int, work: Work, concurrency: int, **more: float) -> Spec:
+        """One run, in a consumer group of its own."""
+        spec = Spec(
+            contestant=contestant,
+            bootstrap=self.cluster.bootstrap,
+            topic=topic.name,
+            group=f"bench-{uuid.uuid4().hex[:8]}",
+            ends=topic.ends,
+            records=records,
+            concurrency=concurrency,
+            work=work,
+        )
+        changes: dict[str, Any] = more
+        return replace(spec, **changes)
+
+    async def run(self, spec: Spec) -> Measurement:
+        """Run one contestant in a process of its own.
+
+        Raises:
+            ContestantFailedError: It ended with an error or not at all.
+        """
+        process = await self.start(spec)
+        try:
+            measured = await process.measurement()
+        finally:
+            await process.kill()
+        if spec.work in {"count", "check"} and spec.records == sum(spec.ends):
+            self._whole_runs.append(spec)
+        return measured
+
+    async def start(self, spec: Spec) -> "Process":
+        """Start one contestant; whoever asked for it ends it."""
+        return Process(spec, await _start(spec))
+
+    async def uncommitted(self, contestant: str) -> list[str]:
+        """What a contestant's groups did not commit of topics that they consumed to the end."""
+        found = []
+        for spec in self._whole_runs:
+            if spec.contestant != contestant:
+                continue
+            committed = await self.cluster.committed(spec.group, spec.topic)
+            short = sum(end - committed.get(partition, 0) for partition, end in enumerate(spec.ends))
+            if short:
+                found.append(f"{contestant} did not commit {short} of {sum(spec.ends)} records of {spec.topic}")
+        return found
+
+
+class Process:
+    """One running contestant."""
+
+    def __init__(self, spec: Spec, process: asyncio.subprocess.Process) -> None:
+        self._spec = spec
+        self._process = process
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def check(self) -> None:
+        """See that it runs.
+
+        Raises:
+            ContestantFailedError: It has ended.
+        """
+        if self._process.returncode is not None:
+            message = f"{self._spec.contestant} ended early, with {self._process.returncode}"
+            raise ContestantFailedError(message)
+
+    async def measurement(self) -> Measurement:
+        """Wait for the end.
+
+        Raises:
+            ContestantFailedError: It ended with an error or not at all.
+        """
+        try:
+            async with asyncio.timeout(RUN_TIMEOUT):
+                out, err = await self._process.communicate()
+        except TimeoutError as error:
+            message = f"{self._spec.contestant} did not end within {RUN_TIMEOUT:g} s"
+            raise ContestantFailedError(message) from error
+        if self._process.returncode != 0:
+            told = err.decode(errors="replace")[-4000:]
+            message = f"{self._spec.contestant} ended with {self._process.returncode}:\n{told}"
+            raise ContestantFailedError(message)
+        return Measurement(**json.loads(out.decode().splitlines()[-1]))
+
+    async def kill(self) -> None:
+        """End it at once, if it still runs."""
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+async def _start(spec: Spec) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.contestants",
+        spec.to_json(),
+        cwd=PROJECT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@asynccontextmanager
+async def stage(bootstrap: str | None, *, quick: bool, progress: Console) -> AsyncIterator[Stage]:
+    """A stage on the cluster at *bootstrap*, or on a broker that is started for it and ended with it.
+
+    Raises:
+        BrokerUnavailableError: None was named and none can be started here.
+    """
+    if bootstrap is not None:
+        yield Stage(KafkaCluster(bootstrap), quick=quick, progress=progress)
+        return
+    with tempfile.TemporaryDirectory(prefix="aioshard-bench-", ignore_cleanup_errors=True) as directory:
+        broker = KafkaBroker(Path(directory))
+        try:
+            await broker.start()
+            yield Stage(broker, quick=quick, progress=progress)
+        finally:
+            await broker.kill()
