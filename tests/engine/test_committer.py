@@ -1,6 +1,7 @@
 """The commit coordinator with a client whose answers the test decides."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,7 +117,7 @@ async def test_completions_within_an_interval_are_one_commit(desk: Desk) -> None
 
     times = [time for time, _, _ in desk.client.sent]
     assert desk.offsets[-1] == {0: 5}
-    assert all(later - earlier >= 1.0 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
 
 
 @with_desk

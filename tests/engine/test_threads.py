@@ -15,9 +15,8 @@ async def wait_until(condition: object, timeout: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def make_app(**settings: object) -> App:
-    values = {"auto_offset_reset": "earliest", "commit_interval": 0.05, "drain_timeout": 0.2, "shutdown_timeout": 2.0}
-    return App("threads", **{**values, **settings})
+def make_app() -> App:
+    return App("threads", auto_offset_reset="earliest", commit_interval=0.05, drain_timeout=0.2, shutdown_timeout=2.0)
 
 
 async def test_a_plain_function_runs_beside_the_event_loop_up_to_its_concurrency() -> None:
