@@ -5,9 +5,9 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
@@ -26,7 +26,7 @@ WHERE = {
 }
 """Contestants by the name in the tables; imported only where they run, which keeps each process small."""
 
-Contestant = Callable[[Spec, Meter], Awaitable[None]]
+Contestant = Callable[[Spec, Meter], Coroutine[Any, Any, None]]
 
 
 def main() -> None:
