@@ -293,7 +293,12 @@ def _check_signature(function: Callable[..., Any]) -> bool:
         message = f"handler {name!r} takes ({found}); expected are the record and, optionally, a Context"
         raise HandlerError(message)
     _check_annotation(function, positional[0].name, name)
-    return len(positional) > 1
+    # A second parameter with a default is the user's own, as in `async def h(record, cache=cache)`.
+    return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or _wants_context(positional[1]))
+
+
+def _wants_context(parameter: inspect.Parameter) -> bool:
+    return parameter.annotation in (Context, "Context", "aioshard.Context")
 
 
 def _check_annotation(function: Callable[..., Any], parameter: str, name: str) -> None:

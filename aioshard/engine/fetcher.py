@@ -7,13 +7,14 @@ import operator
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from aioshard.core.flow import NONE, Usage, minimum, room_for
+from aioshard.core.flow import Usage, minimum
 from aioshard.core.sharding import ShardKey, shard_number
+from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
 from aioshard.engine.shards import Shards
 from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
-from aioshard.ports import NOTHING, Allowance, Batch, Fault, Oversized, Transport
+from aioshard.ports import Batch, Fault, Transport
 from aioshard.records import Record, TopicPartition
 
 __all__ = ["Feed", "Fetcher", "Pump"]
@@ -22,10 +23,6 @@ logger = logging.getLogger("aioshard.engine.fetcher")
 
 _POLL_TIMEOUT = 1.0
 _LOOK_INTERVAL = 0.5
-_CHUNKS = 4
-"""A partition takes in nothing until a quarter of its fair share is free, so that a full buffer does not
-lead to polls of single records."""
-_EVERYTHING = 1 << 62
 
 
 class Feed:
@@ -186,7 +183,7 @@ class Pump:
         buffer: Buffer,
         fetchers: Mapping[TopicPartition, Fetcher],
         clock: Callable[[], float],
-        stuck_after: float,
+        admission: Admission,
         out_of_range: Callable[[Epoch, OffsetOutOfRangeError | OffsetRegressionError], None],
     ) -> None:
         """Make a pump; `run` is its task, once per life of a client.
@@ -195,7 +192,7 @@ class Pump:
             buffer: What is held of all partitions.
             fetchers: Of the assigned partitions; owned by the rebalance.
             clock: Loop time.
-            stuck_after: Seconds after which an incomplete record makes its partition one that cannot advance.
+            admission: How much of each partition is taken in.
             out_of_range: Told when an epoch cannot go on because its position is not in the log.
         """
         self.replayed = 0
@@ -203,9 +200,8 @@ class Pump:
         self._buffer = buffer
         self._fetchers = fetchers
         self._clock = clock
-        self._stuck_after = stuck_after
+        self.admission = admission
         self._out_of_range = out_of_range
-        self._waiting: Oversized | None = None
         self._look_at = 0.0
 
     async def run(self, transport: Transport) -> None:
@@ -216,7 +212,7 @@ class Pump:
         """
         while True:
             self._make_room(transport)
-            taken = await transport.poll(self.allowance, _POLL_TIMEOUT)
+            taken = await transport.poll(self.admission.allowance, _POLL_TIMEOUT)
             for item in taken:
                 fetcher = self._fetchers.get(item.topic_partition)
                 if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
@@ -226,7 +222,7 @@ class Pump:
                 elif isinstance(item, Fault):
                     self._fault(fetcher.epoch, item)
                 else:
-                    self._waiting = item
+                    self.admission.keep_room_for(item, fetcher.epoch)
             if taken:
                 await asyncio.sleep(0)  # a client with data at hand never suspends
 
@@ -241,7 +237,7 @@ class Pump:
             epoch = fetcher.epoch
             if epoch.gate is not Gate.OPEN:
                 continue
-            stuck = epoch.stuck(now, self._stuck_after)
+            stuck = self.admission.stuck(epoch)
             if epoch.shed and not stuck and not epoch.fetching_again:
                 epoch.fetching_again = True
                 transport.seek(topic_partition, min(epoch.shed))
@@ -252,8 +248,7 @@ class Pump:
                     logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
 
     def _accept(self, fetcher: Fetcher, batch: Batch) -> None:
-        if self._waiting is not None and self._waiting.topic_partition == batch.topic_partition:
-            self._waiting = None
+        self.admission.taken(fetcher.epoch)
         try:
             self.replayed += fetcher.accept(batch)
         except OffsetRegressionError as error:
@@ -264,69 +259,3 @@ class Pump:
             self._out_of_range(epoch, fault.error)
         elif epoch.note_fault(str(fault.error), self._clock()):
             logger.error("%s cannot be read: %s", epoch.topic_partition, fault.error)
-
-    # How much ---------------------------------------------------------------------
-
-    def allowance(self, topic_partition: TopicPartition) -> Allowance:
-        """What may be taken in of a partition now."""
-        fetcher = self._fetchers.get(topic_partition)
-        if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
-            return NOTHING
-        epoch, buffer = fetcher.epoch, self._buffer
-        stuck = epoch.stuck(self._clock(), self._stuck_after)
-        if epoch.shed and (stuck or not epoch.fetching_again):
-            return NOTHING  # what was given back comes before anything new
-        if self._waiting is not None and not stuck:
-            return self._for_oversized(topic_partition, self._waiting)
-        held = epoch.held_usage
-        room = room_for(buffer.bounds, Usage(buffer.records, buffer.bytes), held, stuck=stuck)
-        if held.records and not stuck:
-            shares = _CHUNKS * (len(self._fetchers) + 1)
-            if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
-                room = NONE
-        if not room.records:
-            buffer.arm()
-        return Allowance(room.records, room.bytes)
-
-    def _for_oversized(self, topic_partition: TopicPartition, waiting: Oversized) -> Allowance:
-        """Keep the room that becomes free for a record that found none, or take it when it is alone.
-
-        What a partition that cannot advance holds does not count: it might be held for ever.
-        """
-        owner = self._fetchers.get(waiting.topic_partition)
-        if owner is None or owner.epoch.gate is not Gate.OPEN:
-            self._waiting = None
-            return NOTHING
-        buffer = self._buffer
-        buffer.arm()
-        if topic_partition != waiting.topic_partition:
-            return NOTHING
-        free = buffer.bounds.bytes - buffer.bytes
-        if waiting.size <= free:
-            return Allowance(1, free)
-        now = self._clock()
-        moving = any(
-            f.epoch.held_usage.records and not f.epoch.stuck(now, self._stuck_after) for f in self._fetchers.values()
-        )
-        return NOTHING if moving else Allowance(1, _EVERYTHING, alone=True)
-
-    def reason(self, topic_partition: TopicPartition) -> str | None:
-        """Why nothing of a partition is taken in now, or None when something is."""
-        fetcher = self._fetchers.get(topic_partition)
-        if fetcher is None or fetcher.epoch.gate is not Gate.OPEN or self.allowance(topic_partition).records:
-            return None
-        epoch, buffer = fetcher.epoch, self._buffer
-        waiting = self._waiting
-        if waiting is not None and waiting.topic_partition != topic_partition:
-            return f"a record of {waiting.size} bytes of {waiting.topic_partition} waits for room in the buffer"
-        if waiting is not None:
-            return f"its next record of {waiting.size} bytes waits for room in the buffer"
-        if epoch.stuck(self._clock(), self._stuck_after):
-            return (
-                f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {epoch.held_usage.records} "
-                "records, its minimum share of the buffer"
-            )
-        return (
-            f"the buffer is full: {buffer.records} of {buffer.bounds.records} records and {buffer.bytes} of "
-            f"{buffer.bounds.bytes} bytes, {epoch.held_usage.records} records of it from this partition"
-        )

@@ -11,6 +11,7 @@ import anyio
 from aioshard.core.flow import Usage
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
+from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch
@@ -122,7 +123,8 @@ class Engine:
         self._watch = StuckWatch(
             lambda: self.rebalance.epochs, lambda epoch: describe(self, epoch), options.stuck_after, self.clock
         )
-        self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.rebalance.restart)
+        self.admission = Admission(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after)
+        self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
 
     def _running(self, spec: HandlerSpec) -> Running:
         if spec.shards is None:
@@ -351,6 +353,6 @@ class Engine:
             return False
         return all(
             epoch.tracker.position >= self.rebalance.ends[epoch.topic_partition]
-            or not self.pump.allowance(epoch.topic_partition).records
+            or not self.admission.allowance(epoch.topic_partition).records
             for epoch in self.rebalance.epochs
         )

@@ -100,7 +100,7 @@ def _why_paused(engine: Engine, epoch: Epoch, now: float) -> str | None:
         if engine.state == "draining":
             return "the app is draining"
         return "the group is rebalancing, or the partition's position is not confirmed yet"
-    return epoch.fault(now) or engine.pump.reason(epoch.topic_partition)
+    return epoch.fault(now) or engine.admission.reason(epoch.topic_partition)
 
 
 def _handler(running: Running) -> HandlerStatistics:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from aioshard import App, Record, Retry
+from aioshard import App, Record, Retry, TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 PER_PARTITION = 900
@@ -74,3 +74,32 @@ def test_what_was_given_back_is_processed_once_and_in_order_when_the_partition_g
     assert sorted(runs) == list(range(PER_PARTITION)), "each record once"
     hot = [offset for offset in runs if offset % 10]
     assert hot == sorted(hot)
+
+
+def test_a_record_that_waited_for_room_is_forgotten_with_its_epoch() -> None:
+    """Else the room that it had asked for would be kept free for ever."""
+    app = App("memory", max_buffered_bytes=24_000, shutdown_timeout=2.0, drain_timeout=1.0)
+    release = asyncio.Event()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        if record.value == b"holds":
+            await release.wait()
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
+        broker.publish("orders", b"holds", partition=1)
+        async with TestClient(app, broker=broker) as client:
+            await asyncio.sleep(1.0)
+            await client.publish("orders", b"x" * 30_000, partition=0)
+            await asyncio.sleep(2.0)
+            assert "waits for room" in str(app.statistics().partitions[1].paused)
+            client.group.commit_from_outside({TopicPartition("orders", 0): 1})
+            client.group.lose()
+            await broker.until(lambda: bool(client.group.members) and not client.group.rebalancing)
+            release.set()
+            for _ in range(5):
+                await client.publish("orders", b"small", partition=1)
+            await client.settle(timeout=30.0)
+
+    run(test())

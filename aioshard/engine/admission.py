@@ -1,0 +1,138 @@
+"""How much of each partition may be taken in now, and in words why not more."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from aioshard.core.flow import NONE, Usage, room_for
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Epoch, Gate
+from aioshard.ports import NOTHING, Allowance, Oversized
+from aioshard.records import TopicPartition
+
+__all__ = ["Admission", "HasEpoch"]
+
+_CHUNKS = 4
+"""A partition takes in nothing until a quarter of its fair share is free, so that a full buffer does not
+lead to polls of single records."""
+_EVERYTHING = 1 << 62
+
+
+class HasEpoch(Protocol):
+    """What serves one assigned partition."""
+
+    @property
+    def epoch(self) -> Epoch:
+        """The ownership of the partition."""
+
+
+class _Waiting(NamedTuple):
+    """A record that found no room, and where its partition stood then."""
+
+    oversized: Oversized
+    epoch: Epoch
+    position: int
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it still is the next record of a partition that is ours."""
+        return self.epoch.gate is Gate.OPEN and self.epoch.tracker.position == self.position
+
+
+class Admission:
+    """Decides for the pump; owned by the event loop, and read by whoever explains.
+
+    A record that finds no room stays with the client, and nothing else is taken in until it fits, or can be
+    admitted alone: else records that are small would take every room that becomes free (I6).
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        partitions: Mapping[TopicPartition, HasEpoch],
+        clock: Callable[[], float],
+        stuck_after: float,
+    ) -> None:
+        """Make an admission.
+
+        Args:
+            buffer: What is held of all partitions.
+            partitions: Those that are assigned.
+            clock: Loop time.
+            stuck_after: Seconds after which an incomplete record makes its partition one that cannot advance.
+        """
+        self._buffer = buffer
+        self._partitions = partitions
+        self._clock = clock
+        self._stuck_after = stuck_after
+        self._waiting: _Waiting | None = None
+
+    def keep_room_for(self, oversized: Oversized, epoch: Epoch) -> None:
+        """The next record of a partition found no room."""
+        self._waiting = _Waiting(oversized, epoch, epoch.tracker.position)
+
+    def taken(self, epoch: Epoch) -> None:
+        """Something of a partition was taken in."""
+        if self._waiting is not None and self._waiting.epoch is epoch:
+            self._waiting = None
+
+    def stuck(self, epoch: Epoch) -> bool:
+        """Whether a partition cannot advance."""
+        return epoch.stuck(self._clock(), self._stuck_after)
+
+    def allowance(self, topic_partition: TopicPartition) -> Allowance:
+        """What the pump may take in of a partition; without room, it is woken when there may be some."""
+        allowance = self._allowance(topic_partition)
+        if not allowance.records:
+            self._buffer.arm()
+        return allowance
+
+    def _allowance(self, topic_partition: TopicPartition) -> Allowance:
+        partition = self._partitions.get(topic_partition)
+        if partition is None or partition.epoch.gate is not Gate.OPEN:
+            return NOTHING
+        epoch, buffer = partition.epoch, self._buffer
+        stuck = self.stuck(epoch)
+        if epoch.shed and (stuck or not epoch.fetching_again):
+            return NOTHING  # what was given back comes before anything new
+        waiting = self._waiting
+        if waiting is not None and waiting.lasts and not stuck:
+            return self._for_oversized(waiting.oversized) if waiting.epoch is epoch else NOTHING
+        held = epoch.held_usage
+        room = room_for(buffer.bounds, Usage(buffer.records, buffer.bytes), held, stuck=stuck)
+        if held.records and not stuck:
+            shares = _CHUNKS * (len(self._partitions) + 1)
+            if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
+                room = NONE
+        return Allowance(room.records, room.bytes)
+
+    def _for_oversized(self, oversized: Oversized) -> Allowance:
+        """The room that has become free for a record that found none, or all of it when it is alone.
+
+        What a partition that cannot advance holds does not count: it might be held for ever.
+        """
+        free = self._buffer.bounds.bytes - self._buffer.bytes
+        if oversized.size <= free:
+            return Allowance(1, free)
+        others = (partition.epoch for partition in self._partitions.values())
+        if any(epoch.held_usage.records and not self.stuck(epoch) for epoch in others):
+            return NOTHING
+        return Allowance(1, _EVERYTHING, alone=True)
+
+    def reason(self, topic_partition: TopicPartition) -> str | None:
+        """Why nothing of a partition is taken in now, or None when something is. Safe from any thread."""
+        partition = self._partitions.get(topic_partition)
+        if partition is None or partition.epoch.gate is not Gate.OPEN or self._allowance(topic_partition).records:
+            return None
+        epoch, buffer, waiting = partition.epoch, self._buffer, self._waiting
+        if self.stuck(epoch):
+            return (
+                f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {epoch.held_usage.records} "
+                "records, its minimum share of the buffer"
+            )
+        if waiting is not None and waiting.lasts:
+            whose = "its next record" if waiting.epoch is epoch else f"a record of {waiting.epoch.topic_partition}"
+            return f"{whose}, of {waiting.oversized.size} bytes, waits for room in the buffer"
+        return (
+            f"the buffer is full: {buffer.records} of {buffer.bounds.records} records and {buffer.bytes} of "
+            f"{buffer.bounds.bytes} bytes, {epoch.held_usage.records} records of it from this partition"
+        )
