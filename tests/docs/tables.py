@@ -1,0 +1,173 @@
+"""What the documentation says of settings, commands, exit codes, metrics and tests, taken from where it is true.
+
+`python -m tests.docs.tables` writes it between the marks in the pages; a test fails when that is due.
+"""
+
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import click
+
+from aioshard.cli import main as entry
+from aioshard.settings import SettingDescription, Settings
+from aioshard.telemetry.metrics import METRICS
+
+__all__ = ["DOCS", "GENERATED", "PROJECT", "context_of", "marks", "named_tests", "outdated", "write"]
+
+PROJECT = Path(__file__).resolve().parents[2]
+DOCS = PROJECT / "docs"
+
+_WIDTH = 88
+
+
+def settings() -> str:
+    """One row for each setting."""
+    return _table(
+        ("setting", "default", "unit", "what it is"),
+        (
+            (f"`{one.name}`", f"`{one.default}`", one.unit or "", f"{one.description}{_choices(one)}")
+            for one in Settings.descriptions()
+        ),
+    )
+
+
+def _choices(setting: SettingDescription) -> str:
+    found = _literals(Settings.model_fields[setting.name].annotation)
+    return f" One of {', '.join(f'`{value}`' for value in found)}." if found else ""
+
+
+def _literals(annotation: object) -> list[str]:
+    """The values that an annotation names."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    return [value for part in typing.get_args(annotation) for value in _literals(part)]
+
+
+def metrics() -> str:
+    """One row for each metric."""
+    return _table(
+        ("metric", "type", "labels beside `group`", "what it is"),
+        (
+            (
+                f"`{name}{'_total' if kind == 'counter' else ''}`",
+                kind,
+                ", ".join(f"`{label}`" for label in labels),
+                sentence,
+            )
+            for name, (kind, sentence, labels) in METRICS.items()
+        ),
+    )
+
+
+def commands() -> str:
+    """The help of each command, as it is printed."""
+    helps = {name: (context := context_of(name)).command.get_help(context) for name in entry.COMMANDS}
+    return "\n\n".join(f"### aioshard {name}\n\n```text\n{text}\n```" for name, text in helps.items())
+
+
+def context_of(name: str) -> click.Context:
+    """A context of a command, without running it.
+
+    Raises:
+        KeyError: There is no such command.
+    """
+    width: dict[str, typing.Any] = {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
+    group = click.Context(entry.cli, info_name="aioshard", **entry.cli.context_settings, **width)
+    command = entry.cli.get_command(group, name)
+    if command is None:
+        raise KeyError(name)
+    return click.Context(command, parent=group, info_name=name, **width)
+
+
+def exit_codes() -> str:
+    """The table of the entry module."""
+    rows = [line for line in (entry.__doc__ or "").splitlines() if line.startswith("|")]
+    assert len(rows) > 2, "aioshard.cli.main has no table of exit codes any more"
+    return "\n".join(rows)
+
+
+def evidence() -> str:
+    """The source of each test that a guarantee names, under the guarantee that names it first."""
+    shown: set[str] = set()
+    lines = []
+    for heading, names in named_tests().items():
+        lines.append(f"## {heading}\n")
+        for name in names:
+            if name in shown:
+                lines.append(f"[{name.rpartition('.')[2]}](#{name}), above.\n")
+            else:
+                shown.add(name)
+                lines.append(f"::: {name}\n{_SHOWN}\n")
+    return "\n".join(lines).strip()
+
+
+def named_tests() -> dict[str, list[str]]:
+    """Dotted names of the tests that show each guarantee, by its heading."""
+    found = {}
+    for section in re.split(r"(?m)^## ", (DOCS / "guarantees.md").read_text())[1:]:
+        heading = section.partition("\n")[0]
+        if re.match(r"I\d+\. ", heading):
+            found[heading] = re.findall(r"\(evidence\.md#([\w.]+)\)", section)
+    return found
+
+
+_SHOWN = """\
+    options:
+      heading_level: 3
+      show_root_full_path: false
+      show_signature: false
+      show_source: true"""
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "metrics": metrics,
+    "commands": commands,
+    "exit codes": exit_codes,
+    "evidence": evidence,
+}
+"""What stands between `<!-- generated: name -->` and `<!-- end -->`."""
+
+_MARKED = re.compile(r"(?P<begin><!-- generated: (?P<name>[a-z ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+
+def _current(text: str) -> str:
+    return _MARKED.sub(
+        lambda found: f"{found['begin']}\n{GENERATED[found['name']]()}\n\n{found['end']}",
+        text,
+    )
+
+
+def _pages() -> Iterable[Path]:
+    return sorted(DOCS.rglob("*.md"))
+
+
+def marks() -> set[str]:
+    """The names of what pages ask for."""
+    return {found["name"] for page in _pages() for found in _MARKED.finditer(page.read_text())}
+
+
+def outdated() -> list[str]:
+    """The pages whose generated parts are not what the code says now."""
+    return [page.name for page in _pages() if _current(text := page.read_text()) != text]
+
+
+def write() -> list[str]:
+    """Bring every page up to date; returns the names of those that changed."""
+    changed = outdated()
+    for name in changed:
+        page = DOCS / name
+        page.write_text(_current(page.read_text()))
+    return changed
+
+
+def _table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [heading, tuple("---" for _ in heading), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"written: {', '.join(write()) or 'nothing, all was current'}\n")

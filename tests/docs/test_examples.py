@@ -1,0 +1,155 @@
+"""Every file in `examples` runs and does what it says."""
+
+import ast
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+
+from aioshard import App, Record
+from aioshard.core.sharding import shard_number
+from aioshard.testing import TestClient, run
+from tests.docs.tables import PROJECT
+from tests.support.kafka import KafkaBroker
+
+EXAMPLES = PROJECT / "examples"
+DEADLINE = 40.0
+
+
+def load(name: str) -> ModuleType:
+    """A fresh module of an example."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_tested_here() -> None:
+    tests = [node.name for node in ast.parse(Path(__file__).read_text()).body if hasattr(node, "name")]
+
+    for example in EXAMPLES.glob("*.py"):
+        assert any(example.stem in test for test in tests), f"{example.name} is not tested"
+
+
+async def test_quickstart_prints_every_order_on_a_real_broker(own_kafka: KafkaBroker) -> None:
+    await own_kafka.create_topic("orders", partitions=4)
+    await own_kafka.produce("orders", [(b"customer-%d" % (number % 7), b"{}") for number in range(100)])
+    arguments = ["run", "quickstart:app", "--app-dir", str(EXAMPLES), "--until-caught-up"]
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "aioshard",
+        *arguments,
+        "--bootstrap-servers",
+        own_kafka.bootstrap,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(DEADLINE):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    assert process.returncode == 0, errors.decode()
+    assert len(output.splitlines()) == 100
+    assert sum((await own_kafka.committed("billing", "orders")).values()) == 100
+
+
+async def test_fastapi_app_consumes_between_start_up_and_shutdown(own_kafka: KafkaBroker) -> None:
+    example = load("fastapi_app")
+    app: App = example.app
+    app.configure(bootstrap_servers=own_kafka.bootstrap)
+    await own_kafka.create_topic("payments", partitions=2)
+    await own_kafka.produce("payments", [(b"alice", b"3"), (b"ben", b"5"), (b"alice", b"4")])
+
+    async with (
+        example.api.router.lifespan_context(example.api),
+        httpx.AsyncClient(transport=httpx.ASGITransport(example.api), base_url="http://example") as client,
+        asyncio.timeout(DEADLINE),
+    ):
+        assert (await client.get("/readyz")).status_code == 200
+        await own_kafka.wait_for_lag("billing", "payments")
+        assert (await client.get("/balances/alice")).json() == 7
+        assert (await client.get("/balances/ben")).json() == 5
+        assert "aioshard_records_processed_total" in (await client.get("/metrics")).text
+
+    assert app.statistics().state == "stopped"
+
+
+def test_resources_are_open_while_handlers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = load("resources")
+    payments: list[tuple[str, int]] = []
+
+    async def scenario() -> None:
+        async with TestClient(example.app) as client:
+            for amount in range(20):
+                await client.publish("payments", str(amount), key=f"customer {amount % 3}")
+            await client.settle()
+            client.group.commit_from_outside(dict.fromkeys(client.group.subscribed(), 0))
+            client.broker.lose()  # everything is delivered again
+            await client.settle()
+            assert example.app.statistics().replayed == 20
+            database = example.app._state
+            payments.extend(database.execute("SELECT customer, amount FROM payments ORDER BY amount"))
+
+    run(scenario())
+    assert payments == [(f"customer {amount % 3}", amount) for amount in range(20)]
+    assert (tmp_path / "ledger.db").exists()
+
+
+def test_fixed_shards_keep_a_cache_each() -> None:
+    example = load("fixed_shards")
+    looked_up: list[bytes] = []
+    look_up: Callable[[bytes], Awaitable[str]] = example.look_up
+
+    async def counted(key: bytes) -> str:
+        looked_up.append(key)
+        return await look_up(key)
+
+    vars(example)["look_up"] = counted
+
+    async def scenario() -> None:
+        async with TestClient(example.app) as client:
+            for number in range(200):
+                await client.publish("prices", "1", key=f"k{number % 25}")
+            await client.publish("prices", "1")
+            await client.settle()
+
+    run(scenario())
+    assert len(looked_up) == len(set(looked_up)) == 25
+    for number, cache in enumerate(example.caches):
+        assert all(shard_number(key, example.SHARDS) == number for key in cache)
+
+
+async def test_plain_def_runs_in_threads() -> None:
+    example = load("plain_def")
+    async with TestClient(example.app) as client:
+        sent: list[Record] = [await client.publish("images", b"", partition=0) for _ in range(40)]
+        await client.settle()
+
+    assert sorted(example.made) == [record.offset for record in sent]
+
+
+def test_the_tests_of_testing_a_handler_pass() -> None:
+    example = load("testing_a_handler")
+    tests = [test for name, test in vars(example).items() if name.startswith("test_")]
+
+    assert len(tests) == 3
+    for test in tests:
+        example.payments.available = True
+        example.payments.charged.clear()
+        test()

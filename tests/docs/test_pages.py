@@ -1,0 +1,177 @@
+"""What the pages say of files, tests, tables and versions is so."""
+
+import ast
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aioshard
+from aioshard import App, HandlerStatistics, PartitionStatistics, Retry, Statistics
+from aioshard.web.health import health_routes
+from tests.docs.pages import PAGES, Link, anchors, blocks, links
+from tests.docs.tables import DOCS, GENERATED, PROJECT, marks, named_tests, outdated
+
+README = PROJECT / "README.md"
+GUARANTEES = [f"I{number}" for number in range(1, 13)]
+
+
+@cache
+def pyproject() -> Mapping[str, Any]:
+    project: Mapping[str, Any] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table whose heading begins with *heading*, without the heading."""
+    text = page.read_text()
+    begin = text.index(f"\n| {heading} |")
+    lines = text[begin + 1 :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+# Links ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [link for link in links(page) if not leads_somewhere(link)] == []
+
+
+def leads_somewhere(link: Link) -> bool:
+    target = (link.page.parent / link.file).resolve() if link.file else link.page
+    if not target.exists():
+        return False
+    # A page is read on the site too, where there is nothing but pages.
+    if link.page.is_relative_to(DOCS) and not target.is_relative_to(DOCS):
+        return False
+    return not link.anchor or link.anchor in anchors(target)
+
+
+def test_a_broken_link_is_found() -> None:
+    for link in (
+        Link(README, "no such file", "docs/nothing.md", ""),
+        Link(README, "no such place", "docs/index.md", "nowhere"),
+        Link(DOCS / "index.md", "not on the site", "../README.md", ""),
+    ):
+        assert not leads_somewhere(link)
+    assert leads_somewhere(Link(README, "a place", "docs/index.md", "why"))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = re.findall(r"^  - .+: ([\w-]+\.md)$", (PROJECT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+    assert sorted(navigation) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_that_is_named_exists(page: Path) -> None:
+    named = re.findall(r"`((?:examples|tests|benchmarks|aioshard)/[\w./-]*[\w/])`", page.read_text())
+
+    assert [name for name in named if not (PROJECT / name).exists()] == []
+
+
+# Guarantees ----------------------------------------------------------------------------------
+
+
+def test_the_readme_names_each_guarantee_with_a_test_that_is_in_the_file() -> None:
+    text = README.read_text().partition("<!-- guarantees:begin -->")[2].partition("<!-- guarantees:end -->")[0]
+    found = re.findall(r"^\| (I\d+) \| \*\*.+ \| \[(\w+)\]\(([\w/.]+)\) \|$", text, re.MULTILINE)
+
+    assert [number for number, _, _ in found] == GUARANTEES
+    for _, name, file in found:
+        assert name in defined(PROJECT / file)
+
+
+def test_each_guarantee_is_shown_by_tests_that_exist() -> None:
+    found = named_tests()
+
+    assert [heading.partition(".")[0] for heading in found] == GUARANTEES
+    for names in found.values():
+        assert names
+        for name in names:
+            module, _, test = name.rpartition(".")
+            assert test in defined(PROJECT / f"{module.replace('.', '/')}.py")
+
+
+@cache
+def defined(file: Path) -> frozenset[str]:
+    """The functions and classes at the top of a file."""
+    tree = ast.parse(file.read_text())
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return frozenset(node.name for node in tree.body if isinstance(node, definitions))
+
+
+# Tables --------------------------------------------------------------------------------------
+
+
+def test_what_is_generated_is_current() -> None:
+    assert outdated() == [], "run  python -m tests.docs.tables  and commit what it wrote"
+
+
+def test_all_that_is_generated_is_shown() -> None:
+    assert marks() == set(GENERATED)
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [("of the app", Statistics), ("of a partition", PartitionStatistics), ("of a handler", HandlerStatistics)],
+)
+def test_the_statistics_are_all_there(heading: str, kind: type) -> None:
+    named = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows(DOCS / "operations.md", heading)))
+
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(kind))
+
+
+def test_the_health_paths_are_all_there() -> None:
+    named = [row[0].strip("`") for row in rows(DOCS / "operations.md", "path")]
+
+    assert sorted(named) == sorted(getattr(route, "path", "") for route in health_routes(App("documented")))
+
+
+def test_the_arguments_of_retry_are_those_that_it_has() -> None:
+    named = {row[0].strip("`"): row[1].strip("`") for row in rows(DOCS / "failures.md", "argument")}
+
+    defaults = {field.name: field.default for field in dataclasses.fields(Retry)}
+    assert named == {name: str(value).replace("<class 'Exception'>", "Exception") for name, value in defaults.items()}
+
+
+def test_the_extras_are_all_there() -> None:
+    assert [row[0].strip("`") for row in rows(README, "extra")] == list(pyproject()["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_an_extra_that_is_installed_exists(page: Path) -> None:
+    asked = re.findall(r"pip install '(?:\.|aioshard)\[([\w,]+)\]'", page.read_text())
+
+    named = {extra for extras in asked for extra in extras.split(",")}
+    assert named - pyproject()["optional-dependencies"].keys() == set()
+
+
+# Versions and copies -------------------------------------------------------------------------
+
+
+def test_the_changelog_has_this_version() -> None:
+    version = pyproject()["version"]
+
+    assert version == aioshard.__version__
+    newest = re.search(
+        r"^## (\S+) - (unreleased|\d{4}-\d\d-\d\d)$", (PROJECT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert newest is not None
+    assert newest[1] == version
+
+
+def test_the_first_app_is_the_first_example() -> None:
+    example = (PROJECT / "examples" / "quickstart.py").read_text()
+
+    for page in (README, DOCS / "getting-started.md"):
+        first = next(block for block in blocks("python") if block.page == page)
+        assert first.text == example
+    code = [line for line in example.splitlines() if line and not line.startswith("import ")]
+    assert len(code) <= 12
