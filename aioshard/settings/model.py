@@ -162,14 +162,14 @@ class Settings(BaseSettings):
     max_buffered_records: Annotated[int, Field(ge=1), _RECORDS] = 10_000
     """Bound of the records in memory that are not complete, over all partitions of the process."""
     max_buffered_bytes: Annotated[int, Field(ge=1), _BYTES] = 64 * MIB
-    """Bound of their bytes, the client's prefetch counted; a record costs its bytes + 500."""
+    """Bound of their bytes; a record costs its bytes + 500. The client prefetches up to half as much beside it."""
 
     # Seeing what happens --------------------------------------------------------------
 
     stuck_after: Seconds = 60.0
     """A record that is incomplete for longer is reported in the logs and by the health check."""
     show_keys: bool = False
-    """Whether keys appear in logs and explanations; otherwise a hash of them does."""
+    """Whether keys appear in logs and explanations; otherwise they are hidden."""
     journal: str | None = None
     """File that records what the engine decided."""
 
