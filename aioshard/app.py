@@ -16,6 +16,7 @@ from aioshard.engine.runtime import Engine, Options
 from aioshard.engine.snapshot import explain, explain_partition, statistics
 from aioshard.errors import HandlerError, NotDrainedError, StateError
 from aioshard.handlers import Handlers
+from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
 from aioshard.ports import Transport, TransportFactory
 
@@ -147,7 +148,7 @@ class App(Handlers):
         Raises:
             AioshardError: As `serve`.
         """
-        runner = asyncio.Runner(loop_factory=_loop_factory())
+        runner = asyncio.Runner(loop_factory=loop_factory())
         try:
             runner.run(self._serve_with_signals(until_caught_up=until_caught_up))
         except NotDrainedError:
@@ -340,11 +341,3 @@ class App(Handlers):
         if engine is None:
             return "The app does not run.\n"
         return explain(engine, show_keys=self._settings.show_keys)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop  # noqa: PLC0415 - not there on Windows
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop

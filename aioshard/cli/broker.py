@@ -7,9 +7,9 @@ import signal
 
 import click
 
-from aioshard.cli.loops import loop_factory
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, RETAINED_BATCHES, RETAINED_BYTES, EmbeddedBroker
+from aioshard.loops import loop_factory
 
 __all__ = ["command"]
 

@@ -11,11 +11,11 @@ import click
 
 from aioshard.app import App
 from aioshard.cli.flights import FLIGHTS, Findings, Flight, carried_in_order, check, read_flights
-from aioshard.cli.loops import loop_factory
 from aioshard.cli.progress import Progress
 from aioshard.cli.publishing import Publisher, silence_client
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.loops import loop_factory
 from aioshard.records import Record
 from aioshard.settings import Settings
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 
-from aioshard.cli.loops import loop_factory
 from aioshard.cli.progress import Progress
 from aioshard.cli.publishing import Compression, Publisher, silence_client
 from aioshard.cli.rows import BadLineError, CsvRows, Format, JsonRows, LineSplitter, Row, Rows
 from aioshard.errors import AioshardError
+from aioshard.loops import loop_factory
 from aioshard.settings import Settings
 
 __all__ = ["command"]

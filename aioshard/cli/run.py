@@ -18,6 +18,7 @@ from aioshard.app import App
 from aioshard.cli.loading import load_app, surprises
 from aioshard.cli.main import INTERRUPTED, exit_code
 from aioshard.errors import AioshardError, NotDrainedError
+from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
 from aioshard.telemetry import logs
 
@@ -70,7 +71,7 @@ def command(
         app.configure(bootstrap_servers=bootstrap_servers)
     for sentence in surprises(app):
         logger.warning("%s", sentence)
-    with _Signals() as signals, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory()) as runner:
         run = _Run(app, signals, as_json=as_json)
         try:
             runner.run(run.serve(host, health_port, until_caught_up=until_caught_up))
@@ -205,11 +206,3 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(RuntimeError, OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop  # noqa: PLC0415 (not there on Windows)
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop

@@ -1,4 +1,4 @@
-"""The event loop that commands run in."""
+"""Which event loop the package runs in where the choice is ours."""
 
 import asyncio
 from collections.abc import Callable
