@@ -1,7 +1,7 @@
 """A consumer inside a FastAPI application: `uvicorn fastapi_app:api`.
 
 The server accepts requests once the group has given out its partitions. When it stops, what runs is finished and
-committed first: give uvicorn at least `shutdown_timeout` (25 s) to do so, with --timeout-graceful-shutdown.
+committed, for up to `shutdown_timeout` (25 s): whoever stops the server has to wait that long before killing it.
 """
 
 from fastapi import FastAPI
