@@ -1,4 +1,4 @@
-"""The site builds without a warning, and the reference in it is not empty."""
+"""The site builds without a warning, and nothing that it should show is missing from it."""
 
 import importlib.util
 import re
@@ -11,15 +11,20 @@ import pytest
 
 from tests.docs.tables import PROJECT, named_tests
 
-needs_zensical = pytest.mark.skipif(
-    importlib.util.find_spec("zensical") is None, reason="zensical is not installed (dependency group docs)"
-)
+
+@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="zensical is missing: dependency group docs")
+def test_the_site_builds_and_is_whole(tmp_path: Path) -> None:
+    """A plugin that the builder does not know is ignored in silence: pages would be empty then."""
+    site = build(tmp_path)
+
+    check_reference(site)
+    check_examples_are_code(site)
+    check_evidence(site)
+    assert "Keep a Changelog" in text_of(site, "changelog")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; built elsewhere, so that nothing in the checkout changes."""
-    place = tmp_path_factory.mktemp("documentation")
+def build(place: Path) -> Path:
+    """Builds elsewhere, so that nothing in the checkout changes."""
     for name in ("mkdocs.yml", "CHANGELOG.md"):
         shutil.copy(PROJECT / name, place)
     for name in ("docs", "aioshard", "tests"):
@@ -35,40 +40,35 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "site"
 
 
+def text_of(site: Path, page: str) -> str:
+    return (site / page / "index.html").read_text()
+
+
 def ids(site: Path, page: str) -> set[str]:
-    return set(re.findall(r'id="([\w.]+)"', (site / page / "index.html").read_text()))
+    return set(re.findall(r'id="([\w.]+)"', text_of(site, page)))
 
 
-@needs_zensical
-def test_the_reference_has_the_public_names(site: Path) -> None:
-    """A plugin that the builder does not know is ignored in silence, and the pages are empty then."""
-    expected = {"aioshard.App", "aioshard.App.serve", "aioshard.Handlers.consume", "aioshard.Retry", "aioshard.Record"}
-    expected |= {
+def check_reference(site: Path) -> None:
+    expected = {
+        "aioshard.App",
+        "aioshard.App.serve",
+        "aioshard.Handlers.consume",
+        "aioshard.Retry",
+        "aioshard.Record",
         "aioshard.Context.idempotency_key",
         "aioshard.testing.TestClient.settle",
         "aioshard.errors.HaltedError",
     }
-
     assert expected - ids(site, "reference") == set()
 
 
-@needs_zensical
-def test_examples_in_docstrings_are_shown_as_code(site: Path) -> None:
-    page = (site / "reference" / "index.html").read_text()
-
+def check_examples_are_code(site: Path) -> None:
+    page = text_of(site, "reference")
     assert '<span class="gp">&gt;&gt;&gt; </span>' in page
-    assert "<blockquote>" not in page
+    assert "<blockquote>" not in page, "an example of a docstring was taken for prose"
 
 
-@needs_zensical
-def test_the_evidence_shows_the_source_of_each_test(site: Path) -> None:
+def check_evidence(site: Path) -> None:
     named = {name for names in named_tests().values() for name in names}
-
     assert named - ids(site, "evidence") == set()
-    shown = (site / "evidence" / "index.html").read_text().count("Source code in <code>tests/")
-    assert shown >= len(named)
-
-
-@needs_zensical
-def test_the_changelog_is_included(site: Path) -> None:
-    assert "Keep a Changelog" in (site / "changelog" / "index.html").read_text()
+    assert text_of(site, "evidence").count("Source code in <code>tests/") >= len(named)
