@@ -32,8 +32,9 @@ def _mixed_messages(total_bytes: int) -> Iterator[Message]:
 async def run(stage: Stage) -> Report:
     """Hang on a full topic and on an empty one, and compare."""
     size = 1024 * MIB if not stage.quick else 8 * MIB
-    full = await stage.fill("p6", PARTITIONS, _mixed_messages(size))
-    empty = await stage.fill("p6-empty", PARTITIONS, iter(()))
+    partitions = stage.size(PARTITIONS, 4)
+    full = await stage.fill("p6", partitions, _mixed_messages(size))
+    empty = await stage.fill("p6-empty", partitions, iter(()))
     report = Report("P6", TITLE)
     bound = (2 * MAX_BUFFERED_BYTES + 50 * MIB) / MIB
     names = ["aioshard"] if stage.quick else ["aioshard", "aioshard, fixed shards", "fixed queues", "task per record"]
@@ -60,7 +61,7 @@ async def run(stage: Stage) -> Report:
 
 
 async def _watch(stage: Stage, name: str, topic: Topic) -> Measurement:
-    seconds = 3.0 if stage.quick else 20.0
+    seconds = 1.0 if stage.quick else 20.0
     return await stage.run(
         stage.spec(name, topic, records=0, work="hang", concurrency=CONCURRENCY, watch_seconds=seconds)
     )

@@ -98,7 +98,7 @@ async def _deploy(stage: Stage, name: str) -> tuple[int, Counter[bytes]]:
         group = Group(stage, name, topic, Path(directory))
         try:
             async with _load(stage, topic, RATES[name]) as sent:
-                for _ in range(MEMBERS):
+                for _ in range(stage.size(MEMBERS, 2)):
                     await group.add()
                 for _ in range(stage.size(MEMBERS, 1)):
                     await group.replace_oldest()

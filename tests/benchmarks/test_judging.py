@@ -1,0 +1,131 @@
+"""What decides whether a benchmark passed: verdicts, wrong records, the readings of a run."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import benchmarks.__main__ as command
+from aioshard.records import Record
+from benchmarks.contestants.meter import Meter
+from benchmarks.report import Report, Verdict, spread
+from benchmarks.spec import Measurement, Spec
+from benchmarks.stage import Contestant, Stage
+from tests.support.cluster import KafkaCluster
+
+SPEC = Spec(
+    contestant="aioshard",
+    bootstrap="",
+    topic="t",
+    group="g",
+    ends=(2, 1),
+    records=3,
+    concurrency=1,
+    work="check",
+)
+
+
+@pytest.mark.parametrize(
+    ("measured", "at_least", "passed"), [(2.0, False, True), (2.1, False, False), (2.0, True, True), (1.9, True, False)]
+)
+def test_a_must_is_met_up_to_its_bound(measured: float, at_least: bool, passed: bool) -> None:
+    assert Verdict("ratio", measured, must=2.0, at_least=at_least).passed is passed
+
+
+def test_what_is_not_judged_passes() -> None:
+    assert Verdict("ratio", 9.0, must=2.0, judged=False).passed
+
+
+@pytest.mark.parametrize(("measured", "code"), [(1.9, 0), (2.1, 3)])
+def test_the_exit_code_says_whether_a_must_is_missed(
+    monkeypatch: pytest.MonkeyPatch, measured: float, code: int
+) -> None:
+    async def measure(*_: Any, **__: Any) -> list[Report]:
+        return [Report("P1", "a title", verdicts=[Verdict("ratio", measured, must=2.0)])]
+
+    monkeypatch.setattr(command, "_measure", measure)
+
+    ran = CliRunner().invoke(command.main, ["p1", "--json"])
+
+    assert ran.exit_code == code
+    assert json.loads(ran.stdout)["passed"] is (code == 0)
+
+
+def test_a_missed_must_shows_in_the_table() -> None:
+    console = Console(record=True, width=140)
+    report = Report("P1", "a title", verdicts=[Verdict("ratio", 2.5, must=2.0, aim=1.5, unit="x")])
+
+    report.show(console)
+
+    assert "MISSED   ratio: 2.5 x (must be at most 2, aim 1.5)" in console.export_text()
+
+
+def test_a_record_of_ours_that_is_lost_or_runs_twice_fails_whatever_the_figures() -> None:
+    wrong = replace(_measurement(), missing=1, repeated=2)
+    report = Report("P1", "a title", verdicts=[Verdict("ratio", 1.0, must=2.0)])
+
+    report.blame("plain loop", [wrong])
+    assert report.passed
+
+    report.blame("aioshard", [_measurement(), wrong])
+    assert not report.passed
+    assert report.problems == ["aioshard lost 1 records and ran 2 more than once"]
+
+
+async def test_the_meter_knows_which_records_were_lost_and_which_ran_twice() -> None:
+    meter = Meter(SPEC)
+
+    for partition, offset in ((0, 0), (0, 0), (1, 0)):
+        await meter.handler(Record("t", partition, offset, None, None, (), 0.0))
+    await meter.watch()
+
+    assert (meter.result().repeated, meter.result().missing) == (1, 1)
+
+
+async def test_the_meter_ends_when_the_last_record_is_done() -> None:
+    meter = Meter(replace(SPEC, work="sleep", seconds=0.01))
+    watching = asyncio.create_task(meter.watch())
+    records = [Record("t", partition, offset, None, None, (), 0.0) for partition, offset in ((0, 0), (0, 1), (1, 0))]
+
+    for record in records[:2]:
+        await meter.handler(record)
+    assert not watching.done()
+    await meter.handler(records[2])
+    await watching
+
+    result = meter.result()
+    assert (result.records, result.repeated, result.missing) == (3, 0, 0)
+    assert 0.03 <= result.wall_seconds < 5.0
+
+
+def test_cpu_per_record_is_that_of_the_records_after_the_warm_up() -> None:
+    assert replace(_measurement(), cpu_seconds=0.9, cpu_records=900_000).cpu_per_record == pytest.approx(1.0)
+
+
+def test_a_spec_survives_the_command_line() -> None:
+    assert Spec.from_json(SPEC.to_json()) == SPEC
+
+
+def test_a_contestant_that_is_not_installed_is_left_out() -> None:
+    stage = Stage(KafkaCluster("nowhere:1"), quick=False, progress=Console(quiet=True))
+    here, missing = Contestant("aioshard"), Contestant("other", package="a_package_that_nobody_has")
+
+    assert stage.lineup([here, missing], [here, missing]) == [here, here]
+
+
+def test_a_quick_run_takes_only_those_that_the_verdict_needs() -> None:
+    stage = Stage(KafkaCluster("nowhere:1"), quick=True, progress=Console(quiet=True))
+
+    assert stage.lineup([Contestant("aioshard")], [Contestant("other")]) == [Contestant("aioshard")]
+
+
+def test_a_spread_is_the_median_and_the_range() -> None:
+    assert str(spread([1.0, 3.0, 2.0])) == "2 (1–3)"
+
+
+def _measurement() -> Measurement:
+    return Measurement(records=3, cpu_seconds=0.0, cpu_records=0, wall_seconds=1.0, wall_records=3)
