@@ -30,7 +30,7 @@ __all__ = ["FetchError", "FetchResult", "Internals", "Rebalances"]
 CLOSE_GRACE = 1.0
 """Seconds for tasks and connections to end once they were told to."""
 
-_HURRIED_WAIT_MS = 5
+_HURRIED_WAIT_MS = 10
 
 
 class Internals:
@@ -41,6 +41,8 @@ class Internals:
         self.consumer: Any = consumer
         self.client: Any = consumer._client
         self.subscription: Any = consumer._subscription
+        self._any_connection = self.client._get_conn
+        self.client._get_conn = self._usable_connection
 
     # What there is --------------------------------------------------------------------
 
@@ -169,6 +171,21 @@ class Internals:
         """Forget what was fetched of a partition; it is fetched again from its position."""
         if self.buffered.pop(topic_partition, None) is not None:
             self.nudge_fetcher()
+
+    async def _usable_connection(
+        self, node: Any, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
+    ) -> Any:
+        """In place of the client's way to a connection: one to a broker that named no versions is closed.
+
+        A broker that is just starting may answer so. The client would keep the connection and fail with
+        every request on it, silently and until the connection has been idle for minutes.
+        """
+        connection = await self._any_connection(node, group=group, no_hint=no_hint)
+        if connection is None or connection._versions:
+            return connection
+        self.client._conns.pop((node, group), None)
+        connection.close(reason=CloseReason.OUT_OF_SYNC)
+        return None
 
     # Questions to the brokers ---------------------------------------------------------
 

@@ -4,6 +4,7 @@ Each private attribute that `aioshard.kafka` uses stands in the table below with
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
 import inspect
 import re
@@ -24,13 +25,13 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import OffsetAndMetadata
 from aiokafka.structs import TopicPartition as TheirTopicPartition
 
-import aioshard.errors
 import aioshard.kafka.chunk
 import aioshard.kafka.client
 import aioshard.kafka.intake
 import aioshard.kafka.internals
 import aioshard.kafka.options
-from aioshard.ports import Allowance, Fault
+from aioshard.errors import AuthorizationError, CommitError
+from aioshard.ports import Allowance, Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka_client.members import Member
 from tests.support.shared_kafka import SharedKafka
@@ -39,8 +40,8 @@ Join = Callable[..., Member]
 
 ATTRIBUTES = {
     "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
-    "client": {"_conns", "_sync_task"},
-    "connection": {"_writer"},
+    "client": {"_conns", "_get_conn", "_sync_task"},
+    "connection": {"_versions", "_writer"},
     "coordinator": {
         "_assignors",
         "_closing",
@@ -253,6 +254,28 @@ async def test_a_record_that_the_client_steps_over_is_gone_back_to(
     assert one.offsets(at) == [0, 1, 2]
 
 
+async def test_a_connection_to_a_broker_that_names_no_versions_is_given_up(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    """A broker that is just starting does; the client would fail with every request on it, for minutes."""
+    await kafka.create_topic(topic)
+    one = member()
+    (partitions, membership) = await one.join(topic)
+    client = one.transport._internals.client  # type: ignore[union-attr]
+    useless = list(client._conns.values())
+    for connection in useless:
+        connection._versions = {}
+
+    await kafka.produce(topic, [(None, b"v")])
+    await one.read_to({partitions[0]: 1})
+    with contextlib.suppress(CommitError):  # the commit itself may be what finds out
+        await one.transport.commit({partitions[0]: Committed(1, "")}, membership)
+    await one.transport.commit({partitions[0]: Committed(1, "")}, membership)
+
+    assert one.transport.membership() == membership
+    assert not [connection for connection in useless if connection.connected()]
+
+
 async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
     kafka: SharedKafka, topic: str, member: Join
 ) -> None:
@@ -267,7 +290,7 @@ async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
         coordinator._push_error_to_user(kafka_errors.GroupAuthorizationFailedError("a-group"))
     )
 
-    with pytest.raises(aioshard.errors.AuthorizationError, match="READ"):
+    with pytest.raises(AuthorizationError, match="READ"):
         await waiting
     await pushed
     assert coordinator._pending_exception is None

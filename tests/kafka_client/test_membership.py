@@ -277,7 +277,7 @@ async def test_a_client_whose_background_work_ended_says_so_at_once(
 
     one.transport._internals.background_tasks()[task].cancel()  # type: ignore[union-attr]
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         with pytest.raises(ClientLostError, match=f"task for {task} ended"):
             await waiting
 
@@ -396,7 +396,7 @@ async def test_whoever_closes_leaves_the_group_at_once(kafka: SharedKafka, topic
     await two.transport.start([topic], None, two)
     await settle(one, two, partitions=4)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         await one.transport.close()
         await two.poll_until(lambda: len(two.assignments[-1].partitions) == 4)
 
@@ -431,10 +431,10 @@ async def test_closing_while_the_group_agrees_waits_for_nobody(
     started = time.monotonic()
     await one.transport.close()
     await three.transport.close()
-    assert time.monotonic() - started < 3, "both were in a join that could not end"
+    assert time.monotonic() - started < 8, "both were in a join that could not end"
 
     held.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await two.poll_until(lambda: len(two.assignments[-1].partitions) == 4)
 
 

@@ -216,13 +216,13 @@ async def test_a_poll_ends_with_its_time_out_and_at_once_when_woken(
 
     started = time.monotonic()
     assert await reader.poll(timeout=0.3) == []
-    assert 0.25 < time.monotonic() - started < 1
+    assert 0.25 < time.monotonic() - started < 3
     assert await reader.poll(timeout=0) == []
 
     waiting = asyncio.create_task(reader.poll(timeout=30))
     await asyncio.sleep(0)
     reader.transport.wake()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         assert await waiting == []
 
 
@@ -241,7 +241,7 @@ async def test_waking_looks_again_with_the_allowances_of_that_moment(
     allowed = EVERYTHING
     reader.transport.wake()
 
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         await waiting
     assert reader.offsets(TopicPartition(topic, 0)) == list(range(10))
 
@@ -446,11 +446,11 @@ async def test_a_drained_partition_does_not_wait_for_its_idle_neighbours(
     await kafka.create_topic(topic, partitions=8)
     for _ in range(20):
         await kafka.produce(topic, [(None, bytes(1000)) for _ in range(1000)], partition=0)
-    reader = member(fetch_max_wait=5)
+    reader = member(fetch_max_wait=20)
     await reader.join(topic)
     reader.transport.adjust_prefetch(1, 256 * 1024)
 
     started = time.monotonic()
     await reader.read_to({TopicPartition(topic, 0): 20_000}, everything)
 
-    assert time.monotonic() - started < 5, "not even one fetch was held"
+    assert time.monotonic() - started < 15, "not even one fetch was held"
