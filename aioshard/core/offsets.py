@@ -37,7 +37,7 @@ class OffsetTracker(Generic[T]):
         >>> tracker.complete(41), tracker.committable
         (False, 40)
         >>> tracker.complete(40), tracker.committable
-        (False, 44)
+        (True, 44)
         >>> tracker.watch(), tracker.complete(44), tracker.committable
         (44, True, 46)
     """

@@ -4,6 +4,7 @@ Nothing is counted on the way of a record, and a revoked partition's series vani
 (The limit: prometheus_client's multi-process mode takes no custom collectors; use one port per process.)
 """
 
+import functools
 import importlib.metadata
 from collections.abc import Iterable, Iterator
 from typing import Protocol, get_args
@@ -101,7 +102,7 @@ class AppCollector(Collector):
         >>> registry = CollectorRegistry()
         >>> collector = AppCollector(registry=registry)
         >>> registry.get_sample_value("aioshard_build_info", {"version": version()})
-        1.0
+        1
     """
 
     def __init__(self, *apps: Observed, registry: CollectorRegistry | None = None) -> None:
@@ -127,6 +128,7 @@ class AppCollector(Collector):
         yield InfoMetricFamily("aioshard_build", "What runs here.", {"version": version()})
 
 
+@functools.cache  # a scrape must not read files
 def version() -> str:
     """The version of the package, `unknown` when it runs from a source tree."""
     try:

@@ -1,0 +1,26 @@
+"""The examples in docstrings do what they show."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+MODULES = [
+    ".".join(path.relative_to(PROJECT).with_suffix("").parts)
+    for path in sorted((PROJECT / "aioshard").rglob("*.py"))
+    if ">>> " in path.read_text() and path.name != "__init__.py"
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_module_print_what_they_show(module: str) -> None:
+    told: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+
+    for example in doctest.DocTestFinder().find(importlib.import_module(module), module):
+        runner.run(example, out=told.append)
+
+    assert runner.failures == 0, "".join(told)
+    assert runner.tries > 0
