@@ -11,6 +11,18 @@ from aioshard.records import Record, TopicPartition
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
+else:
+
+    def __getattr__(name: str) -> Any:
+        # Settings are pydantic's; importing the package does not need them. Type checkers must not see this
+        # function: to them it would mean that every name is there.
+        if name == "Settings":
+            from aioshard.settings import Settings  # noqa: PLC0415
+
+            return Settings
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+
 
 __version__ = "0.1.0"
 
@@ -28,13 +40,3 @@ __all__ = [
     "TopicPartition",
     "__version__",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Settings are pydantic's; importing the package does not need them.
-    if name == "Settings":
-        from aioshard.settings import Settings  # noqa: PLC0415
-
-        return Settings
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
