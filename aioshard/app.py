@@ -14,8 +14,8 @@ from aioshard.engine.epoch import Epoch
 from aioshard.engine.rebalance import Limits
 from aioshard.engine.runtime import Engine, Options
 from aioshard.engine.snapshot import explain, explain_partition, statistics
-from aioshard.errors import HandlerError, NotDrainedError, StateError
-from aioshard.handlers import Handlers
+from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
+from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
 from aioshard.ports import Transport, TransportFactory
@@ -65,13 +65,13 @@ class App(Handlers):
             overrides: Single settings by name; they win over *settings* and the environment.
 
         Raises:
-            SettingsError: If a setting is unknown, outside its range, or contradicts another.
-            HandlerError: If *group_id* is no group id.
+            SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
+                another.
         """
         super().__init__()
         if not str(group_id or "").strip():
             message = f"App({group_id!r}): a group id was expected, such as App('billing')"
-            raise HandlerError(message)
+            raise SettingsError(message)
         self.group_id = group_id
         if bootstrap_servers is not None:
             overrides["bootstrap_servers"] = bootstrap_servers
@@ -99,9 +99,9 @@ class App(Handlers):
         return self._settings
 
     @property
-    def handlers(self) -> Handlers:
+    def handlers(self) -> tuple[Registration, ...]:
         """The registered handlers, in order."""
-        return self
+        return tuple(self)
 
     def configure(self, **overrides: Any) -> None:
         """Change settings by name before the app is started.
@@ -126,6 +126,7 @@ class App(Handlers):
 
         Raises:
             HandlerError: If a topic has a handler already. Nothing was taken over then.
+            StateError: If the app runs.
         """
         before = list(self._registrations)
         try:
@@ -134,6 +135,12 @@ class App(Handlers):
         except HandlerError:
             self._registrations = before
             raise
+
+    def _add(self, registration: Registration) -> None:
+        if self._engine is not None:
+            message = f"app {self.group_id!r} runs: handler {registration.name!r} came too late, register it before"
+            raise StateError(message)
+        super()._add(registration)
 
     # Running --------------------------------------------------------------------------
 
@@ -161,12 +168,13 @@ class App(Handlers):
     async def _serve_with_signals(self, *, until_caught_up: bool) -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
-        seen: list[int] = []
+        asked = False
 
         def on_signal() -> None:
-            if seen:
+            nonlocal asked
+            if asked:
                 os._exit(130)
-            seen.append(1)
+            asked = True
             if self.statistics().state == "starting" and task is not None:
                 task.cancel()  # there is nothing to drain yet
             self.stop()
@@ -177,7 +185,7 @@ class App(Handlers):
         try:
             await self.serve(until_caught_up=until_caught_up)
         except asyncio.CancelledError:
-            if not seen:
+            if not asked:
                 raise
 
     async def serve(self, *, until_caught_up: bool = False) -> None:
@@ -194,20 +202,23 @@ class App(Handlers):
         """
         async with self:
             engine, stop = self._running()
-            stopping = asyncio.ensure_future(stop.wait())
-            awaited: list[asyncio.Future[Any]] = [stopping, engine.failed]
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:
-                awaited.append(asyncio.ensure_future(engine.caught_up()))
+                tasks.append(asyncio.create_task(engine.caught_up(), name="caught up"))
             try:
-                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({engine.failed, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for future in (stopping, *awaited[2:]):
-                    future.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
             for future in done:
                 future.result()
 
     def stop(self) -> None:
-        """Ask a running app to drain, commit and end; returns at once. Safe from any thread."""
+        """Ask `run` or `serve` to drain, commit and end; returns at once. Safe from any thread.
+
+        Before the start and after the end it does nothing; where the app is a context, leaving that stops it.
+        """
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
@@ -250,7 +261,7 @@ class App(Handlers):
         if self._engine is not None:
             message = f"app {self.group_id!r} is already running: an app runs once at a time"
             raise StateError(message)
-        if not len(self):
+        if not self.handlers:
             message = f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')"
             raise HandlerError(message)
         self._loop = asyncio.get_running_loop()
@@ -333,7 +344,21 @@ class App(Handlers):
             return statistics(engine, self.group_id)
         if self._last is not None:
             return self._last
-        return Statistics("stopped", self.group_id, None, 0, 0, 0, 0, 0, 0, 0, None, (), ())
+        return Statistics(
+            state="stopped",
+            group_id=self.group_id,
+            member_id=None,
+            rebalances=0,
+            commits=0,
+            commit_failures=0,
+            replayed=0,
+            buffered_records=0,
+            buffered_bytes=0,
+            client_losses=0,
+            trouble=None,
+            partitions=(),
+            handlers=(),
+        )
 
     def explain(self) -> str:
         """Why each partition does not advance, in sentences; safe to call from any thread."""

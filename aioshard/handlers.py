@@ -18,7 +18,7 @@ from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.runtime import HandlerSpec
 from aioshard.errors import HandlerError, NotBuiltError
-from aioshard.records import Record
+from aioshard.records import TOPIC_NAME, Record
 
 __all__ = ["Context", "Handlers", "Registration"]
 
@@ -148,9 +148,6 @@ class Handlers:
     def __iter__(self) -> Iterator[Registration]:
         return iter(self._registrations)
 
-    def __len__(self) -> int:
-        return len(self._registrations)
-
     def consume(
         self,
         *topics: str,
@@ -243,7 +240,7 @@ def _check_source(topics: tuple[str, ...], pattern: str | None) -> None:
         if callable(topic):
             message = "consume needs a topic: write @app.consume('orders'), not @app.consume"
             raise HandlerError(message)
-        if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", str(topic)):
+        if not TOPIC_NAME.fullmatch(str(topic)):
             message = f"{topic!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
             raise HandlerError(message)
     if len(set(topics)) != len(topics):
@@ -251,9 +248,9 @@ def _check_source(topics: tuple[str, ...], pattern: str | None) -> None:
         raise HandlerError(message)
     if pattern is not None:
         try:
-            re.compile(pattern)
+            re.compile(f"(?:{pattern})")  # as it is used beside the topics and patterns of other handlers
         except re.error as error:
-            message = f"pattern={pattern!r} is no regular expression: {error}"
+            message = f"pattern={pattern!r} is no regular expression that can stand beside others: {error}"
             raise HandlerError(message) from error
 
 
@@ -292,24 +289,41 @@ def _check_signature(function: Callable[..., Any]) -> bool:
         found = ", ".join(str(p) for p in parameters) or "no parameter"
         message = f"handler {name!r} takes ({found}); expected are the record and, optionally, a Context"
         raise HandlerError(message)
-    _check_annotation(function, positional[0].name, name)
-    # A second parameter with a default is the user's own, as in `async def h(record, cache=cache)`.
-    return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or _wants_context(positional[1]))
+    annotations = _annotations(function)
+    _check_payload(positional[0].name, annotations, name)
+    return len(positional) > 1 and _takes_context(positional[1], annotations, name)
 
 
-def _wants_context(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (Context, "Context", "aioshard.Context")
-
-
-def _check_annotation(function: Callable[..., Any], parameter: str, name: str) -> None:
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        annotation = typing.get_type_hints(function).get(parameter, Record)
+        return typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError):
-        return  # a name that exists for type checkers only
+        return {}  # a name that exists for type checkers only
+
+
+def _check_payload(parameter: str, annotations: dict[str, Any], name: str) -> None:
+    annotation = annotations.get(parameter, Record)
     if annotation not in (Record, Any, object):
-        shown = getattr(annotation, "__name__", annotation)
-        option = f"the annotation {parameter}: {shown} of handler {name!r}"
+        option = f"the annotation {parameter}: {_shown(annotation)} of handler {name!r}"
         raise NotBuiltError(option, "annotate the first parameter with aioshard.Record and decode its value")
+
+
+def _takes_context(parameter: inspect.Parameter, annotations: dict[str, Any], name: str) -> bool:
+    annotation = annotations.get(parameter.name, parameter.annotation)
+    wanted = annotation in (Context, "Context", "aioshard.Context") or Context in typing.get_args(annotation)
+    if parameter.default is not parameter.empty:
+        return wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
+    if not wanted and annotations.get(parameter.name, Any) not in (Any, object):
+        message = (
+            f"handler {name!r} takes {parameter.name}: {_shown(annotation)} as its second parameter; a Context was "
+            "expected there: annotate it so, or give a parameter of your own a default"
+        )
+        raise HandlerError(message)
+    return True
+
+
+def _shown(annotation: object) -> object:
+    return getattr(annotation, "__name__", annotation)
 
 
 def _check_overlap(one: Registration, other: Registration) -> None:

@@ -1,8 +1,12 @@
 """The nouns of the package: what Kafka delivers and where it came from."""
 
+import re
 from typing import NamedTuple
 
-__all__ = ["Record", "TopicPartition"]
+__all__ = ["TOPIC_NAME", "Record", "TopicPartition"]
+
+TOPIC_NAME = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")
+"""What Kafka takes for the name of a topic, as a whole."""
 
 
 class TopicPartition(NamedTuple):

@@ -10,10 +10,11 @@ import click
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, RETAINED_BATCHES, RETAINED_BYTES, EmbeddedBroker
 from aioshard.loops import loop_factory
+from aioshard.records import TOPIC_NAME
 
 __all__ = ["command"]
 
-_TOPIC = re.compile(r"(?P<name>[a-zA-Z0-9._-]{1,249})(?::(?P<partitions>[1-9]\d{0,3}))?")
+_TOPIC = re.compile(rf"(?P<name>{TOPIC_NAME.pattern})(?::(?P<partitions>[1-9]\d{{0,3}}))?")
 
 
 def _topics(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:

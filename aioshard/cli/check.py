@@ -33,7 +33,7 @@ def command(target: str, *, app_dir: str, as_json: bool) -> None:
     """
     try:
         app = load_app(target, app_dir)
-        if not list(app.handlers):
+        if not app.handlers:
             raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
     except (AioshardError, click.ClickException) as error:
         if as_json:
@@ -54,7 +54,7 @@ def command(target: str, *, app_dir: str, as_json: bool) -> None:
 
 
 def _warnings(app: App) -> Iterator[str]:
-    settings, handlers = app.settings, list(app.handlers)
+    settings, handlers = app.settings, app.handlers
     if settings.bootstrap_servers is None:
         yield "bootstrap_servers is not set: give it to the app, in AIOSHARD_BOOTSTRAP_SERVERS or to `aioshard run`"
     if settings.auto_offset_reset is None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import re
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 from aioshard.errors import MissingExtraError, StateError, TransportError
 from aioshard.kafka.forwarding import Forwarder
+from aioshard.records import TOPIC_NAME
 
 __all__ = ["DEFAULT_PARTITIONS", "RETAINED_BATCHES", "RETAINED_BYTES", "EmbeddedBroker"]
 
@@ -207,7 +207,7 @@ class EmbeddedBroker:
         Raises:
             TransportError: It exists, its name or number of partitions is impossible, or the broker is gone.
         """
-        if not re.fullmatch(r"[a-zA-Z0-9._-]{1,249}", name):
+        if not TOPIC_NAME.fullmatch(name):
             raise TransportError(
                 f"{name!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
             )

@@ -1,0 +1,96 @@
+"""An app before it runs, while it runs and after."""
+
+import asyncio
+
+import pytest
+
+from aioshard import App, Handlers, Record
+from aioshard.errors import HandlerError, SettingsError, StateError
+from aioshard.testing import TestClient, run
+
+
+async def on_record(record: Record) -> None: ...
+
+
+def make_app() -> App:
+    app = App("billing")
+    app.consume("orders")(on_record)
+    return app
+
+
+@pytest.mark.parametrize("group_id", ["", "  ", None])
+def test_an_app_needs_a_group(group_id: str) -> None:
+    with pytest.raises(SettingsError, match="a group id was expected"):
+        App(group_id)
+
+
+def test_handlers_of_another_module_are_taken_over_whole_or_not_at_all() -> None:
+    app, others = make_app(), Handlers()
+    others.consume("clicks")(on_record)
+    others.consume("orders")(on_record)
+
+    with pytest.raises(HandlerError, match="topic 'orders'"):
+        app.include(others)
+
+    assert [registration.topics for registration in app.handlers] == [("orders",)]
+
+
+def test_an_app_without_handlers_is_an_app_and_does_not_start() -> None:
+    app = App("billing")
+    assert bool(app)
+
+    async def scenario() -> None:
+        with pytest.raises(HandlerError, match="has no handlers"):
+            async with TestClient(app):
+                pass
+
+    run(scenario())
+
+
+def test_what_comes_while_it_runs_is_refused() -> None:
+    app, others = make_app(), Handlers()
+    others.consume("clicks")(on_record)
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            with pytest.raises(StateError, match="handler 'on_record' came too late"):
+                app.consume("clicks")(on_record)
+            with pytest.raises(StateError, match="came too late"):
+                app.include(others)
+            with pytest.raises(StateError, match="its settings can be changed only before"):
+                app.configure(commit_interval=2.0)
+            with pytest.raises(StateError, match="already running"):
+                await app.started(client._make_transport).__aenter__()
+        app.consume("clicks")(on_record)
+
+    run(scenario())
+    assert [registration.topics for registration in app.handlers] == [("orders",), ("clicks",)]
+
+
+def test_statistics_before_the_first_start_and_after_the_end() -> None:
+    app = make_app()
+    before = app.statistics()
+    assert (before.state, before.group_id, before.member_id, before.partitions) == ("stopped", "billing", None, ())
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"paid")
+            await client.settle()
+
+    run(scenario())
+    after = app.statistics()
+    assert (after.state, after.handlers[0].processed) == ("stopped", 1)
+    assert app.explain() == "The app does not run.\n"
+
+
+def test_stopping_what_does_not_run_does_nothing() -> None:
+    app = make_app()
+    app.stop()
+
+    async def scenario() -> None:
+        async with TestClient(app):
+            await asyncio.sleep(1)
+            assert app.statistics().state == "running"
+
+    run(scenario())
+    app.stop()

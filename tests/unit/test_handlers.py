@@ -1,0 +1,150 @@
+"""The decorator refuses what cannot work when it is applied, and registers nothing then."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioshard import Context, Handlers, Record
+from aioshard.errors import HandlerError, NotBuiltError
+
+
+async def on_record(record: Record) -> None: ...
+
+
+async def with_context(record: Record, context: Context) -> None: ...
+
+
+async def without_annotations(record, context) -> None: ...  # type: ignore[no-untyped-def]  # noqa: ANN001
+
+
+async def with_an_object_of_its_own(record: Record, cache: dict[str, int] | None = None) -> None: ...
+
+
+async def with_a_context_by_default(record: Record, context: Context | None = None) -> None: ...
+
+
+def in_a_thread(record: Record) -> None: ...
+
+
+class Callback:
+    async def __call__(self, record: Record) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "takes_context", "is_async"),
+    [
+        (on_record, False, True),
+        (with_context, True, True),
+        (without_annotations, True, True),
+        (with_an_object_of_its_own, False, True),
+        (with_a_context_by_default, True, True),
+        (in_a_thread, False, False),
+        (Callback(), False, True),
+        (functools.partial(with_a_context_by_default, context=None), False, True),
+    ],
+    ids=str,
+)
+def test_a_handler_is_called_as_its_signature_asks(
+    function: Callable[..., Any], *, takes_context: bool, is_async: bool
+) -> None:
+    handlers = Handlers()
+
+    assert handlers.consume("orders")(function) is function
+
+    (registration,) = handlers
+    assert (registration.takes_context, registration.is_async) == (takes_context, is_async)
+
+
+async def no_parameter() -> None: ...
+
+
+async def one_too_many(record: Record, context: Context, more: int) -> None: ...
+
+
+async def a_foreign_second(record: Record, database: dict[str, int]) -> None: ...
+
+
+async def yields(record: Record) -> Any:
+    yield record
+
+
+async def takes_a_payload(order: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (no_parameter, "takes (no parameter)"),
+        (one_too_many, "expected are the record and, optionally, a Context"),
+        (a_foreign_second, "'a_foreign_second' takes database: dict as its second parameter; a Context was expected"),
+        (yields, "without yield"),
+        (takes_a_payload, "order: dict of handler 'takes_a_payload' is not available"),
+        ("orders", "decorates a function, not 'orders'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any, sentence: str) -> None:
+    handlers = Handlers()
+
+    with pytest.raises(HandlerError) as refused:
+        handlers.consume("orders")(function)
+
+    assert sentence in str(refused.value)
+    assert list(handlers) == []
+
+
+@pytest.mark.parametrize(
+    ("topics", "options", "sentence"),
+    [
+        ((), {}, "name at least one topic"),
+        ((on_record,), {}, "not @app.consume"),
+        (("a topic",), {}, "'a topic' is no topic name"),
+        (("..",), {}, "'..' is no topic name"),
+        (("orders", "orders"), {}, "named twice"),
+        ((), {"pattern": "("}, "is no regular expression"),
+        ((), {"pattern": "(?i)orders"}, "can stand beside others"),
+        (("orders",), {"shards": 4, "concurrency": 8}, "both given"),
+        (("orders",), {"concurrency": 0}, "concurrency=0 was refused"),
+        (("orders",), {"shards": True}, "shards=True was refused"),
+        (("orders",), {"shard_by": "keys"}, "shard_by='keys' is not known"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, sentence: str) -> None:
+    with pytest.raises(HandlerError) as refused:
+        Handlers().consume(*topics, **options)
+
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": 1.0}, {"batch": object()}, {"decode": bytes}, {"on_failure": "skip"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_not_built_is_never_ignored(options: Any) -> None:
+    with pytest.raises(NotBuiltError, match=next(iter(options))):
+        Handlers().consume("orders", **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (("orders", None), ("orders", None), "topic 'orders'"),
+        (("orders", None), ("clicks", "ord.*"), "topic 'orders'"),
+        (("clicks", "ord.*"), ("orders", None), "topic 'orders'"),
+        (("clicks", "ord.*"), ("views", "ord.*"), "pattern 'ord.*'"),
+    ],
+)
+def test_a_topic_belongs_to_one_handler(
+    first: tuple[str, str | None], second: tuple[str, str | None], shared: str
+) -> None:
+    handlers = Handlers()
+    handlers.consume(first[0], pattern=first[1])(on_record)
+
+    with pytest.raises(HandlerError, match="a topic has one handler") as refused:
+        handlers.consume(second[0], pattern=second[1])(with_context)
+
+    assert shared in str(refused.value)
+    assert [registration.name for registration in handlers] == ["on_record"]
