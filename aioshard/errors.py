@@ -28,7 +28,6 @@ __all__ = [
     "TransportError",
 ]
 
-
 _SHOWN = 10
 
 
@@ -133,28 +132,6 @@ class CommitRefusedError(CommitError):
     retriable = False
 
 
-class CancelledRunError(AioshardError):
-    """A handler raised `CancelledError` although nobody had cancelled it: the attempt failed."""
-
-    def __init__(self) -> None:
-        super().__init__("the handler raised CancelledError by itself: something that it awaited was cancelled")
-
-
-class HaltedError(AioshardError):
-    """Consuming to the end was asked for, and records that failed for good are in the way.
-
-    Attributes:
-        records: `topic/partition/offset` of each halted record.
-    """
-
-    def __init__(self, records: Iterable[str]) -> None:
-        self.records = tuple(records)
-        super().__init__(
-            f"{len(self.records)} record(s) failed for good and hold their shards; the partitions are not committed "
-            f"past them: {_some_of(self.records)}"
-        )
-
-
 # How the engine ended -----------------------------------------------------------------
 
 
@@ -173,11 +150,19 @@ class NoOffsetError(AioshardError):
         self.topic_partition = topic_partition
 
 
-class OffsetRegressionError(AioshardError):
-    """An offset came that is not above those before it: the partition was rewound and needs a new epoch."""
+class HaltedError(AioshardError):
+    """Consuming to the end was asked for, and records that failed for good are in the way.
 
-    def __init__(self, offset: int, expected: int) -> None:
-        super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
+    Attributes:
+        records: `topic/partition/offset` of each halted record.
+    """
+
+    def __init__(self, records: Iterable[str]) -> None:
+        self.records = tuple(records)
+        super().__init__(
+            f"{len(self.records)} record(s) failed for good and hold their shards; the partitions are not committed "
+            f"past them: {_some_of(self.records)}. The log has what each failed with: correct that and run again"
+        )
 
 
 class NotDrainedError(AioshardError):
@@ -191,8 +176,26 @@ class NotDrainedError(AioshardError):
         self.records = tuple(records)
         super().__init__(
             f"{len(self.records)} record(s) still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
-            f"{_some_of(self.records)}"
+            f"{_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the handler end when "
+            "it is cancelled"
         )
+
+
+# What one epoch or run comes upon -----------------------------------------------------
+
+
+class CancelledRunError(AioshardError):
+    """A handler raised `CancelledError` although nobody had cancelled it: the attempt failed."""
+
+    def __init__(self) -> None:
+        super().__init__("the handler raised CancelledError by itself: something that it awaited was cancelled")
+
+
+class OffsetRegressionError(AioshardError):
+    """An offset came that is not above those before it: the partition was rewound and needs a new epoch."""
+
+    def __init__(self, offset: int, expected: int) -> None:
+        super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
 
 
 def _some_of(records: tuple[str, ...]) -> str:

@@ -75,16 +75,17 @@ class Statistics:
     """Commit requests that the broker acknowledged."""
     commit_failures: int
     replayed: int
-    """Records that this process ran again: their first run was cancelled, or its epoch ended."""
+    """Records taken in that this process had started in an epoch that ended before they were committed."""
     buffered_records: int
     buffered_bytes: int
     client_losses: int
-    """How often the supervisor had to build a new client."""
+    """How often a client was lost or could not connect, and the supervisor built a new one."""
     trouble: str | None
-    """Why nothing can be consumed at all now (brokers away, access refused), else None."""
+    """What is wrong beyond single partitions, and since when: brokers away, access refused, commits not
+    acknowledged, a topic missing. None while there is nothing of the kind."""
     partitions: tuple[PartitionStatistics, ...]
     handlers: tuple[HandlerStatistics, ...]
 
     def asdict(self) -> dict[str, Any]:
-        """The same as plain dictionaries and lists, ready for JSON."""
+        """The same as plain dictionaries and tuples, ready for JSON."""
         return dataclasses.asdict(self)

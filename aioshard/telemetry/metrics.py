@@ -24,7 +24,11 @@ __all__ = ["METRICS", "AppCollector", "Observed", "version"]
 
 METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "aioshard_state": ("gauge", "1 for the state that the app is in, 0 for the others.", ("state",)),
-    "aioshard_trouble": ("gauge", "1 while nothing can be consumed at all: brokers away, access refused.", ()),
+    "aioshard_trouble": (
+        "gauge",
+        "1 while there is trouble: brokers away, access refused, commits not acknowledged, a topic missing.",
+        (),
+    ),
     "aioshard_assigned_partitions": ("gauge", "Partitions that the group has given to this process.", ()),
     "aioshard_buffered_records": ("gauge", "Records in memory, over all partitions.", ()),
     "aioshard_buffered_bytes": ("gauge", "Their bytes, as they count against max_buffered_bytes.", ()),

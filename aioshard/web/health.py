@@ -23,7 +23,7 @@ from prometheus_client.exposition import choose_encoder
 
 from aioshard.errors import AioshardError, MissingExtraError
 from aioshard.observe import Statistics
-from aioshard.telemetry.metrics import AppCollector
+from aioshard.telemetry.metrics import AppCollector, Observed
 
 try:
     import uvicorn
@@ -36,6 +36,7 @@ except ImportError as error:
 
 __all__ = ["Explained", "PortError", "findings", "health_routes", "serve_health"]
 
+_FRESH = {"cache-control": "no-store"}
 _STOPS_WITHIN = 1
 """Seconds that requests in progress get when the server stops."""
 
@@ -49,15 +50,12 @@ class _Settings(Protocol):
     def stuck_after(self) -> float: ...
 
 
-class Explained(Protocol):
+class Explained(Observed, Protocol):
     """An app, as far as the health routes need it."""
 
     @property
     def settings(self) -> _Settings:
         """For `stuck_after`."""
-
-    def statistics(self) -> Statistics:
-        """A snapshot."""
 
     def explain(self) -> str:
         """Why each partition does not advance."""
@@ -168,9 +166,6 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
         Route("/explain", explain),
         Route("/metrics", metrics),
     ]
-
-
-_FRESH = {"cache-control": "no-store"}
 
 
 # Server -------------------------------------------------------------------------------
