@@ -94,8 +94,8 @@ class Admission:
         stuck = self.stuck(epoch)
         if epoch.shed and (stuck or not epoch.fetching_again):
             return NOTHING  # what was given back comes before anything new
-        waiting = self._waiting
-        if waiting is not None and waiting.lasts and not stuck:
+        waiting = self._waits_for_room()
+        if waiting is not None and not stuck:
             return self._for_oversized(waiting.oversized) if waiting.epoch is epoch else NOTHING
         held = epoch.held_usage
         room = room_for(buffer.bounds, Usage(buffer.records, buffer.bytes), held, stuck=stuck)
@@ -104,6 +104,11 @@ class Admission:
             if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
                 room = NONE
         return Allowance(room.records, room.bytes)
+
+    def _waits_for_room(self) -> _Waiting | None:
+        """What others leave room for: not a record of a partition that cannot advance, which might never take it."""
+        waiting = self._waiting
+        return waiting if waiting is not None and waiting.lasts and not self.stuck(waiting.epoch) else None
 
     def _for_oversized(self, oversized: Oversized) -> Allowance:
         """The room that has become free for a record that found none, or all of it when it is alone.
@@ -123,13 +128,13 @@ class Admission:
         partition = self._partitions.get(topic_partition)
         if partition is None or partition.epoch.gate is not Gate.OPEN or self._allowance(topic_partition).records:
             return None
-        epoch, buffer, waiting = partition.epoch, self._buffer, self._waiting
+        epoch, buffer, waiting = partition.epoch, self._buffer, self._waits_for_room()
         if self.stuck(epoch):
             return (
                 f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {epoch.held_usage.records} "
                 "records, its minimum share of the buffer"
             )
-        if waiting is not None and waiting.lasts:
+        if waiting is not None:
             whose = "its next record" if waiting.epoch is epoch else f"a record of {waiting.epoch.topic_partition}"
             return f"{whose}, of {waiting.oversized.size} bytes, waits for room in the buffer"
         return (

@@ -103,3 +103,30 @@ def test_a_record_that_waited_for_room_is_forgotten_with_its_epoch() -> None:
             await client.settle(timeout=30.0)
 
     run(test())
+
+
+def test_a_halted_partition_whose_next_record_exceeds_its_minimum_keeps_nobody_waiting() -> None:
+    """It takes in nothing more, so what others would leave free for that record would stay free for ever."""
+    app = App("memory", max_buffered_bytes=1_000_000, shutdown_timeout=2.0)
+
+    @app.consume("orders", shard_by="partition", retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:
+        if record.partition == 0:
+            raise ValueError
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
+        broker.publish("orders", b"x" * 3_000, partition=0)
+        async with TestClient(app, broker=broker):
+            await asyncio.sleep(5.0)
+            for _ in range(10):
+                broker.publish("orders", b"x" * 3_000, partition=0)
+            await asyncio.sleep(5.0)
+            assert app.statistics().partitions[0].incomplete < 11, "all of them fitted: the test shows nothing"
+            for _ in range(50):
+                broker.publish("orders", b"x" * 3_000, partition=1)
+            async with asyncio.timeout(10.0):
+                await broker.until(lambda: broker.committed("memory", "orders", 1) == 50)
+            assert app.statistics().partitions[1].paused is None
+
+    run(test())
