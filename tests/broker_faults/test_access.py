@@ -95,12 +95,8 @@ async def test_a_wrong_password_is_named_with_its_user(
     assert "sasl_password" in sentence
 
 
-async def test_a_wrong_password_under_plain_is_named_with_its_user(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
-    wrong = _guarded(
-        kafka, group, PLAIN_USER, sasl_mechanism="PLAIN", sasl_password=f"{SECRET}-but-wrong"
-    )
+async def test_a_wrong_password_under_plain_is_named_with_its_user(kafka: SharedKafka, topic: str, group: str) -> None:
+    wrong = _guarded(kafka, group, PLAIN_USER, sasl_mechanism="PLAIN", sasl_password=f"{SECRET}-but-wrong")
 
     sentence = await _refusal(wrong, topic)
 

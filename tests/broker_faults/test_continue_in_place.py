@@ -1,7 +1,7 @@
 """Partitions that come back in a rebalance: when they go on where they were, and when they may not."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import pytest
@@ -10,10 +10,9 @@ from aioshard import App
 from aioshard.ports import Committed, TransportFactory
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
+from tests.broker_faults.meddling import MeddledTransport, Meddler
 from tests.broker_faults.support import (
     Ledger,
-    MeddledTransport,
-    Meddler,
     messages,
     partition_of,
     quick_app,
@@ -46,12 +45,11 @@ async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes
         for turn in range(ROUNDS):
             sent += (more := messages(2000, keys=40, start=2000 * turn))
             await kafka.produce(topic, more)
-            await ledger.until(lambda turn=turn: len(ledger.finished) > 2000 * turn + 100)
+            await ledger.until_more_than(2000 * turn + 100)
             async with coming:
                 await until(lambda: len(coming.statistics().partitions) == 2, coming.explain)
                 kept &= {p.partition for p in staying.statistics().partitions}
-                seen = len(ledger.finished)
-                await ledger.until(lambda seen=seen: len(ledger.finished) > seen + 100)
+                await ledger.until_more_than(len(ledger.finished) + 100)
             await until(lambda: len(staying.statistics().partitions) == 4, staying.explain)
         await ledger.until_finished(sent)
         await kafka.wait_for_lag(group, topic)
@@ -79,7 +77,7 @@ async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka,
         sent = messages(100)
         ledger.hold(lambda record: record.offset == 3)
         await kafka.produce(topic, sent)
-        await ledger.until(lambda: len(ledger.finished) > 10)
+        await ledger.until_more_than(10)
 
         async with visiting(kafka, group, f"{topic}.other"):
             ledger.release()
@@ -156,14 +154,19 @@ class MemoryPlace:
         self.broker.rebalance()
 
 
-@pytest.fixture(params=["kafka", "memory"])
-async def place(request: pytest.FixtureRequest, topic: str, group: str) -> AsyncIterator[Place]:
-    if request.param == "memory":
-        yield MemoryPlace(topic, group)
-        return
-    kafka = request.getfixturevalue("kafka")
-    await kafka.create_topic(topic)
-    yield RealPlace(kafka, topic, group)
+@pytest.fixture(params=[pytest.param("kafka", marks=pytest.mark.kafka), "memory"])
+def broker(request: pytest.FixtureRequest) -> SharedKafka | None:
+    """The run's broker, or none: a fixture of its own, because starting that broker takes a loop of its own."""
+    found: SharedKafka | None = request.getfixturevalue("kafka") if request.param == "kafka" else None
+    return found
+
+
+@pytest.fixture
+async def place(broker: SharedKafka | None, topic: str, group: str) -> Place:
+    if broker is None:
+        return MemoryPlace(topic, group)
+    await broker.create_topic(topic)
+    return RealPlace(broker, topic, group)
 
 
 class Scene:
@@ -297,9 +300,7 @@ async def test_a_generation_that_we_have_missed_begins_anew(place: Place, ended:
     assert scene.ledger.duplicates == []
 
 
-async def test_a_committed_offset_that_somebody_moved_begins_anew(
-    place: Place, ended: Callable[[], list[str]]
-) -> None:
+async def test_a_committed_offset_that_somebody_moved_begins_anew(place: Place, ended: Callable[[], list[str]]) -> None:
     """Behind our back and under our own membership: what was moved back is read again."""
     scene = Scene(place)
     async with place.app.started(scene.meddler):

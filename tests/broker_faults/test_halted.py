@@ -48,9 +48,7 @@ def _good(sent: list[Message]) -> list[Message]:
     return [message for message in sent if message[0] != b"bad"]
 
 
-async def test_a_failing_record_halts_its_shard_alone_and_is_named(
-    kafka: SharedKafka, topic: str, group: str
-) -> None:
+async def test_a_failing_record_halts_its_shard_alone_and_is_named(kafka: SharedKafka, topic: str, group: str) -> None:
     """I1, I2, I6 and I11."""
     await kafka.create_topic(topic, partitions=2)
     app, ledger = _app(kafka, group), Failing()

@@ -57,7 +57,7 @@ async def test_new_partitions_are_read_from_their_beginning(
 async def test_a_topic_made_anew_is_read_from_its_beginning(
     kafka: SharedKafka, topic: str, group: str, policy: str, before: int, after: int
 ) -> None:
-    """The group's offsets belong to a log that is gone, and nothing of the new one may be skipped; never quiet (I11)."""
+    """The group's offsets belong to a log that is gone; nothing of the new one may be skipped; never quiet (I11)."""
     await kafka.create_topic(topic, partitions=before)
     app, ledger = quick_app(kafka, group, auto_offset_reset=policy), Ledger()
     app.consume(topic)(ledger.handle)
@@ -221,7 +221,7 @@ async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
         await kafka.wait_for_lag(group, topic)
         await until(lambda: partition_of(app, 0).lag == 0, app.explain)
 
-    newest = {key: value for key, value in messages(40, keys=10, start=200)}
+    newest = dict(messages(40, keys=10, start=200))
     assert newest.items() <= {record.key: record.value for record in ledger.finished}.items()
     assert len(ledger.finished) <= len(left)
     assert ledger.duplicates == []
@@ -241,7 +241,7 @@ async def test_retention_that_overtakes_the_position_is_passed_and_told(
         ledger.hold(lambda record: record.offset == 0)
         sent = [(b"alone", b"alone"), *messages(2999, keys=50, padding=1000)]  # more than the client fetches ahead
         await kafka.produce(topic, sent)
-        await ledger.until(lambda: len(ledger.finished) > 20)
+        await ledger.until_more_than(20)
         ledger.hold()
         await until(lambda: partition_of(app, 0).paused, app.explain)
         epoch = partition_of(app, 0).epoch

@@ -1,15 +1,15 @@
 """Where a group goes on: without a committed offset, with one that its log does not have, and with a mark of others."""
 
-import asyncio
 from typing import Literal
 
 import pytest
 
+from aioshard import App
 from aioshard.errors import NoOffsetError, OffsetOutOfRangeError
 from aioshard.records import TopicPartition
+from tests.broker_faults.meddling import Meddler
 from tests.broker_faults.support import (
     Ledger,
-    Meddler,
     commit_from_outside,
     messages,
     partition_of,
@@ -96,26 +96,31 @@ async def test_latest_delivers_what_comes_after_the_start_and_skips_nothing_of_i
 
 
 @pytest.mark.parametrize("policy", ["earliest", "latest"])
-async def test_the_first_position_is_committed_before_a_record_is_handed_out(
+async def test_no_record_is_handed_out_before_the_first_position_is_committed(
     kafka: SharedKafka, topic: str, group: str, policy: Policy
 ) -> None:
     """Else a crash before the first commit skips, under `latest`, what had come in meanwhile (I3)."""
     await kafka.create_topic(topic)
     await kafka.produce(topic, messages(10))
-    app, ledger = quick_app(kafka, group, auto_offset_reset=policy), Ledger()
+    app, ledger = quick_app(kafka, group, auto_offset_reset=policy, start_timeout=None), Ledger()
     app.consume(topic)(ledger.handle)
     meddler = Meddler(app._make_transport())
-    ledger.hold()
+    meddler.commits.clear()
 
     async with app.started(meddler):
+        await until(lambda: any(kind == "commit" for kind, *_ in meddler.events), app.explain)
         sent = messages(10, start=100)
         await kafka.produce(topic, sent)
-        await ledger.until(lambda: ledger.started)
-        assert await kafka.committed(group, topic) == {0: 0 if policy == "earliest" else 10}
-        kinds = [kind for kind, *_ in meddler.events if kind in ("committed", "records")]
-        assert kinds.index("committed") < kinds.index("records")
-        ledger.release()
+        with pytest.raises(TimeoutError):
+            await ledger.until(lambda: ledger.started, timeout=0.5)
+        assert meddler.taken == []
+        meddler.commits.set()
+
+        await ledger.until_finished(sent)
+        first = next(what[0] for kind, *what in meddler.events if kind == "committed")
+        assert first == {TopicPartition(topic, 0): 0 if policy == "earliest" else 10}
         await kafka.wait_for_lag(group, topic)
+    assert len(ledger.finished) == (20 if policy == "earliest" else 10)
 
 
 async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
@@ -200,28 +205,45 @@ async def test_the_end_of_the_log_is_inside_it(kafka: SharedKafka, topic: str, g
     assert ledger.offsets(0) == [10, 11, 12]
 
 
-async def test_two_members_that_begin_at_once_under_latest_skip_nothing(
+async def test_a_member_that_begins_later_in_the_same_generation_begins_at_the_end_too(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     """The commits of the quicker one must not look like those of a group that knew the topic long ago."""
-    await kafka.create_topic(topic, partitions=4)
-    await kafka.produce(topic, messages(40))
+    await kafka.create_topic(topic, partitions=2)
+    for number in (0, 1):
+        await kafka.produce(topic, messages(20), partition=number)
     ledger = Ledger()
-    apps = [quick_app(kafka, group, auto_offset_reset="latest") for _ in range(2)]
-    for app in apps:
+    quick, slow = (
+        quick_app(kafka, group, auto_offset_reset="latest", start_timeout=None, commit_timeout=1) for _ in range(2)
+    )
+    for app in (quick, slow):
         app.consume(topic)(ledger.handle)
+    fast, late = Meddler(quick._make_transport()), Meddler(slow._make_transport())
+    fast.commits.clear()
+    late.questions.clear()
 
-    async with asyncio.TaskGroup() as starting:
-        for app in apps:
-            starting.create_task(app.__aenter__(), name="start")
-    try:
-        await until(lambda: sorted(len(app.statistics().partitions) for app in apps) == [2, 2])
+    def generation(meddler: Meddler) -> int:
+        """In which the member has one of the two partitions; -1 before."""
+        given = [what for kind, *what in meddler.events if kind == "assigned"]
+        return given[-1][1].generation if given and len(given[-1][0]) == 1 else -1
+
+    async with quick.started(fast), slow.started(late):
+        await until(lambda: generation(fast) == generation(late) >= 0)
+        fast.commits.set()
+        await until(lambda: quick.statistics().partitions and _committed(quick) == 20, quick.explain)
+        late.questions.set()
+
+        await until(lambda: slow.statistics().partitions and _committed(slow) == 20, slow.explain)
+        assert generation(fast) == generation(late)
         sent = messages(40, start=1000)
         await kafka.produce(topic, sent)
         await ledger.until_finished(sent)
         await kafka.wait_for_lag(group, topic)
-    finally:
-        for app in apps:
-            await app.__aexit__(None, None, None)
 
     assert set(ledger.values) == {value for _, value in sent}
+
+
+def _committed(app: App) -> int | None:
+    """The committed offset of the only partition that an app has."""
+    (partition,) = app.statistics().partitions
+    return partition.committed

@@ -1,6 +1,7 @@
 """A group that has moved on, commits that are refused or not answered, clients that die."""
 
 import asyncio
+import functools
 import logging
 import time
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 from aioshard import App, Record
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError
 from aioshard.records import TopicPartition
+from tests.broker_faults.meddling import Meddler
 from tests.broker_faults.support import (
     Ledger,
-    Meddler,
     commit_from_outside,
     kick,
     members,
@@ -171,6 +172,10 @@ async def test_commits_that_fail_stay_due_are_counted_and_named(
     assert sum(str(error) in r.getMessage() for r in caplog.records) == 1, "one cause, one line"
 
 
+def _failed_more_than(app: App, count: int) -> bool:
+    return app.statistics().commit_failures > count
+
+
 async def test_each_attempt_of_a_commit_is_computed_anew(kafka: SharedKafka, topic: str, group: str) -> None:
     await kafka.create_topic(topic)
     app, ledger, meddler = _watched(kafka, group, topic)
@@ -179,7 +184,7 @@ async def test_each_attempt_of_a_commit_is_computed_anew(kafka: SharedKafka, top
         meddler.fail_commits = [CommitError("busy")] * 4
         for number in range(4):
             await kafka.produce(topic, messages(5, start=5 * number))
-            await until(lambda seen=number: app.statistics().commit_failures > seen, app.explain)
+            await until(functools.partial(_failed_more_than, app, number), app.explain)
         await kafka.wait_for_lag(group, topic)
         tried += [what[0][TopicPartition(topic, 0)] for kind, *what in meddler.events if kind == "commit"]
     assert tried == sorted(tried)
@@ -230,7 +235,7 @@ async def test_a_poll_that_raises_leads_to_a_new_client_and_loses_nothing(
     async with app.started(meddler):
         ledger.hold(lambda record: record.value in (b"20", b"21"))
         await kafka.produce(topic, messages(40))
-        await ledger.until(lambda: len(ledger.finished) > 20)
+        await ledger.until_more_than(20)
 
         meddler.fail_polls = [ClientLostError("the test has taken the client away")]
 
@@ -251,7 +256,7 @@ async def test_a_task_of_the_client_that_dies_leads_to_a_new_client(
     async with app.started(meddler):
         ledger.hold(lambda record: record.value in (b"20", b"21"))
         await kafka.produce(topic, messages(40))
-        await ledger.until(lambda: len(ledger.finished) > 20)
+        await ledger.until_more_than(20)
 
         meddler.transport._internals.background_tasks()[task].cancel()
 
