@@ -108,7 +108,7 @@ class Epoch:
         self.shed: dict[int, Delivery] = {}
         """Queued deliveries whose records were given back to make room; incomplete, and fetched again later."""
         self.fetching_again = False
-        """Whether the client was sent back to the first of them."""
+        """Whether the client was sent back to the first of them, and has not come to our position again."""
         self.drain: DrainPlan[Delivery] | None = None
         self.drained: asyncio.Event | None = None
         self.revoked = asyncio.Event()
@@ -168,10 +168,11 @@ class Epoch:
         return self.tracker.position
 
     def give_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Count out queued deliveries; their offsets stay incomplete, so nothing is committed past them."""
-        self.fetching_again = False
+        """Drop the payloads of queued deliveries; their offsets stay incomplete: nothing is committed past them."""
         for delivery in deliveries:
+            self.fetching_again = False
             self.shed[delivery.offset] = delivery
+            delivery.record = delivery.record._replace(value=None, headers=())
             self.buffered_bytes -= delivery.size
             self._buffer.release(delivery.size)
 
@@ -193,6 +194,8 @@ class Epoch:
             del self.shed[offset]
             if self.tracker.complete(offset):
                 self._advanced()
+        if batch.next_offset >= self.tracker.position:
+            self.fetching_again = False
         return back
 
     # Ending -------------------------------------------------------------------------

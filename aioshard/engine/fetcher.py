@@ -121,7 +121,7 @@ class Fetcher:
         """
         epoch = self.epoch
         now = self._clock()
-        if epoch.shed:
+        if epoch.shed or epoch.fetching_again:
             self._feed(epoch.take_back(batch, now))
             batch = _after(batch, epoch.tracker.position)
         deliveries = [

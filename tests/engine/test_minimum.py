@@ -130,3 +130,57 @@ def test_a_halted_partition_whose_next_record_exceeds_its_minimum_keeps_nobody_w
             assert app.statistics().partitions[1].paused is None
 
     run(test())
+
+
+def test_what_is_fetched_again_ends_below_what_is_in_hand() -> None:
+    """Records above the last that was given back are complete, or run, and come again with what is fetched again."""
+    app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
+    release = asyncio.Event()
+    runs: list[int] = []
+
+    @app.consume("orders", concurrency=8)
+    async def handle(record: Record) -> None:
+        if record.offset == 1:
+            await release.wait()
+        runs.append(record.offset)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+        for number in range(500):
+            broker.publish("orders", b"", key=b"hot" if number < 200 else b"%d" % number)
+        async with app.started(lambda: InMemoryTransport(broker, "memory", max_batch_records=50)):
+            await asyncio.sleep(20.0)
+            partition = app.statistics().partitions[0]
+            assert partition.incomplete > partition.buffered_records, "nothing was given back"
+            release.set()
+            async with asyncio.timeout(60.0):
+                await broker.until(lambda: broker.committed("memory", "orders", 0) == 500)
+            assert app.statistics().replayed == 0
+
+    run(test())
+
+    assert sorted(runs) == list(range(500)), "each record once"
+
+
+def test_what_was_given_back_is_not_in_memory() -> None:
+    app = App("memory", max_buffered_records=1000, shutdown_timeout=2.0)
+
+    @app.consume("orders", shard_by="partition", retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:  # noqa: ARG001
+        raise ValueError
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+        for _ in range(PER_PARTITION):
+            broker.publish("orders", b"", headers=[("h", b"")])
+        async with TestClient(app, broker=broker):
+            await asyncio.sleep(5.0)
+            engine = app._engine
+            assert engine is not None
+            (epoch,) = engine.rebalance.epochs
+            assert len(epoch.shed) > 100
+            kept = [delivery for delivery in epoch.tracker.values() if delivery.record.value is not None]
+            assert len(kept) == epoch.held_usage.records
+            assert all(delivery.record.headers == () for delivery in epoch.shed.values())
+
+    run(test())
