@@ -7,6 +7,7 @@ import signal
 
 import click
 
+from aioshard.cli import options
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, RETAINED_BATCHES, RETAINED_BYTES, EmbeddedBroker
 from aioshard.loops import loop_factory
@@ -39,7 +40,7 @@ def _topics(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> d
     metavar="NAME:PARTITIONS",
     help="Create this topic; may be given again and again.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object on standard output.")
+@options.as_json("the address")
 def command(*, port: int | None, topics: dict[str, int], as_json: bool) -> int:
     """Run a broker in memory until SIGINT or SIGTERM.
 

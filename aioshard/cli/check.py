@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from aioshard.app import App
+from aioshard.cli import options
 from aioshard.cli.loading import load_app, surprises
 from aioshard.errors import AioshardError, HandlerError
 from aioshard.handlers import Registration
@@ -17,15 +18,9 @@ __all__ = ["command"]
 
 
 @click.command()
-@click.argument("target", metavar="MODULE:APP")
-@click.option(
-    "--app-dir",
-    type=click.Path(exists=True, file_okay=False),
-    default=".",
-    show_default=True,
-    help="Where MODULE is looked for first.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+@options.target
+@options.app_dir
+@options.as_json("what was found")
 def command(target: str, *, app_dir: str, as_json: bool) -> None:
     """Check an app without a broker.
 

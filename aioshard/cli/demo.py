@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from aioshard.app import App
+from aioshard.cli import options
 from aioshard.cli.flights import FLIGHTS, Findings, Flight, carried_in_order, check, read_flights
 from aioshard.cli.progress import Progress
 from aioshard.cli.publishing import Publisher, silence_client
@@ -39,7 +40,7 @@ _WRONG = 3
     help="Only the first flights.",
 )
 @click.option("--concurrency", type=click.IntRange(1, 10_000), default=_CONCURRENCY, show_default=True, help="Workers.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object on standard output.")
+@options.as_json("the figures")
 def command(*, records: int, concurrency: int, as_json: bool) -> int:
     """Process a year of flights and check every figure.
 

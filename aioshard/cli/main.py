@@ -5,7 +5,7 @@
 | 0 | clean |
 | 1 | crashed: the brokers, or an unexpected error |
 | 2 | usage: wrong options, unknown module or app, a setting or a handler refused |
-| 3 | halted records are in the way of `--until-caught-up` |
+| 3 | halted records are in the way of `--until-caught-up`, or a figure of the demonstration is wrong |
 | 4 | records still ran when the time to stop was over |
 | 130 | interrupted, or left at a second signal |
 """

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from aioshard.cli import options
 from aioshard.cli.progress import Progress
 from aioshard.cli.publishing import Compression, Publisher, silence_client
 from aioshard.cli.rows import BadLineError, CsvRows, Format, JsonRows, LineSplitter, Row, Rows
@@ -31,7 +32,7 @@ _SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": 
 @click.argument("file", metavar="FILE", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.argument("topic", metavar="TOPIC")
 @click.option("--key", "key_field", metavar="FIELD", help="Field that is the record's key; no key where it is missing.")
-@click.option("--bootstrap-servers", metavar="HOST:PORT,…", help="Brokers, instead of AIOSHARD_BOOTSTRAP_SERVERS.")
+@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
 @click.option(
     "--format",
     "file_format",
@@ -45,7 +46,7 @@ _SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": 
     show_default=True,
     help="How batches are compressed.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print how it ended as one JSON object on standard output.")
+@options.as_json("how it ended")
 def command(
     file: str,
     topic: str,
@@ -126,7 +127,7 @@ class _Publication:
         splitter = LineSplitter()
         ended = False
         while not ended:
-            reading = asyncio.ensure_future(_read(source))
+            reading = asyncio.create_task(_read(source), name="read input")
             try:
                 await asyncio.wait([reading], timeout=_LINGER)
                 if not reading.done():

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 import click
 
 from aioshard.app import App
+from aioshard.cli import options
 from aioshard.cli.loading import load_app, surprises
 from aioshard.cli.main import INTERRUPTED, exit_code
 from aioshard.errors import AioshardError, NotDrainedError
@@ -30,8 +31,8 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 
 
 @click.command()
-@click.argument("target", metavar="MODULE:APP")
-@click.option("--bootstrap-servers", metavar="HOST:PORT,…", help="Brokers, instead of the app's setting.")
+@options.target
+@options.bootstrap_servers("the app's setting")
 @click.option("--until-caught-up", is_flag=True, help="Process up to the end offsets seen at the start, then end.")
 @click.option(
     "--health-port",
@@ -41,14 +42,8 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the health server.")
 @click.option("--log-level", type=click.Choice(_LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option(
-    "--app-dir",
-    type=click.Path(exists=True, file_okay=False),
-    default=".",
-    show_default=True,
-    help="Where MODULE is looked for first.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print how it ended as one JSON object on standard output.")
+@options.app_dir
+@options.as_json("how it ended")
 def command(
     target: str,
     *,
