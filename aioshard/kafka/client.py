@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AiokafkaTransport"]
 
-log = logging.getLogger("aioshard.kafka")
+logger = logging.getLogger("aioshard.kafka.client")
 
-RETRY_BACKOFF = 0.1
+_RETRY_BACKOFF = 0.1
 """Seconds between two attempts of a question to the brokers."""
 
 
@@ -56,8 +56,7 @@ class AiokafkaTransport:
         """Check the options; connects to nothing.
 
         Raises:
-            SettingsError: An option for the client is unknown or not for the user to set, or TLS and
-                SASL settings cannot work.
+            SettingsError: TLS and SASL settings cannot work.
         """
         self._settings = settings
         self._group_id = group_id
@@ -78,16 +77,8 @@ class AiokafkaTransport:
         self._woken = False
 
     @property
-    def missing_topics(self) -> frozenset[str]:
-        """Topics that were subscribed to and do not exist, or that this user may not see."""
-        return self._topics.missing
-
-    @property
     def trouble(self) -> str | None:
-        """Why nothing, or not everything, can be consumed now although the client lives, else None.
-
-        A client without brokers raises nothing: it goes on trying.
-        """
+        """See `Transport.trouble`."""
         internals = self._internals
         if internals is None or self._closed:
             return None
@@ -140,7 +131,7 @@ class AiokafkaTransport:
                     client.set_topics(self._topics.names)
                 answered = await client.force_metadata_update()
         except (kafka.KafkaError, TimeoutError) as error:
-            log.debug("the first look-up of topics failed: %s", reason(error))
+            logger.debug("the first look-up of topics failed: %s", reason(error))
         if not answered:
             advertised = [(broker.host, broker.port) for broker in client.cluster.brokers()]
             raise await why_unreachable(self._settings, self._options, advertised)
@@ -153,7 +144,7 @@ class AiokafkaTransport:
         except kafka.GroupAuthorizationFailedError as error:
             raise group_error(error, self._group_id) from error
         except (kafka.KafkaError, TimeoutError) as error:
-            log.debug("the first look-up of the group failed, which may pass: %s", reason(error))
+            logger.debug("the first look-up of the group failed, which may pass: %s", reason(error))
         return internals
 
     async def close(self) -> None:
@@ -174,7 +165,7 @@ class AiokafkaTransport:
             self._left = True
             await internals.leave()
         except Exception as error:  # noqa: BLE001 - the group finds out by itself after the session time-out
-            log.info("group %r was not told that we leave: %s", self._group_id, reason(error))
+            logger.info("group %r was not told that we leave: %s", self._group_id, reason(error))
         finally:
             self._left = True
             self._forget_assignment(self._intake)
@@ -328,7 +319,7 @@ class AiokafkaTransport:
                 if not error.retriable:
                     what = f"the committed offsets of {', '.join(map(str, partitions))}"
                     raise request_error(error, what, self._group_id) from error
-                await asyncio.sleep(RETRY_BACKOFF)
+                await asyncio.sleep(_RETRY_BACKOFF)
             else:
                 return {topic_partition: found.get(topic_partition) for topic_partition in partitions}
         return {}

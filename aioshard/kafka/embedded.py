@@ -27,8 +27,8 @@ RETAINED_BYTES = 5 * 1024 * 1024
 RETAINED_BATCHES = 100_000
 """Of one partition, beside `RETAINED_BYTES`."""
 
-SESSION_TIMEOUT = 3.0
-HEARTBEAT_INTERVAL = 0.5
+_SESSION_TIMEOUT = 3.0
+_HEARTBEAT_INTERVAL = 0.5
 """Each rebalance of a group here takes its session time-out less one second, whoever is in it: also the first
 join after an app has left. With the default of 45 s, an app that is run again would not start in time."""
 
@@ -172,8 +172,8 @@ class EmbeddedBroker:
         """
         return {
             "bootstrap_servers": self.bootstrap_servers,
-            "session_timeout": SESSION_TIMEOUT,
-            "heartbeat_interval": HEARTBEAT_INTERVAL,
+            "session_timeout": _SESSION_TIMEOUT,
+            "heartbeat_interval": _HEARTBEAT_INTERVAL,
         }
 
     @property

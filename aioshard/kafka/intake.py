@@ -15,12 +15,12 @@ from aioshard.records import TopicPartition
 
 __all__ = ["Found", "Intake"]
 
-RECORDS_PER_POLL = 500
+_RECORDS_PER_POLL = 500
 """Records that one poll hands out at most. With more alive at once than the garbage collector's first
 threshold of 700, each record costs a quarter more."""
-ACTIVE = 1.0
+_ACTIVE = 1.0
 """Seconds for which a partition that something was taken from counts as one that more will be taken from."""
-FAULT_INTERVAL = 1.0
+_FAULT_INTERVAL = 1.0
 """Seconds until a partition that cannot be read is tried, and reported, again."""
 
 
@@ -190,9 +190,9 @@ class Intake:
         limit, room, alone = allowance_of(partition.name)
         if limit <= 0:
             self._internals.release_broker(chunk.result)
-            found.left_over |= partition.taken_at > found.at - ACTIVE
+            found.left_over |= partition.taken_at > found.at - _ACTIVE
             return
-        limit = min(limit, RECORDS_PER_POLL)
+        limit = min(limit, _RECORDS_PER_POLL)
         found.most = max(found.most, limit)
         limit -= found.records
         if limit <= 0:
@@ -257,5 +257,5 @@ class Intake:
             if self._internals.buffered.get(partition.name) is entry:
                 self._drop(partition)
 
-        timer = asyncio.get_running_loop().call_later(FAULT_INTERVAL, retry)
+        timer = asyncio.get_running_loop().call_later(_FAULT_INTERVAL, retry)
         self._retries.add(timer)

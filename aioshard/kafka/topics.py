@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["SubscribedTopics", "one_pattern"]
 
-log = logging.getLogger("aioshard.kafka")
+logger = logging.getLogger("aioshard.kafka.topics")
 
 
 class SubscribedTopics:
@@ -38,14 +38,14 @@ class SubscribedTopics:
     def _note(self, cluster: Any) -> None:
         missing = frozenset(topic for topic in self.names if not cluster.partitions_for_topic(topic))
         for topic in sorted(missing - self.missing):
-            log.warning(
+            logger.warning(
                 "topic %r %s: nothing of it is consumed until a look-up, every metadata_max_age=%g s, finds it",
                 topic,
                 "may not be seen by this user" if topic in cluster.unauthorized_topics else "does not exist",
                 self._metadata_max_age,
             )
         for topic in sorted(self.missing - missing):
-            log.info("topic %r exists now", topic)
+            logger.info("topic %r exists now", topic)
         self.missing = missing
 
 

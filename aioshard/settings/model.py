@@ -28,8 +28,8 @@ from aioshard.settings import refusals
 
 __all__ = ["SettingDescription", "Settings", "misspelled_variables", "timeout_warnings"]
 
-PREFIX = "AIOSHARD_"
-MIB = 1024 * 1024
+_PREFIX = "AIOSHARD_"
+_MIB = 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX,
+        env_prefix=_PREFIX,
         env_ignore_empty=True,
         env_parse_none_str="none",
         dotenv_filtering="match_prefix",
@@ -161,7 +161,7 @@ class Settings(BaseSettings):
     """How long a broker may hold a fetch that has nothing to return; at most 30."""
     max_buffered_records: Annotated[int, Field(ge=1), _RECORDS] = 10_000
     """Bound of the records in memory that are not complete, over all partitions of the process."""
-    max_buffered_bytes: Annotated[int, Field(ge=1), _BYTES] = 64 * MIB
+    max_buffered_bytes: Annotated[int, Field(ge=1), _BYTES] = 64 * _MIB
     """Bound of their bytes; a record costs its bytes + 500. The client prefetches up to half as much beside it."""
 
     # Seeing what happens --------------------------------------------------------------
@@ -257,7 +257,7 @@ class Settings(BaseSettings):
         if self.bootstrap_servers is None:
             message = (
                 "bootstrap_servers is not set: name at least one broker, for example "
-                f"bootstrap_servers='localhost:9092' or {PREFIX}BOOTSTRAP_SERVERS=localhost:9092"
+                f"bootstrap_servers='localhost:9092' or {_PREFIX}BOOTSTRAP_SERVERS=localhost:9092"
             )
             raise SettingsError(message)
         return self.bootstrap_servers
@@ -272,7 +272,7 @@ class Settings(BaseSettings):
         return tuple(
             SettingDescription(
                 name=name,
-                variable=PREFIX + name.upper(),
+                variable=_PREFIX + name.upper(),
                 type=_type_name(field.annotation),
                 default=_default(cls, name),
                 unit=next((mark.name for mark in field.metadata if isinstance(mark, _Unit)), None),
@@ -295,7 +295,7 @@ def _sentence(settings: type[Settings], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         return refusals.unknown(name, settings.model_fields)
     value = detail["input"]
-    variable = PREFIX + name.upper()
+    variable = _PREFIX + name.upper()
     reason = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     reason = reason.replace("expected greater", "it must be greater").replace("expected less", "it must be less")
     return refusals.out_of_range(
@@ -360,10 +360,10 @@ def misspelled_variables(environment: Mapping[str, str] | None = None) -> list[s
     """
     sentences = []
     for variable in sorted(os.environ if environment is None else environment):
-        name = variable.lower().removeprefix(PREFIX.lower())
-        if not variable.upper().startswith(PREFIX) or name in Settings.model_fields:
+        name = variable.lower().removeprefix(_PREFIX.lower())
+        if not variable.upper().startswith(_PREFIX) or name in Settings.model_fields:
             continue
         meant = refusals.close_match(name, Settings.model_fields)
         if meant is not None:
-            sentences.append(f"{variable} is not used; did you mean {PREFIX}{meant.upper()}?")
+            sentences.append(f"{variable} is not used; did you mean {_PREFIX}{meant.upper()}?")
     return sentences

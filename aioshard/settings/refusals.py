@@ -57,7 +57,7 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "group_instance_id": "use group_instance_id",
     "heartbeat_interval_ms": "use heartbeat_interval, in seconds",
     "isolation_level": "use isolation_level",
-    "key_deserializer": "a handler's decode gets the record's bytes",
+    "key_deserializer": "decode record.key in the handler",
     "loop": "the app runs in the event loop that starts it",
     "max_partition_fetch_bytes": _PREFETCH,
     "max_poll_interval_ms": "a slow handler leaves the group in peace; stuck_after reports it",
@@ -71,7 +71,7 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "security_protocol": "use security_protocol",
     "session_timeout_ms": "use session_timeout, in seconds",
     "topics": "topics belong to handlers: @app.consume",
-    "value_deserializer": "annotate the handler's parameter with a type, or give it decode=",
+    "value_deserializer": "decode record.value in the handler",
 }
 """The client's options that aioshard decides, and what a user does instead."""
 
