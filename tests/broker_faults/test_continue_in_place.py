@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import pytest
 
 from aioshard import App
+from aioshard.errors import CommitError
 from aioshard.ports import Committed, TransportFactory
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
@@ -91,6 +92,68 @@ async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka,
         assert after.replayed == 0
     assert meddler.taken_twice == []
     assert ledger.duplicates == []
+    ledger.assert_in_order()
+
+
+async def test_a_partition_whose_offsets_nobody_tells_is_named_and_then_goes_on_in_place(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    """I11: it is ours and stands still, as nobody says where the group is; what is in hand stays in hand."""
+    await kafka.create_topic(topic)
+    app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=1), Ledger()
+    app.consume(topic)(ledger.handle)
+    meddler = Meddler(app._make_transport())
+    async with app.started(meddler):
+        epoch = partition_of(app, 0).epoch
+        ledger.hold(lambda record: record.offset == 3)
+        sent = messages(20)
+        await kafka.produce(topic, sent)
+        await ledger.until_more_than(10)
+
+        meddler.questions.clear()
+        meddler.transport._internals.coordinator.request_rejoin()
+        await until(lambda: f"{topic}/0" in str(app.statistics().trouble), app.explain)
+        assert "do not answer" in app.explain()
+        assert "rebalancing" in str(partition_of(app, 0).paused)
+        assert app.statistics().state == "running"
+        meddler.questions.set()
+        ledger.release()
+
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+        assert partition_of(app, 0).epoch == epoch
+    assert meddler.taken_twice == []
+    assert ledger.duplicates == []
+    ledger.assert_in_order()
+
+
+async def test_a_commit_of_which_the_answer_was_lost_begins_anew_and_repeats_nothing(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    """The broker has another offset than we were told of: it may be somebody else's, so the broker is right."""
+    await kafka.create_topic(topic)
+    app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=0.5), Ledger()
+    app.consume(topic)(ledger.handle)
+    meddler = Meddler(app._make_transport())
+    async with app.started(meddler):
+        epoch = partition_of(app, 0).epoch
+        ledger.hold(lambda record: record.offset == 30)
+        meddler.lose_answers = [CommitError("the answer was lost")] * 1000
+        sent = messages(40, keys=40)
+        await kafka.produce(topic, sent)
+        await ledger.until_more_than(38)
+
+        meddler.transport._internals.coordinator.request_rejoin()
+        await until(lambda: app.statistics().rebalances == 2, app.explain)
+        meddler.lose_answers.clear()
+        ledger.release()
+
+        await until(lambda: partition_of(app, 0).epoch > epoch, app.explain)
+        await ledger.until_finished(sent)
+        await kafka.wait_for_lag(group, topic)
+        await until(lambda: app.statistics().trouble is None, app.explain)
+    assert [name for name in ledger.duplicates if int(name.split("/")[-1]) <= 30] == []
     ledger.assert_in_order()
 
 

@@ -264,6 +264,37 @@ async def test_retention_that_overtakes_the_position_is_passed_and_told(
     assert any("retention" in sentence and f"{taken_in} to 2899 of {topic}/0" in sentence for sentence in told)
 
 
+async def test_retention_that_overtakes_what_was_given_back_leaves_a_hole(
+    kafka: SharedKafka, topic: str, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A partition that cannot advance keeps a minimum and gives the rest back; then the log loses that."""
+    await kafka.create_topic(topic)
+    app = quick_app(kafka, group, max_buffered_records=1000, max_buffered_bytes=512 * 1024, stuck_after=1)
+    ledger = Ledger()
+    app.consume(topic, concurrency=8)(ledger.handle)
+    ledger.hold()
+    sent = messages(3000, keys=50, padding=1000)
+    await kafka.produce(topic, sent)
+    async with app:
+        await until(lambda: "gives back" in caplog.text, app.explain)
+        kept = partition_of(app, 0).buffered_records
+        assert 0 < kept < partition_of(app, 0).incomplete
+
+        await kafka.delete_records(topic, before={0: 2900})
+        ledger.release()
+
+        await ledger.until_finished(sent[2900:], SOON)
+        await kafka.wait_for_lag(group, topic)
+        assert app.statistics().buffered_records == 0
+        assert app.statistics().buffered_bytes == 0
+    taken_in = sum(offset < 2900 for offset in ledger.offsets(0))
+    assert kept <= taken_in < 2900
+    assert set(range(kept)) <= set(ledger.offsets(0))
+    assert ledger.duplicates == []
+    ledger.assert_in_order()
+    assert any("retention" in r.getMessage() for r in caplog.records)
+
+
 async def test_retention_that_overtakes_the_position_ends_an_app_that_must_not_guess(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
