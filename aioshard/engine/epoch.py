@@ -281,4 +281,7 @@ class Epoch:
         self.buffered_bytes = 0
         self.stop_draining()
         self._advanced()
+        # A run that outlives the epoch refers to it; what was queued behind it is not to stay in memory as long.
+        self.tracker = OffsetTracker(self.tracker.position)
+        self.shed.clear()
         return Rerun(self.highest_started, never)
