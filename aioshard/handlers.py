@@ -117,7 +117,7 @@ async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimi
     def work() -> None:
         if first.setdefault("came", "thread") == "thread":
             try:
-                call()
+                _refuse_awaitable(call())
             finally:
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                     loop.call_soon_threadsafe(end)
@@ -129,6 +129,18 @@ async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimi
             # The thread cannot be stopped. Its shard key stays occupied until it ends, so this run does too.
             await asyncio.wait([ended])
         raise
+
+
+def _refuse_awaitable(result: object) -> None:
+    """Fail the attempt when a plain function only made a coroutine: nothing of it has run."""
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        message = (
+            f"the handler is a plain function and returned {type(result).__name__}, which nobody awaits: declare it, "
+            "and every function that wraps it, with 'async def'"
+        )
+        raise HandlerError(message)
 
 
 class Handlers:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from aioshard import App, Context, Record
+from aioshard import App, Context, Record, Retry
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 
 
@@ -96,3 +96,21 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing(swallow:
         await wait_until(lambda: broker.committed("threads", "orders", 0) == 1)
 
     assert runs == [0, 0]
+
+
+async def test_a_plain_function_that_only_makes_a_coroutine_has_processed_nothing() -> None:
+    """A wrapper that is no `async def` around a handler that is one: nobody would await it (I2)."""
+    app, broker = make_app(), InMemoryBroker(partitions=1)
+
+    async def handle(record: Record) -> None: ...
+
+    @app.consume("orders", retry=Retry(attempts=1))
+    def wrapped(record: Record) -> object:
+        return handle(record)
+
+    broker.publish("orders", b"")
+    async with app.started(lambda: InMemoryTransport(broker, "threads")):
+        await wait_until(lambda: app.statistics().handlers[0].halted == 1)
+        assert "which nobody awaits" in app.explain()
+
+    assert broker.committed("threads", "orders", 0) == 0
