@@ -1,5 +1,6 @@
 """From a record to its shard key, and from a shard key to one of N fixed shards."""
 
+import inspect
 import operator
 import zlib
 from collections.abc import Callable, Hashable
@@ -52,6 +53,11 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
         ('orders', b'k')
     """
     if callable(shard_by):
+        if inspect.iscoroutinefunction(shard_by):
+            message = (
+                f"shard_by={shard_by!r} is 'async def': each of its coroutines would be a shard; use a plain function"
+            )
+            raise HandlerError(message)
         return shard_by
     if shard_by == "key":
         return operator.attrgetter("key") if one_topic else _topic_and_key

@@ -71,3 +71,11 @@ def test_fixed_shards_spread_the_keys_of_one_partition() -> None:
 def test_other_types_are_refused_because_their_hash_differs_between_processes() -> None:
     with pytest.raises(TypeError, match="float"):
         shard_number(1.5, 8)
+
+
+def test_a_coroutine_function_is_refused_because_no_two_coroutines_are_the_same_shard() -> None:
+    async def by_customer(record: Record) -> bytes | None:
+        return record.key
+
+    with pytest.raises(HandlerError, match="plain function"):
+        shard_key_of(by_customer, one_topic=True)
