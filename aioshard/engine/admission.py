@@ -24,6 +24,17 @@ class HasEpoch(Protocol):
     def epoch(self) -> Epoch:
         """The ownership of the partition."""
 
+    @property
+    def wanted(self) -> int:
+        """How many more records its handler wants queued, to have enough for its workers."""
+
+    def when_wanted(self, wake: Callable[[], None]) -> int:
+        """Have *wake* called when a worker finds nothing to do.
+
+        Returns:
+            After how many completions at the latest more is wanted.
+        """
+
 
 class _Waiting(NamedTuple):
     """A record that found no room, and where its partition stood then."""
@@ -80,11 +91,22 @@ class Admission:
         return epoch.stuck(self._clock(), self._stuck_after)
 
     def allowance(self, topic_partition: TopicPartition) -> Allowance:
-        """What the pump may take in of a partition; without room, it is woken when there may be some."""
+        """What the pump may take in of a partition; without room, it is woken when there may be some.
+
+        No more than its handler soon needs: a record that waits in memory costs twice what one costs that is
+        started while it is young, as the garbage collector then looks at it again and again.
+        """
         allowance = self._allowance(topic_partition)
         if not allowance.records:
             self._buffer.arm()
-        return allowance
+        if not allowance.records or allowance.alone:
+            return allowance
+        partition = self._partitions[topic_partition]
+        wanted = partition.wanted
+        if wanted <= 0:
+            self._buffer.arm(partition.when_wanted(self._buffer.wake))
+            return NOTHING
+        return allowance._replace(records=min(allowance.records, wanted))
 
     def _allowance(self, topic_partition: TopicPartition) -> Allowance:
         partition = self._partitions.get(topic_partition)
@@ -126,8 +148,10 @@ class Admission:
     def reason(self, topic_partition: TopicPartition) -> str | None:
         """Why nothing of a partition is taken in now, or None when something is. Safe from any thread."""
         partition = self._partitions.get(topic_partition)
-        if partition is None or partition.epoch.gate is not Gate.OPEN or self._allowance(topic_partition).records:
+        if partition is None or partition.epoch.gate is not Gate.OPEN:
             return None
+        if self._allowance(topic_partition).records:
+            return None if partition.wanted > 0 else "its handler has enough queued that no worker has started yet"
         epoch, buffer, waiting = partition.epoch, self._buffer, self._waits_for_room()
         if self.stuck(epoch):
             return (

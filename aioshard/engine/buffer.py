@@ -43,6 +43,6 @@ class Buffer:
         self.bytes -= size
         self.wake()
 
-    def arm(self) -> None:
-        """Have `wake` called when a tenth of what is held was released."""
-        self._countdown = max(self.records // 10, 1)
+    def arm(self, after: int | None = None) -> None:
+        """Have `wake` called when *after* records were released, by default a tenth of what is held."""
+        self._countdown = max(self.records // 10 if after is None else after, 1)

@@ -23,23 +23,48 @@ logger = logging.getLogger("aioshard.engine.fetcher")
 
 _POLL_TIMEOUT = 1.0
 _LOOK_INTERVAL = 0.5
+_ENOUGH = 1_000
+_ENOUGH_PER_WORKER = 4
+"""A handler wants so many records queued, and no more: enough to keep its workers busy until the pump comes again."""
 
 
 class Feed:
     """Where the records of a handler go: its sharding function and its shards."""
 
-    def __init__(self, shard_key: Callable[[Record], ShardKey], shards: list[Shards], *, fixed: bool) -> None:
+    def __init__(
+        self, shard_key: Callable[[Record], ShardKey], shards: list[Shards], *, fixed: bool, workers: int
+    ) -> None:
         """Make a feed.
 
         Args:
             shard_key: From a record to its shard key.
             shards: One that serves all keys on demand, or N fixed ones.
             fixed: Whether they are fixed: a record's shard is the hash of its key then.
+            workers: How many serve them.
         """
         self.shards = shards
         self._shard_key = shard_key
         self._fixed = fixed
         self._turn = 0
+        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers)
+
+    @property
+    def wanted(self) -> int:
+        """How many more records are wanted, so that the workers have enough to choose from.
+
+        What waits behind an occupied shard is not counted, so a hot key leaves the others room. Fixed shards
+        always want more: what one of them has is of no use to the others.
+        """
+        return self._enough if self._fixed else self._enough - self.shards[0].unseen
+
+    def when_wanted(self, wake: Callable[[], None]) -> int:
+        """Have *wake* called when a worker finds nothing to do.
+
+        Returns:
+            After how many completions at the latest more is wanted.
+        """
+        self.shards[0].on_idle = wake
+        return self._enough // 2 - self.wanted
 
     async def put(self, deliveries: list[Delivery]) -> None:
         """Give each delivery its shard key and queue it; waits only where a fixed shard is full."""
@@ -112,6 +137,15 @@ class Fetcher:
         self._batches: deque[list[Delivery]] = deque()
         self._arrived = asyncio.Event()
         self._feeding = False
+
+    @property
+    def wanted(self) -> int:
+        """See `Feed.wanted`."""
+        return self.feed.wanted
+
+    def when_wanted(self, wake: Callable[[], None]) -> int:
+        """See `Feed.when_wanted`."""
+        return self.feed.when_wanted(wake)
 
     def accept(self, batch: Batch) -> int:
         """Track a batch before anything can await, and leave the rest to the task.

@@ -146,7 +146,9 @@ class Engine:
             )
             for number, part in enumerate(served)
         )
-        return Running(spec, Feed(spec.shard_key, shards, fixed=spec.shards is not None), workers, counters)
+        return Running(
+            spec, Feed(spec.shard_key, shards, fixed=spec.shards is not None, workers=len(workers)), workers, counters
+        )
 
     # What the rebalance asks ------------------------------------------------------------
 

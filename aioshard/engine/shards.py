@@ -75,6 +75,8 @@ class Shards:
         self._burst = 1
         self.yielding = 0
         """Workers that let the loop turn although they have more to do."""
+        self.on_idle: Callable[[], None] | None = None
+        """Called once, when a worker finds nothing to do."""
 
     def __len__(self) -> int:
         """How many shards are occupied."""
@@ -303,8 +305,16 @@ class Shards:
         # A fixed shard whose head is blocked starts nothing, whatever waits behind it.
         return bool(self._front or self._arrivals) and not (self._bounded is not None and self._occupied)
 
+    @property
+    def unseen(self) -> int:
+        """How many deliveries no worker has looked at yet."""
+        return len(self._front) + len(self._arrivals)
+
     async def wait(self) -> None:
         """Wait until `take` may have something."""
+        if self.on_idle is not None:
+            on_idle, self.on_idle = self.on_idle, None
+            on_idle()
         idle = asyncio.get_running_loop().create_future()
         self._idle.append(idle)
         try:

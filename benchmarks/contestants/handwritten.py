@@ -102,7 +102,8 @@ async def _queues(spec: Spec, meter: Meter, number: int, queue_of: Callable[[Any
             TopicPartition(spec.topic, partition): next(iter(incomplete[partition]), position[partition])
             for partition in range(len(spec.ends))
         }
-        await consumer.commit({at: offset for at, offset in done.items() if offset})
+        if started := {at: offset for at, offset in done.items() if offset}:
+            await consumer.commit(started)
 
     async def keep_committing(consumer: Any) -> None:
         while True:
