@@ -44,5 +44,6 @@ class Buffer:
         self.wake()
 
     def arm(self, after: int | None = None) -> None:
-        """Have `wake` called when *after* records were released, by default a tenth of what is held."""
-        self._countdown = max(self.records // 10 if after is None else after, 1)
+        """Have `wake` called when *after* records were released, by default a tenth of what is held; or earlier."""
+        after = max(self.records // 10 if after is None else after, 1)
+        self._countdown = min(after, self._countdown) if self._countdown > 0 else after
