@@ -25,6 +25,7 @@ __all__ = [
     "SettingsError",
     "StartError",
     "StateError",
+    "TaskCancelledError",
     "TransportError",
 ]
 
@@ -58,6 +59,16 @@ class MissingExtraError(AioshardError):
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(f"{feature} needs the extra {extra!r}: install it with  pip install 'aioshard[{extra}]'")
+
+
+class TaskCancelledError(AioshardError):
+    """A task without which records stand still was cancelled, and not by the engine."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(
+            f"the task {task!r} was cancelled: the handler cancelled its own task, or something cancels tasks that are "
+            "not its own; cancel what the handler awaits instead, and stop the app with stop()"
+        )
 
 
 class StateError(AioshardError):

@@ -188,7 +188,7 @@ class Engine:
         """
         for handler in self.handlers:
             for worker in handler.workers:
-                self._tasks.start(worker.run(), worker.name)
+                self._tasks.start(worker.run(), worker.name, lasts=True)
         self._tasks.start(self._watch.run(), "stuck watch")
         self._tasks.start(self.standstill.run(), "trouble watch")
         self._supervisor = self._tasks.start(self._supervise(), "client")

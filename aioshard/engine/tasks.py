@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from aioshard.errors import TaskCancelledError
+
 __all__ = ["TaskSet", "finish"]
 
 
@@ -31,7 +33,7 @@ class TaskSet:
     that, and the process must still be able to drain, commit and name the record that hangs.
 
     Owned by whoever made it. A task that raises reports its error to *crashed* once; cancelling a task
-    is no crash.
+    is no crash, unless it was started as one that lasts.
     """
 
     def __init__(self, crashed: Callable[[str, BaseException], None]) -> None:
@@ -42,21 +44,37 @@ class TaskSet:
         """
         self._tasks: set[asyncio.Task[Any]] = set()
         self._crashed = crashed
+        self._lasting: set[asyncio.Task[Any]] = set()
+        self._closing = False
 
-    def start(self, coroutine: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
-        """Run *coroutine* as a task of this group."""
+    def start(self, coroutine: Coroutine[Any, Any, object], name: str, *, lasts: bool = False) -> asyncio.Task[Any]:
+        """Run *coroutine* as a task of this group.
+
+        Args:
+            coroutine: What to run.
+            name: For logs, and for whoever looks at the tasks of the loop.
+            lasts: Whether only `close` ends it: somebody else's cancellation is a crash too then.
+        """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        if lasts:
+            self._lasting.add(task)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        lasting = task in self._lasting
+        self._lasting.discard(task)
+        if task.cancelled():
+            if lasting and not self._closing:
+                self._crashed(task.get_name(), TaskCancelledError(task.get_name()))
+        elif (error := task.exception()) is not None:
             self._crashed(task.get_name(), error)
 
     async def close(self, timeout: float) -> None:
         """Cancel every task and wait up to *timeout* seconds for them to end."""
+        self._closing = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -80,6 +80,7 @@ class Worker:
         self.interrupted = False
         """Whether the current run was asked to end."""
         self._task: asyncio.Task[object] | None = None
+        self._asked_before = 0
         self._shards = shards
         self._call = call
         self._invoke = invoke
@@ -92,6 +93,7 @@ class Worker:
         """Ask the current run to end; its record stays incomplete. Does nothing between runs."""
         if self.delivery is not None and not self.interrupted and self._task is not None:
             self.interrupted = True
+            self._asked_before = self._task.cancelling()
             self._task.cancel()
 
     async def run(self) -> None:
@@ -99,6 +101,8 @@ class Worker:
         self._task = asyncio.current_task()
         shards, call, invoke, clock, counters = self._shards, self._call, self._invoke, self._clock, self._counters
         take, next_after = shards.take, shards.next_after
+        assert self._task is not None  # noqa: S101 - this is a task
+        cancelling = self._task.cancelling
         ahead = 0
         delivery = take()
         while True:
@@ -121,6 +125,8 @@ class Worker:
             if self.interrupted:
                 delivery = self._swallowed_cancellation(delivery)
                 continue
+            if cancelling():
+                self._forget_what_the_handler_asked()
             self.delivery = self.running = None
             if epoch.complete(delivery):
                 counters.processed += 1
@@ -159,15 +165,15 @@ class Worker:
         task = self._task
         assert task is not None  # noqa: S101 - set by run
         if self.interrupted:
-            self.interrupted = False
-            task.uncancel()
+            ending = self._end_interruption()
             self._shards.again(delivery)
-            if task.cancelling() or isinstance(error, _EXITS):
+            if ending or isinstance(error, _EXITS):
                 raise error
             return self._shards.take()
         if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
             self._shards.again(delivery)
             raise error
+        self._forget_what_the_handler_asked()
         if isinstance(error, asyncio.CancelledError):
             return self._failed(delivery, CancelledRunError())
         return self._failed(delivery, error)
@@ -175,14 +181,30 @@ class Worker:
     def _swallowed_cancellation(self, delivery: Delivery) -> Delivery | None:
         """The handler returned although its run was cancelled: that completes nothing (I8)."""
         self.delivery = self.running = None
-        self.interrupted = False
-        assert self._task is not None  # noqa: S101 - set by run
-        self._task.uncancel()
+        ending = self._end_interruption()
         logger.warning("the handler of %r swallowed its cancellation; the record stays incomplete", delivery)
         self._shards.again(delivery)
-        if self._task.cancelling():
+        if ending:
             raise asyncio.CancelledError
         return self._shards.take()
+
+    def _end_interruption(self) -> bool:
+        """Take back what `interrupt` asked for; returns whether the worker is being cancelled besides."""
+        assert self._task is not None  # noqa: S101 - set by run
+        self.interrupted = False
+        ending = self._task.uncancel() > self._asked_before
+        if not ending:
+            self._forget_what_the_handler_asked()
+        return ending
+
+    def _forget_what_the_handler_asked(self) -> None:
+        """Take back what a handler asked of its own task, as time-outs of older libraries do, and left so.
+
+        Left in place it would make the next cancellation that a handler raises look like one of the worker.
+        """
+        assert self._task is not None  # noqa: S101 - set by run
+        while self._task.cancelling():
+            self._task.uncancel()
 
     def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
         """An attempt failed: another one later, or the shard halts."""

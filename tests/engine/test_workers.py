@@ -1,0 +1,98 @@
+"""Workers outlive what handlers do to them, or the app says that they did not."""
+
+import asyncio
+import contextlib
+
+from aioshard import App, Record, Retry
+from aioshard.testing import TestClient, run
+
+
+async def time_out_as_older_libraries_do() -> None:
+    """Cancel the task that waits, swallow the cancellation, and do not take it back."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+
+
+async def await_something_cancelled() -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+def test_a_time_out_that_leaves_its_cancellation_behind_costs_no_worker() -> None:
+    """Of the next record that awaits something cancelled the worker has to know that it is not meant itself."""
+    app = App("workers")
+    attempts: list[tuple[int, bool]] = []
+
+    @app.consume("orders", concurrency=1, retry=Retry(attempts=2, jitter=0.0))
+    async def handle(record: Record) -> None:
+        first = (record.offset, True) not in attempts
+        attempts.append((record.offset, first))
+        if record.offset in (0, 2) and first:
+            await time_out_as_older_libraries_do()
+            if record.offset == 2:
+                raise TimeoutError
+        elif first:
+            await await_something_cancelled()
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for _ in range(5):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=30.0)
+
+    run(test())
+
+    assert [offset for offset, _ in attempts] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_time_out_that_leaves_its_cancellation_behind_survives_a_rebalance() -> None:
+    app = App("workers", drain_timeout=1.0, shutdown_timeout=3.0)
+    runs: list[int] = []
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:
+        runs.append(record.offset)
+        await time_out_as_older_libraries_do()
+        if len(runs) in (1, 3):
+            with contextlib.suppress(asyncio.CancelledError if len(runs) == 3 else ZeroDivisionError):
+                await asyncio.sleep(100.0)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for _ in range(3):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            for _ in range(2):
+                await asyncio.sleep(1.0)
+                client.broker.rebalance()
+                await asyncio.sleep(3.0)
+            await client.settle(timeout=30.0)
+
+    run(test())
+
+    assert runs == [0, 0, 1, 1, 2]
+
+
+def test_a_handler_that_cancels_its_own_worker_ends_the_app_with_a_reason() -> None:
+    """Silently, its shards would stand still (I11)."""
+    app = App("workers")
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:  # noqa: ARG001
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(1.0)
+            assert app.statistics().state == "failed"
+            assert app._engine is not None
+            assert "handle worker 0" in str(app._engine.failed.exception())
+
+    run(test())
