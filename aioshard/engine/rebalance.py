@@ -85,7 +85,7 @@ class Rebalance:
         self.settled = asyncio.Event()
         """Set once the partitions of an assignment were all opened (or there were none)."""
         self.ends: dict[TopicPartition, int] = {}
-        """End of each partition's log as of its latest assignment; for consuming up to there."""
+        """End of each partition's log as first seen; for consuming up to there."""
         self.unsettled: dict[frozenset[TopicPartition], str] = {}
         """Why it is not known yet where to go on with partitions that are ours."""
         self._limits = limits
@@ -113,8 +113,7 @@ class Rebalance:
     @property
     def _client(self) -> Transport:
         if self._transport is None:
-            message = "there is no client"
-            raise ClientLostError(message)
+            raise ClientLostError("there is no Kafka client now: one is being built, or the app has stopped")
         return self._transport
 
     @property
@@ -127,7 +126,7 @@ class Rebalance:
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
         """Drain, commit and let go of partitions; see `GroupListener.revoked`."""
         self._stop_settling()
-        epochs = [self.fetchers[tp].epoch for tp in partitions if tp in self.fetchers]
+        epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
         if lost:
             for epoch in epochs:
                 self._end(epoch, "the group has dropped us")
@@ -249,10 +248,10 @@ class Rebalance:
         while self._client.membership() == membership:
             try:
                 await self._try_to_settle(partitions, membership)
+            except OffsetOutOfRangeError as error:
+                self._outside.fail(error)
+                return
             except (TransportError, TimeoutError) as error:
-                if isinstance(error, OffsetOutOfRangeError):
-                    self._outside.fail(error)
-                    return
                 reason = str(error) or "the brokers do not answer"
                 self.unsettled[partitions] = f"{len(partitions)} partition(s) wait, {min(partitions)} first: {reason}"
                 await asyncio.sleep(_RETRY_DELAY)
@@ -265,7 +264,7 @@ class Rebalance:
                 return
 
     async def _try_to_settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
-        unsettled = [tp for tp in partitions if not self._is_open(tp)]
+        unsettled = [topic_partition for topic_partition in partitions if not self._is_open(topic_partition)]
         if not unsettled:
             return
         client = self._client
@@ -275,11 +274,13 @@ class Rebalance:
         if client.membership() != membership:
             return
         fresh: list[TopicPartition] = []
-        for name in unsettled:
-            self.ends[name] = ranges[name].end
-            fetcher = self.fetchers.get(name)
-            if fetcher is None or not self._continue(fetcher, committed[name], ranges[name], membership):
-                fresh.append(name)
+        for topic_partition in unsettled:
+            log = ranges[topic_partition]
+            # Lower than at first when the topic was made anew, and then there is no more to come.
+            self.ends[topic_partition] = min(self.ends.get(topic_partition, log.end), log.end)
+            fetcher = self.fetchers.get(topic_partition)
+            if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
+                fresh.append(topic_partition)
         await self._open_resolved(await self._begin_all(fresh, committed, ranges, membership), membership)
 
     def _is_open(self, topic_partition: TopicPartition) -> bool:
@@ -318,7 +319,7 @@ class Rebalance:
         membership: Membership,
     ) -> list[Epoch]:
         """New epochs for *partitions*, closed; those whose position was committed are opened."""
-        topics = {tp.topic for tp in partitions if committed[tp] is None}
+        topics = {name.topic for name in partitions if committed[name] is None}
         known = {topic for topic in topics if await self._group_knows(topic, membership)}
         if self._client.membership() != membership:
             return []
@@ -367,8 +368,7 @@ class Rebalance:
         if not acknowledged:
             for epoch in epochs:
                 self._end(epoch, "its start position could not be committed")
-            message = f"the position where the group begins could not be committed: {self._committer.trouble}"
-            raise TransportError(message)
+            raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
         for epoch in epochs:
             self._open(epoch, membership)
 

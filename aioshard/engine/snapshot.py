@@ -1,5 +1,6 @@
 """What the engine is doing, read from any thread: statistics, and an explanation of what stands still."""
 
+import functools
 import sysconfig
 from collections.abc import Awaitable, Callable, Iterable
 from types import CoroutineType, FrameType
@@ -49,7 +50,7 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         client_losses=engine.client_losses,
         trouble=_trouble(engine, now),
         partitions=tuple(
-            _steady(lambda epoch=epoch: _partition(engine, epoch, now))  # type: ignore[misc]
+            _steady(functools.partial(_partition, engine, epoch, now))
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
         ),
         handlers=tuple(_handler(running) for running in engine.handlers),
@@ -145,7 +146,7 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
     if not engine.rebalance.epochs:
         lines.append("No partition is assigned to this process.")
     lines += [
-        _steady(lambda epoch=epoch: explain_partition(engine, epoch, now, show_keys=show_keys))  # type: ignore[misc]
+        _steady(functools.partial(explain_partition, engine, epoch, now, show_keys=show_keys))
         for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
     ]
     for worker in engine.workers:
