@@ -228,6 +228,7 @@ class Scenario:
 
         Raises:
             AssertionError: It does not within *timeout* seconds; the message shows what the members printed.
+            Exception: What ended the feed, or the sampling of commits.
         """
         give_up = time.monotonic() + timeout
         self.observations.refresh()
@@ -236,7 +237,14 @@ class Scenario:
                 tails = "\n".join(member.tail for member in self.members.values())
                 raise AssertionError(f"not within {timeout:g} s: {what}; {self.unfinished} unfinished\n{tails}")
             await asyncio.sleep(POLL_INTERVAL)
+            self._raise_failures()
             self.observations.refresh()
+
+    def _raise_failures(self) -> None:
+        """Raises what ended the feed or the sampling, without which nothing that is waited for may come."""
+        for task in (self._watch, self._feeding):
+            if task is not None and task.done() and not task.cancelled():
+                task.result()
 
     @property
     def unfinished(self) -> int:

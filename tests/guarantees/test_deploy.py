@@ -1,5 +1,7 @@
 """P8, a clean deploy: a member is replaced under load, and not one record runs twice or is lost."""
 
+import random
+
 import pytest
 
 from tests.guarantees.checks import (
@@ -12,7 +14,7 @@ from tests.guarantees.checks import (
     OneAtATimePerKey,
     OnlyUncommittedAgain,
 )
-from tests.guarantees.scenario import Scenario, even_keys
+from tests.guarantees.scenario import Member, Scenario, even_keys
 
 DEPLOYED = (
     NothingLost(),
@@ -64,4 +66,43 @@ async def test_a_new_member_comes_before_an_old_one_goes(scenario: Scenario) -> 
 
     assert code == 0, scenario.members["a"].tail
     await scenario.until_settled("b", "c", "d")
+    await scenario.verify(*DEPLOYED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_members_that_come_and_go_one_upon_the_other_lose_and_repeat_nothing(scenario: Scenario) -> None:
+    await come_and_go(scenario, seed=6, departures=8)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [7, 8, 9])
+async def test_a_long_storm_of_rebalances_loses_and_repeats_nothing(scenario: Scenario, seed: int) -> None:
+    await come_and_go(scenario, seed=seed, departures=50)
+
+
+async def come_and_go(scenario: Scenario, *, seed: int, departures: int) -> None:
+    """Beside one member that stays, others are started and asked to end, also while the group still rebalances."""
+    chance = random.Random(seed)
+    await scenario.create(partitions=8)
+    scenario.start("a", base=0.005, spread=0.1)
+    await scenario.until_settled("a")
+    start_load(scenario)
+    leaving: list[Member] = []
+
+    while len(leaving) < departures:
+        name = chance.choice("bcd")
+        member = scenario.members.get(name)
+        if member is None or not member.alive:
+            assert member is None or member in leaving, f"nobody had asked it to end\n{member.tail}"
+            scenario.start(name, base=0.005, spread=0.1)
+        elif member.statistics["state"] == "running" and member not in leaving:
+            member.ask_to_end()
+            leaving.append(member)
+        reached = len(scenario.observations.finished) + chance.choice((1, 50, 1_000))
+        await scenario.until(lambda reached=reached: len(scenario.observations.finished) >= reached, "records move", 60)  # type: ignore[misc]
+
+    for member in leaving:
+        assert await member.ended() == 0, member.tail
     await scenario.verify(*DEPLOYED)
