@@ -85,6 +85,7 @@ class App(Handlers):
         self._last: Statistics | None = None
         self._state: Any = None
         self._exit: contextlib.AsyncExitStack | None = None
+        """Set from before the resources are opened until they are closed."""
 
     def _load(self) -> "Settings":
         from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
@@ -258,7 +259,7 @@ class App(Handlers):
             await self._end()
 
     async def _start(self, make_transport: TransportFactory) -> None:
-        if self._engine is not None:
+        if self._exit is not None:
             message = f"app {self.group_id!r} is already running: an app runs once at a time"
             raise StateError(message)
         if not self.handlers:
@@ -289,10 +290,11 @@ class App(Handlers):
             if engine is not None:
                 self._last = statistics(engine, self.group_id)
             self._engine = None
-            self._exit = None
-            if stack is not None:
-                await stack.aclose()
-            self._state = None
+            try:
+                if stack is not None:
+                    await stack.aclose()
+            finally:
+                self._exit = self._state = None
 
     def _describe(self, engine: Engine, epoch: Epoch) -> str:
         return explain_partition(engine, epoch, engine.clock(), show_keys=self._settings.show_keys)
