@@ -50,6 +50,13 @@ class Retry:
             if not holds:
                 message = f"Retry({name}={value!r}) was refused: expected {expected}"
                 raise HandlerError(message)
+        for name in ("retry_on", "give_up_on"):
+            given = getattr(self, name)
+            try:
+                isinstance(None, given)
+            except TypeError:
+                message = f"Retry({name}={given!r}) was refused: expected an exception class, or a tuple of them"
+                raise HandlerError(message) from None
 
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
         """Seconds until the next attempt, or None when there is none.
@@ -63,4 +70,4 @@ class Retry:
             return None
         # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` rules long before.
         delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))
-        return float(delay * (1 + self.jitter * (chance - 0.5)))
+        return float(min(self.maximum, delay * (1 + self.jitter * (chance - 0.5))))

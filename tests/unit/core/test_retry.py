@@ -43,3 +43,18 @@ def test_a_late_attempt_does_not_overflow() -> None:
 def test_values_outside_their_range_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(HandlerError, match=next(iter(values))):
         Retry(**values)  # type: ignore[arg-type]
+
+
+def test_no_delay_exceeds_the_maximum_whatever_the_jitter() -> None:
+    assert Retry(initial=30.0, maximum=30.0, jitter=1.0).delay(ValueError(), 1, 1.0) == 30.0
+
+
+@pytest.mark.parametrize("name", ["retry_on", "give_up_on"])
+@pytest.mark.parametrize("given", [[ValueError], (ValueError, "TimeoutError"), "ValueError", ValueError()])
+def test_what_are_no_exception_classes_is_refused_before_the_first_failure(name: str, given: object) -> None:
+    with pytest.raises(HandlerError, match=f"{name}=.*exception class"):
+        Retry(**{name: given})  # type: ignore[arg-type]
+
+
+def test_a_single_exception_class_will_do() -> None:
+    assert Retry(give_up_on=OSError).delay(TimeoutError(), 1, 0.5) is None  # type: ignore[arg-type]
