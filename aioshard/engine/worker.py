@@ -210,7 +210,7 @@ class Worker:
         """An attempt failed: another one later, or the shard halts."""
         if delivery.epoch.gate is Gate.ENDED:
             return self._shards.next_after(delivery)
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {_message_of(error)}"
         delay = self._retry.delay(error, delivery.attempt, self._chance())
         if delay is None:
             self._shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
@@ -228,3 +228,11 @@ class Worker:
                 "record %r failed, attempt %d again in %.2f s (%s)", delivery, delivery.attempt + 1, delay, text
             )
         return self._shards.take()
+
+
+def _message_of(error: BaseException) -> str:
+    """What an exception says; some of those that users write cannot say it, and that must not end the worker."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - the user's code; the record failed and nothing else
+        return f"its message cannot be shown ({type(failure).__name__})"

@@ -96,3 +96,27 @@ def test_a_handler_that_cancels_its_own_worker_ends_the_app_with_a_reason() -> N
             assert "handle worker 0" in str(app._engine.failed.exception())
 
     run(test())
+
+
+def test_an_exception_that_cannot_say_what_it_is_halts_its_record_and_nothing_else() -> None:
+    app = App("workers")
+
+    class SpeechlessError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    @app.consume("orders", retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:
+        if record.offset == 0:
+            raise SpeechlessError
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key=b"a", partition=0)
+            await client.publish("orders", b"", key=b"b", partition=0)
+            await asyncio.sleep(1.0)
+            statistics = app.statistics()
+            assert (statistics.state, statistics.handlers[0].processed) == ("running", 1)
+            assert "SpeechlessError: its message cannot be shown" in app.explain()
+
+    run(test())
