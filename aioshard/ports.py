@@ -145,6 +145,8 @@ class Transport(Protocol):
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
         """Connect and begin to join the group; assignments arrive through *listener*.
 
+        What is subscribed to are *topics* and every topic whose whole name matches *pattern*.
+
         Returns once the brokers answered, before or after the first assignment.
 
         Raises:

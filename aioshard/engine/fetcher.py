@@ -234,7 +234,7 @@ class Pump:
         self._buffer = buffer
         self._fetchers = fetchers
         self._clock = clock
-        self.admission = admission
+        self._admission = admission
         self._out_of_range = out_of_range
         self._look_at = 0.0
 
@@ -246,7 +246,7 @@ class Pump:
         """
         while True:
             self._make_room(transport)
-            taken = await transport.poll(self.admission.allowance, _POLL_TIMEOUT)
+            taken = await transport.poll(self._admission.allowance, _POLL_TIMEOUT)
             for item in taken:
                 fetcher = self._fetchers.get(item.topic_partition)
                 if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
@@ -256,7 +256,7 @@ class Pump:
                 elif isinstance(item, Fault):
                     self._fault(fetcher.epoch, item)
                 else:
-                    self.admission.keep_room_for(item, fetcher.epoch)
+                    self._admission.keep_room_for(item, fetcher.epoch)
             if taken:
                 await asyncio.sleep(0)  # a client with data at hand never suspends
 
@@ -271,7 +271,7 @@ class Pump:
             epoch = fetcher.epoch
             if epoch.gate is not Gate.OPEN:
                 continue
-            stuck = self.admission.stuck(epoch)
+            stuck = self._admission.stuck(epoch)
             if epoch.shed and not stuck and not epoch.fetching_again:
                 epoch.fetching_again = True
                 transport.seek(topic_partition, min(epoch.shed))
@@ -282,7 +282,7 @@ class Pump:
                     logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
 
     def _accept(self, fetcher: Fetcher, batch: Batch) -> None:
-        self.admission.taken(fetcher.epoch)
+        self._admission.taken(fetcher.epoch)
         try:
             self.replayed += fetcher.accept(batch)
         except OffsetRegressionError as error:

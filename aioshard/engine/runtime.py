@@ -21,7 +21,7 @@ from aioshard.engine.shards import Shards
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import StuckWatch, TroubleWatch
 from aioshard.engine.worker import Counters, Invoke, Worker
-from aioshard.errors import HaltedError, NotDrainedError, StartError, TransportError
+from aioshard.errors import AioshardError, HaltedError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Transport, TransportFactory
 from aioshard.records import Record
@@ -195,7 +195,7 @@ class Engine:
         if self.options.start_timeout is None:
             return
         timeout = self.options.start_timeout
-        settled: asyncio.Future[Any] = asyncio.ensure_future(self.rebalance.settled.wait())
+        settled: asyncio.Future[Any] = asyncio.create_task(self.rebalance.settled.wait(), name="first assignment")
         try:
             await asyncio.wait({settled, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -223,6 +223,10 @@ class Engine:
                     self._refused(error)
                     return
                 self._note_trouble(error, backoff)
+            except AioshardError as error:
+                logger.error("no Kafka client can be built, and the app stops: %s", error)  # noqa: TRY400 - a sentence
+                self.fail(error)
+                return
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _LONGEST_BACKOFF)
 
@@ -257,8 +261,8 @@ class Engine:
             committing = self._tasks.start(self.committer.run(transport), "commit coordinator")
             topics = {topic for handler in self.handlers for topic in handler.spec.topics}
             patterns = [handler.spec.pattern for handler in self.handlers if handler.spec.pattern]
-            pattern = "|".join(f"(?:{text})" for text in (*patterns, *map(re.escape, topics))) if patterns else None
-            await transport.start(topics, pattern, self.rebalance)
+            pattern = "|".join(f"(?:{text})" for text in patterns)
+            await transport.start(topics, pattern or None, self.rebalance)
             await self.pump.run(transport)
         finally:
             watching.cancel()
