@@ -78,4 +78,4 @@ def test_a_coroutine_function_is_refused_because_no_two_coroutines_are_the_same_
         return record.key
 
     with pytest.raises(HandlerError, match="plain function"):
-        shard_key_of(by_customer, one_topic=True)
+        shard_key_of(by_customer, one_topic=True)  # type: ignore[arg-type] # what a type checker would have said
