@@ -95,7 +95,8 @@ class Registration:
             if not self.takes_context:
                 return (delivery.record,)
             epoch = delivery.epoch
-            return (delivery.record, Context(delivery.record, delivery.attempt, None, epoch.revoked, False, state()))  # noqa: FBT003
+            record, attempt = delivery.record, delivery.failures + 1
+            return (record, Context(record, attempt, None, epoch.revoked, False, state()))  # noqa: FBT003
 
         if self.is_async:
             return lambda delivery: function(*arguments(delivery))

@@ -46,7 +46,7 @@ class Delivery:
     Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).
     """
 
-    __slots__ = ("arrived", "attempt", "block", "epoch", "key", "offset", "record", "size")
+    __slots__ = ("arrived", "block", "cancelled", "epoch", "failures", "key", "offset", "record", "size", "starts")
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -55,7 +55,11 @@ class Delivery:
         self.key = key
         self.size = size
         self.arrived = arrived
-        self.attempt = 0
+        self.failures = 0
+        """How many attempts have failed; a run that was cancelled is none."""
+        self.cancelled = False
+        """Whether its latest run was cancelled, so that the next one is a repetition."""
+        self.starts = 0
         """How often a worker has started it."""
         self.block: Block | None = None
 
@@ -274,7 +278,7 @@ class Epoch:
     def end(self) -> Rerun:
         """End the ownership: what is incomplete is dropped from the count and never completes here."""
         started = self.tracker.values()
-        never = frozenset(d.offset for d in started if d.attempt == 0 and d.offset <= self.highest_started)
+        never = frozenset(d.offset for d in started if d.starts == 0 and d.offset <= self.highest_started)
         self.gate = Gate.ENDED
         self.revoked.set()
         self._buffer.drop(*self.held_usage)

@@ -394,7 +394,7 @@ class Rebalance:
             epoch.acknowledged,
             epoch.tracker.position,
             len(epoch.tracker),
-            sum(1 for delivery in epoch.tracker.values() if delivery.attempt),
+            sum(1 for delivery in epoch.tracker.values() if delivery.starts),
         )
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
         self._client.resume([epoch.topic_partition])

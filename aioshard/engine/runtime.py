@@ -21,7 +21,7 @@ from aioshard.engine.shards import Shards
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import StuckWatch, TroubleWatch
 from aioshard.engine.worker import Counters, Invoke, Worker
-from aioshard.errors import AioshardError, HaltedError, NotDrainedError, StartError, TransportError
+from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Transport, TransportFactory
 from aioshard.records import Record
@@ -115,7 +115,7 @@ class Engine:
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
         self.handlers = tuple(self._running(spec) for spec in specs)
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
-        self.committer.refused = self._refused
+        self.committer.refused = self._commit_refused
         self.rebalance = Rebalance(
             options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
         )
@@ -158,8 +158,16 @@ class Engine:
         return [worker for handler in self.handlers for worker in handler.workers]
 
     def feed_of(self, topic: str) -> Feed:
-        """Where the records of a topic go."""
-        return next(handler.feed for handler in self.handlers if handler.spec.takes(topic))
+        """Where the records of a topic go.
+
+        Raises:
+            HandlerError: The patterns of several handlers match it: a topic belongs to one.
+        """
+        first, *others = [handler for handler in self.handlers if handler.spec.takes(topic)]
+        if others:
+            names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
+            raise HandlerError(f"topic {topic!r} belongs to several handlers ({names}): narrow their patterns")
+        return first.feed
 
     def fail(self, error: BaseException) -> None:
         """The app cannot go on; whoever serves it gets *error*."""
@@ -219,8 +227,7 @@ class Engine:
             except TransportError as error:
                 if self.rebalance.settled.is_set():
                     backoff = _FIRST_BACKOFF
-                if self.state == "starting" and not error.retriable:
-                    self._refused(error)
+                if not error.retriable and self._refused(error):
                     return
                 self._note_trouble(error, backoff)
             except AioshardError as error:
@@ -230,12 +237,17 @@ class Engine:
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _LONGEST_BACKOFF)
 
-    def _refused(self, error: TransportError) -> None:
-        """Whoever starts is told at once; an app that runs goes on trying, as access may be given again."""
-        if self.state == "starting":
-            failure = StartError(str(error))
-            failure.__cause__ = error
-            self.fail(failure)
+    def _commit_refused(self, error: TransportError) -> None:
+        self._refused(error)
+
+    def _refused(self, error: TransportError) -> bool:
+        """Whoever waits for the start is told at once; else we go on trying, as access may be given again."""
+        if self.state != "starting" or self.options.start_timeout is None:
+            return False
+        failure = StartError(str(error))
+        failure.__cause__ = error
+        self.fail(failure)
+        return True
 
     def _why_nothing_moves(self) -> str | None:
         """What a client that lives cannot do."""

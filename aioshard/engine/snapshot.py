@@ -44,7 +44,7 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         rebalances=engine.rebalance.rebalances,
         commits=engine.committer.commits,
         commit_failures=engine.committer.failures,
-        replayed=engine.pump.replayed,
+        replayed=engine.pump.replayed + sum(running.counters.replayed for running in engine.handlers),
         buffered_records=engine.buffer.records,
         buffered_bytes=engine.buffer.bytes,
         client_losses=engine.client_losses,
@@ -171,7 +171,7 @@ def explain_partition(engine: Engine, epoch: Epoch, now: float, *, show_keys: bo
     where = _where(engine.workers, oldest, now)
     return (
         f"{epoch.topic_partition}: committable offset {tracker.committable}, {len(tracker)} record(s) incomplete. "
-        f"The oldest is offset {oldest.offset} (key {key}, attempt {max(oldest.attempt, 1)}, in hand for "
+        f"The oldest is offset {oldest.offset} (key {key}, attempt {oldest.failures + 1}, in hand for "
         f"{now - oldest.arrived:.1f} s): {where}.{pause}"
     )
 
@@ -187,7 +187,7 @@ def _where(workers: Iterable[Worker], delivery: Delivery, now: float) -> str:
         return "it waits for its turn"
     if block.halted:
         return (
-            f"it halted {now - block.since:.1f} s ago after {delivery.attempt} attempt(s) with {block.error}; "
+            f"it halted {now - block.since:.1f} s ago after {delivery.failures} attempt(s) with {block.error}; "
             "nothing is committed past it and its shard waits"
         )
     return f"it waits for its next attempt; the last one failed {now - block.since:.1f} s ago with {block.error}"

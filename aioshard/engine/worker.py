@@ -22,17 +22,29 @@ _RUN_AHEAD = 128
 """Records that workers process without letting the loop turn, while handlers never suspend. Heartbeats
 and other tasks wait for as long as that many handlers take."""
 
+_WARNING_INTERVAL = 1.0
+"""Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
 _EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class Counters:
     """What happened to the records of one handler; owned by the event loop, written by its workers."""
 
-    __slots__ = ("processed", "retried")
+    __slots__ = ("_warned_at", "processed", "replayed", "retried")
 
     def __init__(self) -> None:
         self.processed = 0
+        self.replayed = 0
+        """Runs of records that had run before and were cancelled."""
         self.retried = 0
+        self._warned_at = -_WARNING_INTERVAL
+
+    def may_warn(self, now: float) -> bool:
+        """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""
+        if now - self._warned_at < _WARNING_INTERVAL:
+            return False
+        self._warned_at = now
+        return True
 
 
 class Worker:
@@ -96,7 +108,7 @@ class Worker:
             self._asked_before = self._task.cancelling()
             self._task.cancel()
 
-    async def run(self) -> None:
+    async def run(self) -> None:  # noqa: C901 - the hot path: no calls
         """Serve until cancelled."""
         self._task = asyncio.current_task()
         shards, call, invoke, clock, counters = self._shards, self._call, self._invoke, self._clock, self._counters
@@ -113,7 +125,9 @@ class Worker:
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
                 epoch.highest_started = delivery.offset
-            delivery.attempt += 1
+            if delivery.cancelled:
+                self._runs_again(delivery)
+            delivery.starts += 1
             self.delivery = delivery
             self.started = clock()
             try:
@@ -165,7 +179,7 @@ class Worker:
         task = self._task
         assert task is not None  # noqa: S101 - set by run
         if self.interrupted:
-            ending = self._end_interruption()
+            ending = self._end_interruption(delivery)
             self._shards.again(delivery)
             if ending or isinstance(error, _EXITS):
                 raise error
@@ -181,17 +195,22 @@ class Worker:
     def _swallowed_cancellation(self, delivery: Delivery) -> Delivery | None:
         """The handler returned although its run was cancelled: that completes nothing (I8)."""
         self.delivery = self.running = None
-        ending = self._end_interruption()
+        ending = self._end_interruption(delivery)
         logger.warning("the handler of %r swallowed its cancellation; the record stays incomplete", delivery)
         self._shards.again(delivery)
         if ending:
             raise asyncio.CancelledError
         return self._shards.take()
 
-    def _end_interruption(self) -> bool:
+    def _runs_again(self, delivery: Delivery) -> None:
+        delivery.cancelled = False
+        self._counters.replayed += 1
+
+    def _end_interruption(self, delivery: Delivery) -> bool:
         """Take back what `interrupt` asked for; returns whether the worker is being cancelled besides."""
         assert self._task is not None  # noqa: S101 - set by run
         self.interrupted = False
+        delivery.cancelled = True
         ending = self._task.uncancel() > self._asked_before
         if not ending:
             self._forget_what_the_handler_asked()
@@ -211,22 +230,25 @@ class Worker:
         if delivery.epoch.gate is Gate.ENDED:
             return self._shards.next_after(delivery)
         text = f"{type(error).__name__}: {_message_of(error)}"
-        delay = self._retry.delay(error, delivery.attempt, self._chance())
+        delivery.failures += 1
+        delay = self._retry.delay(error, delivery.failures, self._chance())
         if delay is None:
             self._shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
             logger.error(
                 "record %r failed %d time(s) and halts its shard: its partition is not committed past it (%s)",
                 delivery,
-                delivery.attempt,
+                delivery.failures,
                 text,
                 exc_info=error,
             )
         else:
             self._counters.retried += 1
             self._shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), delay)
-            logger.warning(
-                "record %r failed, attempt %d again in %.2f s (%s)", delivery, delivery.attempt + 1, delay, text
+            level = logging.WARNING if self._counters.may_warn(self._clock()) else logging.DEBUG
+            message = (
+                "record %r failed attempt %d and runs again in %.2f s (%s); %d attempts of its handler failed so far"
             )
+            logger.log(level, message, delivery, delivery.failures, delay, text, self._counters.retried)
         return self._shards.take()
 
 

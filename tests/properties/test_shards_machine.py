@@ -98,7 +98,7 @@ class ShardsMachine(RuleBasedStateMachine):
             assert min(d.offset for d in earlier) == delivery.offset, "I4: an earlier one of its key has not ended"
         epoch = delivery.epoch
         epoch.highest_started = max(epoch.highest_started, delivery.offset)
-        delivery.attempt += 1
+        delivery.starts += 1
         self.running.append(delivery)
 
     @precondition(lambda self: len(self.running) < WORKERS)
