@@ -147,6 +147,11 @@ class Fetcher:
         """See `Feed.when_wanted`."""
         return self.feed.when_wanted(wake)
 
+    @property
+    def has_unfed(self) -> bool:
+        """Whether records came in that the task has not come to yet; not while a full shard keeps it waiting."""
+        return bool(self._batches) and not self._feeding
+
     def accept(self, batch: Batch) -> int:
         """Track a batch before anything can await, and leave the rest to the task.
 

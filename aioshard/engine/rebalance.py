@@ -83,7 +83,7 @@ class Rebalance:
         """Of the partitions that are ours, or may be ours again."""
         self.rebalances = 0
         self.settled = asyncio.Event()
-        """Set once the partitions of an assignment were all opened (or there were none)."""
+        """Set while the partitions of an assignment are all open (or there are none)."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen; for consuming up to there."""
         self.unsettled: dict[frozenset[TopicPartition], str] = {}
@@ -125,6 +125,7 @@ class Rebalance:
 
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
         """Drain, commit and let go of partitions; see `GroupListener.revoked`."""
+        self.settled.clear()
         self._stop_settling()
         epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
         if lost:
@@ -147,9 +148,8 @@ class Rebalance:
                 self._claim(epoch)
 
     def _claim(self, epoch: Epoch) -> None:
-        member_id, generation = self._opened_in.pop(epoch)
-        position = epoch.tracker.position
-        self._claims[epoch.topic_partition] = Claim(member_id, generation, epoch.acknowledged, position)
+        held = self._opened_in.pop(epoch)
+        self._claims[epoch.topic_partition] = Claim(*held, epoch.acknowledged, epoch.tracker.position)
 
     async def drain(self, epochs: Collection[Epoch], timeout: float) -> int:
         """Close the gates and wait for what has to end; cancel what has not within *timeout* seconds.
@@ -165,13 +165,13 @@ class Rebalance:
                 if epoch.drained is not None:
                     await epoch.drained.wait()
         late = {delivery for epoch in epochs for delivery in epoch.stop_draining()}
-        running = [worker for worker in self._outside.workers if worker.delivery in late]
-        for worker in running:
+        for worker in (running := [worker for worker in self._outside.workers if worker.delivery in late]):
             worker.interrupt()
         return len(running)
 
     def end_all(self, reason: str) -> None:
         """End every epoch: the client is gone, or the app is."""
+        self.settled.clear()
         self._stop_settling()
         for epoch in self.epochs:
             self._end(epoch, reason)
@@ -180,17 +180,15 @@ class Rebalance:
         dropped = len(epoch.tracker)
         self._committer.disown(epoch)
         self._reruns[epoch.topic_partition] = epoch.end()
-        fetcher = self.fetchers.pop(epoch.topic_partition)
-        fetcher.feed.purge(epoch)
+        self.fetchers.pop(epoch.topic_partition).feed.purge(epoch)
         self._fetch_tasks.pop(epoch).cancel()
         self._opened_in.pop(epoch, None)
         self._claims.pop(epoch.topic_partition, None)
         for worker in self._outside.workers:
             if worker.delivery is not None and worker.delivery.epoch is epoch:
                 worker.interrupt()
-        level = logging.WARNING if dropped else logging.INFO
         logger.log(
-            level,
+            logging.WARNING if dropped else logging.INFO,
             "epoch %d of %s ended: %s; %d incomplete record(s) were dropped and are fetched again where it goes on",
             epoch.number,
             epoch.topic_partition,
@@ -203,7 +201,6 @@ class Rebalance:
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Take note of an assignment and look into it; see `GroupListener.assigned`."""
         self.rebalances += 1
-        self.settled.clear()
         given = frozenset(partitions)
         for epoch in self.epochs:
             if epoch in self._opened_in:
@@ -232,6 +229,7 @@ class Rebalance:
         self._stop_settling()
 
     def _look_into(self, partitions: frozenset[TopicPartition], membership: Membership, name: str) -> None:
+        self.settled.clear()
         if self._stopping:
             return
         task = self._tasks.start(self._settle(partitions, membership), name)
@@ -260,7 +258,9 @@ class Rebalance:
                 return
             else:
                 self.unsettled.pop(partitions, None)
-                self.settled.set()
+                self._settling.difference_update([asyncio.current_task()])
+                if not self._settling:
+                    self.settled.set()
                 return
 
     async def _try_to_settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:

@@ -111,6 +111,8 @@ class Engine:
         self._make_transport = make_transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
+        self._settled_once = False
+        """Whether this client has been given partitions, and all of them were opened."""
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
         self.handlers = tuple(self._running(spec) for spec in specs)
@@ -221,11 +223,11 @@ class Engine:
         """Keep a client alive: build it, use it, and build another one when it is lost."""
         backoff = _FIRST_BACKOFF
         while True:
-            self.rebalance.settled.clear()
+            self._settled_once = False
             try:
                 await self._live()
             except TransportError as error:
-                if self.rebalance.settled.is_set():
+                if self._settled_once:
                     backoff = _FIRST_BACKOFF
                 if not error.retriable and self._refused(error):
                     return
@@ -287,6 +289,7 @@ class Engine:
     async def _watch_settled(self) -> None:
         """The first assignment ends the start, and any later one ends the trouble."""
         await self.rebalance.settled.wait()
+        self._settled_once = True
         self.trouble = None
         if self.state == "starting":
             self.state = "running"
@@ -366,6 +369,8 @@ class Engine:
 
     def _nothing_moves(self) -> bool:
         if not self.rebalance.settled.is_set() or any(worker.delivery is not None for worker in self.workers):
+            return False
+        if any(fetcher.has_unfed for fetcher in self.rebalance.fetchers.values()):
             return False
         if not all(shards.at_rest for handler in self.handlers for shards in handler.feed.shards):
             return False

@@ -213,7 +213,7 @@ class Shards:
     @property
     def at_rest(self) -> bool:
         """Whether nothing will start unless something arrives: what is left is halted, or behind it."""
-        return not self._has_work and not self._held and len(self.halted) == len(self._blocked)
+        return not self._has_work and not self.yielding and not self._held and len(self.halted) == len(self._blocked)
 
     # Rebalancing --------------------------------------------------------------
 

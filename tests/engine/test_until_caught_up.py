@@ -2,10 +2,13 @@
 
 import asyncio
 
-from aioshard import App, Record
+import pytest
+
+from aioshard import App, Record, Retry
 from aioshard.engine.runtime import Engine
+from aioshard.errors import ClientLostError, HaltedError, OffsetRegressionError
 from aioshard.records import TopicPartition
-from aioshard.testing import TestClient, run
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 
 def test_the_ends_stay_where_they_were_when_the_group_rebalances() -> None:
@@ -64,3 +67,134 @@ def test_a_topic_that_is_made_anew_has_its_new_end() -> None:
             await engine.caught_up()
 
     run(scenario())
+
+
+def test_a_client_that_is_lost_does_not_end_it() -> None:
+    """While a new one is built nothing is assigned to us; that does not mean that nothing is left."""
+    app = App("billing")
+    done: list[int] = []
+
+    @app.consume("orders", concurrency=1)
+    async def on_order(record: Record) -> None:
+        await asyncio.sleep(1.0)
+        done.append(record.offset)
+
+    async def scenario() -> None:
+        client = TestClient(app, latency=lambda _: 0.1)
+        client.broker.create_topic("orders", 1)
+        for _ in range(5):
+            await client.publish("orders", b"")
+        async with client:
+            engine = app._engine
+            assert isinstance(engine, Engine)
+            catching_up = asyncio.create_task(engine.caught_up())
+            await asyncio.sleep(1.5)
+            client.broker.fail_next_poll(ClientLostError("the client died"))
+            await catching_up
+            assert app.statistics().client_losses == 1
+
+    run(scenario())
+
+    assert set(done) == set(range(5))
+
+
+def test_a_partition_that_was_rewound_does_not_end_it() -> None:
+    """Its epoch has ended, and where to go on is being looked up."""
+    app = App("billing")
+    done: list[int] = []
+
+    @app.consume("orders", concurrency=1)
+    async def on_order(record: Record) -> None:
+        await asyncio.sleep(1.0)
+        done.append(record.offset)
+
+    async def scenario() -> None:
+        client = TestClient(app, latency=lambda _: 0.1)
+        client.broker.create_topic("orders", 1)
+        for _ in range(5):
+            await client.publish("orders", b"")
+        async with client:
+            engine = app._engine
+            assert isinstance(engine, Engine)
+            catching_up = asyncio.create_task(engine.caught_up())
+            await asyncio.sleep(1.5)
+            (epoch,) = engine.rebalance.epochs
+            engine.rebalance.restart(epoch, OffsetRegressionError(1, 2))
+            await catching_up
+
+    run(scenario())
+
+    assert set(done) == set(range(5))
+
+
+def test_a_partition_that_the_group_took_away_does_not_end_it() -> None:
+    app = App("billing")
+    done: list[int] = []
+
+    @app.consume("orders", concurrency=1)
+    async def on_order(record: Record) -> None:
+        await asyncio.sleep(1.0)
+        done.append(record.offset)
+
+    async def scenario() -> None:
+        client = TestClient(app, latency=lambda _: 0.1)
+        client.broker.create_topic("orders", 1)
+        for _ in range(5):
+            await client.publish("orders", b"")
+        async with client:
+            engine = app._engine
+            assert isinstance(engine, Engine)
+            catching_up = asyncio.create_task(engine.caught_up())
+            await asyncio.sleep(1.5)
+            client.group.lose()
+            await catching_up
+
+    run(scenario())
+
+    assert set(done) == set(range(5))
+
+
+@pytest.mark.parametrize("batch", [43, 129])
+def test_a_halted_record_ends_it_only_when_all_that_can_run_has_run(batch: int) -> None:
+    """Also what a worker or a fetch task has in hand between two turns of the loop."""
+    app = App("billing", auto_offset_reset="earliest", shutdown_timeout=2.0)
+    broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+    broker.publish("orders", b"", key=b"bad")
+    others = 129
+    for number in range(others):
+        broker.publish("orders", b"", key=b"%d" % number)
+    processed = looked = 0
+
+    @app.consume("orders", concurrency=1, retry=Retry(attempts=1))
+    async def on_order(record: Record) -> None:
+        nonlocal processed
+        if record.key == b"bad":
+            raise ValueError
+        processed += 1
+
+    def slow_fetcher(broker: InMemoryBroker) -> InMemoryTransport:
+        """Large batches come long after the one before is complete."""
+        return InMemoryTransport(
+            broker,
+            "billing",
+            max_batch_records=batch,
+            latency=lambda operation: 0.2 if operation == "fetch" and batch > 100 else 0.0,
+        )
+
+    def look() -> None:
+        nonlocal looked
+        engine = app._engine
+        if engine is not None and app.statistics().handlers[0].halted and engine._nothing_moves():
+            assert processed == others
+            looked += 1
+
+    async def scenario() -> None:
+        async with app.started(lambda: slow_fetcher(broker)):
+            engine = app._engine
+            assert isinstance(engine, Engine)
+            with pytest.raises(HaltedError):
+                await engine.caught_up()
+
+    run(scenario(), on_step=look)
+
+    assert looked
