@@ -44,7 +44,8 @@ class Callback:
         (Callback(), False, True),
         (functools.partial(with_a_context_by_default, context=None), False, True),
     ],
-    ids=str,
+    # An object's own text has its address in it, which differs between the processes of a parallel run.
+    ids=["record", "context", "bare", "own object", "context by default", "thread", "callable object", "partial"],
 )
 def test_a_handler_is_called_as_its_signature_asks(
     function: Callable[..., Any], *, takes_context: bool, is_async: bool
