@@ -152,6 +152,7 @@ class Shards:
                 return
             self._hold(following)
         del self._occupied[key]
+        self.notify()  # a fixed shard may have others queued
 
     def _return(self, delivery: Delivery) -> None:
         """Let a delivery that owns its shard start as soon as a worker is free."""

@@ -281,3 +281,25 @@ async def test_who_waits_learns_that_the_client_is_gone(desk: Desk) -> None:
 
     assert not await flushing
     assert asyncio.get_running_loop().time() - began < 1.0
+
+
+@with_desk
+async def test_a_position_that_moves_over_a_hole_later_is_committed(desk: Desk) -> None:
+    """Nothing is incomplete then whose completion could tell."""
+    epoch, _ = desk.epoch(records=0)
+    await asyncio.sleep(60.0)
+    epoch.take_in(Batch(epoch.topic_partition, [], [], 7), [])
+    await asyncio.sleep(2.0)
+
+    assert epoch.acknowledged == 7
+
+
+@with_desk
+async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_hole(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=3)
+    epoch.give_back(deliveries)
+    await asyncio.sleep(60.0)
+    assert epoch.take_back(Batch(epoch.topic_partition, [], [], 3), 60.0) == []
+    await asyncio.sleep(2.0)
+
+    assert epoch.acknowledged == 3

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from aioshard import App, Record, Retry
-from aioshard.testing import TestClient, run
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 
 async def time_out_as_older_libraries_do() -> None:
@@ -118,5 +118,54 @@ def test_an_exception_that_cannot_say_what_it_is_halts_its_record_and_nothing_el
             statistics = app.statistics()
             assert (statistics.state, statistics.handlers[0].processed) == ("running", 1)
             assert "SpeechlessError: its message cannot be shown" in app.explain()
+
+    run(test())
+
+
+def test_a_record_in_hand_while_the_loop_turns_does_not_start_when_its_epoch_ends_in_that_turn() -> None:
+    """A handler that never suspends: its worker lets the loop turn now and then, with the next record in hand."""
+    app = App("workers", auto_offset_reset="earliest", shutdown_timeout=2.0)
+    broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+    for _ in range(300):
+        broker.publish("orders", b"", key=b"k")
+    runs: list[int] = []
+    ended_after: list[int] = []
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:
+        runs.append(record.offset)
+
+    def end_it() -> None:
+        engine = app._engine
+        if engine is not None and engine.handlers[0].feed.shards[0].yielding and not ended_after:
+            engine.rebalance.end_all("the test says so")
+            ended_after.append(len(runs))
+
+    async def test() -> None:
+        async with app.started(lambda: InMemoryTransport(broker, "workers")):
+            await asyncio.sleep(5.0)
+
+    run(test(), on_step=end_it)
+
+    assert ended_after == [len(runs)]
+
+
+def test_a_partition_that_can_be_read_again_is_in_no_trouble() -> None:
+    app = App("workers")
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", partition=0)
+            await client.settle()
+            assert app._engine is not None
+            epoch = next(one for one in app._engine.rebalance.epochs if one.topic_partition.partition == 0)
+            epoch.note_fault("it is broken", asyncio.get_running_loop().time())
+            assert "it is broken" in app.explain()
+            await client.publish("orders", b"", partition=0)
+            await client.settle()
+            assert "it is broken" not in app.explain()
 
     run(test())

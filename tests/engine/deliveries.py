@@ -1,0 +1,40 @@
+"""Epochs with deliveries in them, for tests of single parts of the engine."""
+
+from collections.abc import Hashable, Sequence
+
+from aioshard.core.flow import Usage
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.ports import Batch
+from aioshard.records import Record, TopicPartition
+
+
+def make_buffer(records: int = 1_000, size: int = 1_000_000) -> Buffer:
+    return Buffer(Usage(records, size), lambda: None)
+
+
+def make_epoch(
+    keys: Sequence[Hashable], *, partition: int = 0, buffer: Buffer | None = None, size: int = 10, arrived: float = 0.0
+) -> tuple[Epoch, list[Delivery]]:
+    """An open epoch that has taken in one record for each of *keys*; they are queued nowhere."""
+    name = TopicPartition("orders", partition)
+    epoch = Epoch(name, 1, 0, buffer or make_buffer())
+    epoch.open()
+    return epoch, add(epoch, keys, size=size, arrived=arrived)
+
+
+def add(epoch: Epoch, keys: Sequence[Hashable], *, size: int = 10, arrived: float = 0.0) -> list[Delivery]:
+    """Take in one record for each of *keys*."""
+    first = epoch.tracker.position
+    records = [Record(*epoch.topic_partition, first + n, None, b"", (), 0.0) for n in range(len(keys))]
+    deliveries = [Delivery(record, epoch, key, size, arrived) for record, key in zip(records, keys, strict=True)]
+    batch = Batch(epoch.topic_partition, records, [size] * len(records), first + len(keys))
+    epoch.take_in(batch, deliveries)
+    return deliveries
+
+
+def start(delivery: Delivery | None) -> Delivery:
+    """As a worker does."""
+    assert delivery is not None
+    delivery.epoch.highest_started = max(delivery.epoch.highest_started, delivery.offset)
+    return delivery

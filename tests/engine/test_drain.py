@@ -1,0 +1,146 @@
+"""What a drain waits for, and what it does not: each of these would have it last until its deadline."""
+
+import asyncio
+
+from aioshard.engine.epoch import Block, Delivery, Epoch
+from aioshard.engine.shards import Shards
+from aioshard.testing import run
+from tests.engine.deliveries import make_epoch, start
+
+FAILED = Block(halted=True, error="ValueError", since=0.0)
+
+
+def drained(epoch: Epoch) -> bool:
+    assert epoch.drained is not None
+    return epoch.drained.is_set()
+
+
+async def started(shards: Shards, keys: list[str]) -> tuple[Epoch, list[Delivery]]:
+    """An epoch of which the first record of each key runs."""
+    epoch, deliveries = make_epoch(keys)
+    await shards.put(deliveries)
+    for _ in set(keys):
+        start(shards.take())
+    return epoch, deliveries
+
+
+def test_it_does_not_wait_for_what_waits_behind_a_record_that_fails_meanwhile() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
+        epoch.close()
+        shards.close(epoch)
+        epoch.complete(other)
+        assert not drained(epoch)
+        shards.halt(first, FAILED)
+        assert drained(epoch)
+
+    run(test())
+
+
+def test_it_does_not_wait_for_what_waits_behind_a_record_that_had_failed() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
+        shards.halt(first, FAILED)
+        epoch.close()
+        shards.close(epoch)
+        assert not drained(epoch)
+        epoch.complete(other)
+        assert drained(epoch)
+
+    run(test())
+
+
+def test_it_does_not_wait_for_what_waits_behind_a_record_of_another_partition_that_fails() -> None:
+    async def test() -> None:
+        shards = Shards()
+        elsewhere, (failing,) = make_epoch(["a"], partition=1)
+        await shards.put([failing])
+        start(shards.take())
+        epoch, deliveries = make_epoch(["a", "b"])
+        await shards.put(deliveries)
+        epoch.complete(start(shards.take()))
+        epoch.close()
+        shards.close(epoch)
+        assert not drained(epoch)
+        shards.halt(failing, FAILED)
+        assert drained(epoch)
+        assert not elsewhere.gate
+
+    run(test())
+
+
+def test_it_does_not_wait_for_what_was_given_back() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (first, given_back, last) = await started(shards, ["a", "a", "b"])
+        epoch.give_back(shards.give_back(epoch, given_back.offset))
+        epoch.close()
+        shards.close(epoch)
+        epoch.complete(last)
+        assert not drained(epoch)
+        epoch.complete(first)
+        assert drained(epoch)
+
+    run(test())
+
+
+def test_a_record_without_a_key_that_is_cancelled_is_not_waited_for() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, deliveries = make_epoch([None])
+        await shards.put(deliveries)
+        running = start(shards.take())
+        epoch.close()
+        shards.close(epoch)
+        assert not drained(epoch)
+        shards.again(running)
+        assert drained(epoch)
+
+    run(test())
+
+
+def test_it_is_over_when_its_epoch_ends() -> None:
+    """The client was lost, and the group that waits for the drain is another one."""
+
+    async def test() -> None:
+        epoch, _ = await started(Shards(), ["a"])
+        epoch.close()
+        assert not drained(epoch)
+        epoch.end()
+        assert drained(epoch)
+
+    run(test())
+
+
+def test_handlers_see_that_a_partition_is_being_taken_away_only_while_it_is() -> None:
+    async def test() -> None:
+        epoch, _ = make_epoch(["a"])
+        assert not epoch.revoked.is_set()
+        epoch.close()
+        assert epoch.revoked.is_set()
+        epoch.open()
+        assert not epoch.revoked.is_set()
+        epoch.end()
+        assert epoch.revoked.is_set()
+
+    run(test())
+
+
+def test_it_waits_for_what_runs_and_for_the_holes_below() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (first, second, other, above) = await started(shards, ["a", "a", "b", "b"])
+        epoch.close()
+        shards.close(epoch)
+        epoch.complete(other)
+        assert shards.next_after(other) is None, f"{above} had not to be waited for and started"
+        epoch.complete(first)
+        assert shards.next_after(first) is second
+        await asyncio.sleep(0)
+        assert not drained(epoch)
+        epoch.complete(second)
+        assert drained(epoch)
+
+    run(test())

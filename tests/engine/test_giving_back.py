@@ -1,0 +1,106 @@
+"""What a partition that cannot advance gives back, and how it comes again."""
+
+from aioshard.core.flow import Usage
+from aioshard.engine.admission import Admission
+from aioshard.engine.epoch import Block
+from aioshard.engine.fetcher import Feed, Fetcher, Pump
+from aioshard.engine.shards import Shards
+from aioshard.ports import Batch
+from aioshard.records import TopicPartition
+from aioshard.testing import run
+from tests.engine.deliveries import make_buffer, make_epoch, start
+
+HALTED = Block(halted=True, error="ValueError", since=0.0)
+
+
+class Client:
+    """Only `seek` is asked for."""
+
+    def __init__(self) -> None:
+        self.sought: list[tuple[TopicPartition, int]] = []
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        self.sought.append((topic_partition, offset))
+
+
+def test_large_records_are_given_back_by_their_bytes() -> None:
+    epoch, _ = make_epoch(["a"] * 5, size=400)
+    assert epoch.shed_from(Usage(100, 1_000)) == 2
+    assert epoch.shed_from(Usage(3, 100_000)) == 3
+    assert epoch.shed_from(Usage(100, 100_000)) == 5, "nothing is too much"
+
+
+def test_what_comes_again_is_as_young_as_when_it_comes() -> None:
+    """Else a partition that has just been able to go on would count as one that cannot."""
+    epoch, deliveries = make_epoch(["a"] * 3, arrived=0.0)
+    epoch.give_back(deliveries[1:])
+    epoch.complete(deliveries[0])
+    records = [delivery.record for delivery in deliveries[1:]]
+
+    assert epoch.take_back(Batch(epoch.topic_partition, records, [10, 10], 3), 100.0) == deliveries[1:]
+
+    assert not epoch.stuck(101.0, 60.0)
+    assert epoch.stuck(161.0, 60.0)
+    assert epoch.held_usage == Usage(2, 20)
+
+
+def test_a_partition_whose_oldest_record_was_given_back_is_not_stuck() -> None:
+    """It has to be fetched again, or it would be for ever."""
+    epoch, deliveries = make_epoch(["a"] * 3)
+    epoch.give_back(deliveries)
+    assert not epoch.stuck(1_000.0, 60.0)
+
+
+def test_what_comes_again_is_not_new() -> None:
+    """Fetched together with what is: each is delivered once."""
+
+    async def test() -> None:
+        buffer = make_buffer()
+        epoch, deliveries = make_epoch(["a", "a", "b", "a"], buffer=buffer)
+        shards = Shards()
+        fetcher = Fetcher(epoch, Feed(lambda record: record.key, [shards], fixed=False, workers=1), lambda: 9.0)
+        await shards.put(deliveries)
+        first = start(shards.take())
+        epoch.give_back(shards.give_back(epoch, 3))
+        epoch.fetching_again = True
+        again = [delivery.record for delivery in deliveries[2:]]
+        new = again[-1]._replace(offset=5)
+
+        assert fetcher.accept(Batch(epoch.topic_partition, [*again, new], [10, 10, 10], 6)) == 0
+
+        assert [delivery.offset for delivery in epoch.tracker.values()] == [0, 1, 2, 3, 5]
+        assert (epoch.tracker.position, len(epoch.shed), epoch.fetching_again) == (6, 0, False)
+        assert buffer.records == 5
+        assert first is deliveries[0]
+
+    run(test())
+
+
+def test_a_partition_that_is_being_taken_away_neither_gives_back_nor_is_read_again() -> None:
+    """Its drain waits for what is queued, and the client is no longer ours to send about."""
+
+    async def test() -> None:
+        buffer = make_buffer(records=100)
+        shards = Shards()
+        feed = Feed(lambda record: record.key, [shards], fixed=False, workers=1)
+        halted, deliveries = make_epoch(["a"] * 50, buffer=buffer)
+        released, others = make_epoch(["b"] * 50, partition=1, buffer=buffer)
+        released.give_back(others[10:])
+        await shards.put(deliveries)
+        shards.halt(start(shards.take()), HALTED)
+        fetchers = {one.topic_partition: Fetcher(one, feed, lambda: 0.0) for one in (halted, released)}
+        pump = Pump(buffer, fetchers, lambda: 100.0, Admission(buffer, fetchers, lambda: 0.0, 60.0), lambda *_: None)
+        client = Client()
+        for epoch in (halted, released):
+            feed.close(epoch)
+
+        pump._make_room(client)  # type: ignore[arg-type]
+        assert (client.sought, len(halted.shed)) == ([], 0)
+
+        for epoch in (halted, released):
+            epoch.open()
+        pump._look_at = 0.0
+        pump._make_room(client)  # type: ignore[arg-type]
+        assert (client.sought, len(halted.shed)) == ([(released.topic_partition, 10)], 49)
+
+    run(test())

@@ -1,0 +1,124 @@
+"""The shards of a handler, one situation each; `tests/properties/` has what chance finds."""
+
+import asyncio
+import gc
+import weakref
+from typing import Any
+
+from aioshard.engine.epoch import Block
+from aioshard.engine.shards import Shards
+from aioshard.testing import run
+from tests.engine.deliveries import add, make_epoch, start
+
+RETRY = Block(halted=False, error="ValueError", since=0.0)
+
+
+def test_a_retry_that_is_due_starts_before_what_waits_behind_a_busy_key() -> None:
+    """Else a hot key keeps the one worker, and older records wait for as long as it has any."""
+
+    async def test() -> None:
+        shards = Shards()
+        epoch, (failing, hot, waiting) = make_epoch(["a", "hot", "hot"])
+        await shards.put([failing, hot, waiting])
+        start(shards.take())
+        shards.retry(failing, RETRY, 1.0)
+        assert start(shards.take()) is hot
+        assert shards.take() is None
+        await asyncio.sleep(2.0)
+        epoch.complete(hot)
+        assert shards.next_after(hot) is failing
+        epoch.complete(failing)
+        assert shards.next_after(failing) is waiting
+
+    run(test())
+
+
+def test_what_is_given_back_begins_with_the_first_that_is_too_much() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, deliveries = make_epoch(["a", "a", "b", "a", None])
+        other, others = make_epoch(["a", "c"], partition=1)
+        await shards.put(deliveries)
+        await shards.put(others)
+        assert start(shards.take()) is deliveries[0]
+
+        back = shards.give_back(epoch, 2)
+
+        assert sorted(delivery.offset for delivery in back) == [2, 3, 4]
+        assert {delivery.epoch for delivery in back} == {epoch}
+        assert other.gate is epoch.gate
+
+    run(test())
+
+
+def test_a_retry_of_an_epoch_that_has_ended_does_not_come_due() -> None:
+    async def test() -> None:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        shards = Shards()
+        epoch, deliveries = make_epoch(["a"])
+        await shards.put(deliveries)
+        shards.retry(start(shards.take()), RETRY, 1.0)
+        epoch.end()
+        shards.purge(epoch)
+        assert len(shards) == 0
+        await asyncio.sleep(5.0)
+        assert shards.take() is None
+        assert complaints == []
+
+    run(test())
+
+
+def test_an_epoch_that_has_ended_is_forgotten() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, deliveries = make_epoch(["a", "b"])
+        await shards.put(deliveries)
+        epoch.close()
+        shards.close(epoch)
+        assert shards.take() is None, "it is set aside"
+        epoch.end()
+        shards.purge(epoch)
+        forgotten = weakref.ref(epoch.revoked)
+        del epoch, deliveries
+        gc.collect()
+        assert forgotten() is None
+
+    run(test())
+
+
+def test_a_worker_that_is_cancelled_when_it_was_woken_hands_its_turn_on() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, _ = make_epoch([])
+        woken = [asyncio.create_task(shards.wait(), name=f"worker {number}") for number in range(2)]
+        await asyncio.sleep(0)
+        await shards.put(add(epoch, [None]))
+        await asyncio.sleep(0)  # the first was woken, and has not run yet
+        woken[0].cancel()
+        await asyncio.sleep(1.0)
+        assert [task.cancelled() for task in woken] == [True, False]
+        assert woken[1].done()
+
+    run(test())
+
+
+def test_a_fixed_shard_goes_on_when_a_retry_comes_due_in_a_partition_that_is_closed() -> None:
+    """Its one worker sleeps, and what it has queued is of another partition."""
+
+    async def test() -> None:
+        shards = Shards(4)
+        closed, (failing,) = make_epoch([0])
+        await shards.put([failing])
+        shards.retry(start(shards.take()), RETRY, 1.0)
+        _, others = make_epoch([0], partition=1)
+        await shards.put(others)
+        waiting = asyncio.create_task(shards.wait(), name="worker")
+        await asyncio.sleep(0)
+        closed.close()
+        shards.close(closed)
+        async with asyncio.timeout(5.0):
+            await waiting
+        assert shards.take() is others[0]
+
+    run(test())
