@@ -303,3 +303,33 @@ async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_
     await asyncio.sleep(2.0)
 
     assert epoch.acknowledged == 3
+
+
+@with_desk
+async def test_what_is_due_while_we_are_no_member_is_looked_at_now_and_then(desk: Desk) -> None:
+    """And not in every turn of the loop."""
+    looks = 0
+
+    def membership() -> Membership:
+        nonlocal looks
+        looks += 1
+        return NOT_A_MEMBER
+
+    desk.client.membership = membership  # type: ignore[method-assign]
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(10.0)
+
+    assert 10 <= looks <= 110
+
+
+@with_desk
+async def test_after_a_flush_that_gave_up_attempts_keep_the_interval_again(desk: Desk) -> None:
+    desk.client.answers = [CommitError("no time")] * 1000
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    assert not await desk.committer.flush([epoch], 1.0)
+    before = len(desk.client.sent)
+    await asyncio.sleep(10.0)
+
+    assert 9 <= len(desk.client.sent) - before <= 11

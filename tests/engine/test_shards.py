@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from aioshard.engine.epoch import Block
+from aioshard.engine.fetcher import Feed
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
 from tests.engine.deliveries import add, make_epoch, start
@@ -120,5 +121,16 @@ def test_a_fixed_shard_goes_on_when_a_retry_comes_due_in_a_partition_that_is_clo
         async with asyncio.timeout(5.0):
             await waiting
         assert shards.take() is others[0]
+
+    run(test())
+
+
+def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
+    async def test() -> None:
+        parts = [Shards(10) for _ in range(3)]
+        _, deliveries = make_epoch([None] * 9)
+        await Feed(lambda record: record.key, parts, fixed=True, workers=3).put(deliveries)
+        assert [sum(1 for one in deliveries if one.key == number) for number in range(3)] == [3, 3, 3]
+        assert [part.take() is not None for part in parts] == [True] * 3
 
     run(test())
