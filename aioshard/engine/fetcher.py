@@ -66,8 +66,13 @@ class Feed:
         self.shards[0].on_idle = wake
         return self._enough // 2 - self.wanted
 
-    async def put(self, deliveries: list[Delivery]) -> None:
-        """Give each delivery its shard key and queue it; waits only where a fixed shard is full."""
+    async def put(self, deliveries: list[Delivery], waiting: deque[Delivery]) -> None:
+        """Give each delivery its shard key and queue it; waits only where a fixed shard is full.
+
+        Args:
+            deliveries: In order.
+            waiting: Takes up those of fixed shards, and keeps the ones that are not queued yet.
+        """
         shard_key = self._shard_key
         broken: list[tuple[Delivery, Exception]] = []
         for delivery in deliveries:
@@ -82,10 +87,16 @@ class Feed:
         if not self._fixed:
             await self.shards[0].put(deliveries)
             return
-        for delivery in deliveries:
-            number = delivery.key
-            assert isinstance(number, int)  # noqa: S101 - set above
-            await self.shards[number].put((delivery,))
+        waiting.extend(deliveries)
+        await self.put_waiting(waiting)
+
+    async def put_waiting(self, waiting: deque[Delivery]) -> None:
+        """Queue what waits for fixed shards; when it is cancelled, the first one has not been queued."""
+        while waiting:
+            number = waiting[0].key
+            assert isinstance(number, int)  # noqa: S101 - set by put
+            await self.shards[number].put((waiting[0],))
+            waiting.popleft()
 
     def _number(self, key: ShardKey) -> int:
         if key is None:
@@ -135,8 +146,10 @@ class Fetcher:
         self.feed = feed
         self._clock = clock
         self._batches: deque[list[Delivery]] = deque()
+        self._waiting: deque[Delivery] = deque()
         self._arrived = asyncio.Event()
-        self._feeding = False
+        self._task: asyncio.Task[object] | None = None
+        self._called_back = False
 
     @property
     def wanted(self) -> int:
@@ -150,7 +163,7 @@ class Fetcher:
     @property
     def has_unfed(self) -> bool:
         """Whether records came in that the task has not come to yet; not while a full shard keeps it waiting."""
-        return bool(self._batches) and not self._feeding
+        return bool(self._batches) and not self._waiting
 
     def accept(self, batch: Batch) -> int:
         """Track a batch before anything can await, and leave the rest to the task.
@@ -183,13 +196,21 @@ class Fetcher:
 
     async def run(self) -> None:
         """Feed what was accepted, until cancelled."""
+        self._task = task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - this is a task
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            while self._batches:
-                self._feeding = True
-                await self.feed.put(self._batches.popleft())
-                self._feeding = False
+            while self._batches or self._waiting:
+                try:
+                    if self._waiting:
+                        await self.feed.put_waiting(self._waiting)
+                    else:
+                        await self.feed.put(self._batches.popleft(), self._waiting)
+                except asyncio.CancelledError:
+                    if not self._called_back or task.uncancel():
+                        raise
+                    self._called_back = False
 
     def give_back(self, least: Usage) -> int:
         """Give back what is queued beyond *least*, because the partition cannot advance.
@@ -197,9 +218,17 @@ class Fetcher:
         Returns:
             How many records; they are fetched again when it can.
         """
-        if self._feeding or self._batches:
-            return 0  # what is on its way to a shard would come before what is given back
-        deliveries = self.feed.give_back(self.epoch, self.epoch.shed_from(least))
+        first = self.epoch.shed_from(least)
+        deliveries = self.feed.give_back(self.epoch, first)
+        # What is on its way to a shard too, or it would come there before what is given back.
+        if self._waiting and self._task is not None and not self._called_back:
+            self._called_back = True
+            self._task.cancel()
+        for on_its_way in (self._waiting, *self._batches):
+            deliveries += [delivery for delivery in on_its_way if delivery.offset >= first]
+            kept = [delivery for delivery in on_its_way if delivery.offset < first]
+            on_its_way.clear()
+            on_its_way.extend(kept)
         self.epoch.give_back(deliveries)
         return len(deliveries)
 

@@ -184,3 +184,42 @@ def test_what_was_given_back_is_not_in_memory() -> None:
             assert all(delivery.record.headers == () for delivery in epoch.shed.values())
 
     run(test())
+
+
+def fixed_shards(app: App, release: asyncio.Event, runs: list[tuple[int, int]]) -> None:
+    """Half of the partitions cannot advance; each has a fixed shard for itself, and it is full."""
+
+    @app.consume("orders", shards=64, shard_by=lambda record: record.partition, retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:
+        if record.partition < 2 and record.offset == 20:
+            await release.wait()
+        runs.append((record.partition, record.offset))
+
+
+def test_what_waits_for_a_full_fixed_shard_is_given_back_too() -> None:
+    app = App("memory", max_buffered_records=1000, stuck_after=5.0, shutdown_timeout=2.0, auto_offset_reset="earliest")
+    release = asyncio.Event()
+    runs: list[tuple[int, int]] = []
+    fixed_shards(app, release, runs)
+
+    async def test() -> None:
+        broker = InMemoryBroker(clock=lambda: 0.0)
+        published(broker, 4)
+        async with app.started(lambda: InMemoryTransport(broker, "memory", max_batch_records=70)):
+            await asyncio.sleep(20.0)
+            partitions = app.statistics().partitions
+            assert [partition.committed for partition in partitions] == [20, 20, PER_PARTITION, PER_PARTITION]
+            assert all(partition.buffered_records <= 20 for partition in partitions), partitions
+            assert partitions[0].incomplete > 100, "nothing was given back: the test shows nothing"
+            broker.rebalance()
+            await asyncio.sleep(1.0)
+            release.set()
+            async with asyncio.timeout(60.0):
+                await broker.until(lambda: broker.committed("memory", "orders", 0) == PER_PARTITION)
+                await broker.until(lambda: broker.committed("memory", "orders", 1) == PER_PARTITION)
+
+    run(test())
+
+    for partition in range(4):
+        offsets = [offset for number, offset in runs if number == partition]
+        assert offsets == list(range(PER_PARTITION)), "each once, and in order"

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from collections import deque
 from typing import Any
 
 from aioshard.engine.epoch import Block
@@ -129,7 +130,7 @@ def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
     async def test() -> None:
         parts = [Shards(10) for _ in range(3)]
         _, deliveries = make_epoch([None] * 9)
-        await Feed(lambda record: record.key, parts, fixed=True, workers=3).put(deliveries)
+        await Feed(lambda record: record.key, parts, fixed=True, workers=3).put(deliveries, deque())
         assert [sum(1 for one in deliveries if one.key == number) for number in range(3)] == [3, 3, 3]
         assert [part.take() is not None for part in parts] == [True] * 3
 
