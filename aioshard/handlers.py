@@ -81,6 +81,7 @@ class Registration:
             topics=self.topics,
             pattern=self.pattern,
             shard_key=shard_key_of(self.shard_by, one_topic=one_topic),
+            sure_key=not callable(self.shard_by),
             shards=self.shards,
             concurrency=self.concurrency,
             retry=self.retry,

@@ -14,7 +14,7 @@ class Buffer:
     one subtraction: `arm` says after how many completions the pump wants to look again.
     """
 
-    __slots__ = ("_countdown", "bounds", "bytes", "records", "wake")
+    __slots__ = ("bounds", "bytes", "countdown", "records", "wake")
 
     def __init__(self, bounds: Usage, wake: Callable[[], None]) -> None:
         self.bounds = bounds
@@ -22,7 +22,8 @@ class Buffer:
         self.bytes = 0
         self.wake = wake
         """Called when room was made after `arm`."""
-        self._countdown = 0
+        self.countdown = 0
+        """Completions until `wake` is called; not above 0 when nobody asked for it."""
 
     def take_in(self, records: int, size: int) -> None:
         """Count what was taken in."""
@@ -33,8 +34,8 @@ class Buffer:
         """Count one record out."""
         self.records -= 1
         self.bytes -= size
-        self._countdown -= 1
-        if not self._countdown:
+        self.countdown -= 1
+        if not self.countdown:
             self.wake()
 
     def drop(self, records: int, size: int) -> None:
@@ -46,4 +47,4 @@ class Buffer:
     def arm(self, after: int | None = None) -> None:
         """Have `wake` called when *after* records were released, by default a tenth of what is held; or earlier."""
         after = max(self.records // 10 if after is None else after, 1)
-        self._countdown = min(after, self._countdown) if self._countdown > 0 else after
+        self.countdown = min(after, self.countdown) if self.countdown > 0 else after

@@ -40,13 +40,25 @@ class Block(NamedTuple):
     """Loop time of the failure."""
 
 
-class Delivery:
+class _Untroubled:
+    """What is so of a delivery until something goes wrong: as defaults of the class they cost a record nothing."""
+
+    __slots__ = ()
+
+    failures: int = 0
+    """How many attempts have failed; a run that was cancelled is none."""
+    cancelled: bool = False
+    """Whether its latest run was cancelled, so that the next one is a repetition."""
+    block: Block | None = None
+
+
+class Delivery(_Untroubled):
     """A record on its way through the engine.
 
     Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).
     """
 
-    __slots__ = ("arrived", "block", "cancelled", "epoch", "failures", "key", "offset", "record", "size", "starts")
+    __slots__ = ("__dict__", "arrived", "epoch", "key", "offset", "record", "size", "starts")
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -55,13 +67,8 @@ class Delivery:
         self.key = key
         self.size = size
         self.arrived = arrived
-        self.failures = 0
-        """How many attempts have failed; a run that was cancelled is none."""
-        self.cancelled = False
-        """Whether its latest run was cancelled, so that the next one is a repetition."""
         self.starts = 0
         """How often a worker has started it."""
-        self.block: Block | None = None
 
     def __repr__(self) -> str:
         """`topic/partition/offset`, as statistics and messages name a record."""
@@ -212,7 +219,12 @@ class Epoch:
             self.settle(delivery)
         size = delivery.size
         self.buffered_bytes -= size
-        self._buffer.release(size)
+        buffer = self._buffer
+        buffer.records -= 1  # as `Buffer.release`, without the call
+        buffer.bytes -= size
+        buffer.countdown -= 1
+        if not buffer.countdown:
+            buffer.wake()
         if self.tracker.complete(delivery.offset):
             self._advanced()
         return True

@@ -32,7 +32,13 @@ class Feed:
     """Where the records of a handler go: its sharding function and its shards."""
 
     def __init__(
-        self, shard_key: Callable[[Record], ShardKey], shards: list[Shards], *, fixed: bool, workers: int
+        self,
+        shard_key: Callable[[Record], ShardKey],
+        shards: list[Shards],
+        *,
+        fixed: bool,
+        workers: int,
+        sure: bool = False,
     ) -> None:
         """Make a feed.
 
@@ -41,10 +47,12 @@ class Feed:
             shards: One that serves all keys on demand, or N fixed ones.
             fixed: Whether they are fixed: a record's shard is the hash of its key then.
             workers: How many serve them.
+            sure: Whether the sharding function is ours: it neither raises nor gives what has no hash.
         """
         self.shards = shards
         self._shard_key = shard_key
         self._fixed = fixed
+        self._sure = sure
         self._turn = 0
         self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers)
 
@@ -74,6 +82,11 @@ class Feed:
             waiting: Takes up those of fixed shards, and keeps the ones that are not queued yet.
         """
         shard_key = self._shard_key
+        if self._sure and not self._fixed:
+            for delivery in deliveries:
+                delivery.key = shard_key(delivery.record)
+            await self.shards[0].put(deliveries)
+            return
         broken: list[tuple[Delivery, Exception]] = []
         for delivery in deliveries:
             try:

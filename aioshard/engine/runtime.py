@@ -42,6 +42,8 @@ class HandlerSpec(NamedTuple):
     topics: tuple[str, ...]
     pattern: str | None
     shard_key: Callable[[Record], ShardKey]
+    sure_key: bool
+    """Whether that function is ours: it neither raises nor gives what has no hash."""
     shards: int | None
     concurrency: int
     retry: Retry
@@ -148,9 +150,8 @@ class Engine:
             )
             for number, part in enumerate(served)
         )
-        return Running(
-            spec, Feed(spec.shard_key, shards, fixed=spec.shards is not None, workers=len(workers)), workers, counters
-        )
+        feed = Feed(spec.shard_key, shards, fixed=spec.shards is not None, workers=len(workers), sure=spec.sure_key)
+        return Running(spec, feed, workers, counters)
 
     # What the rebalance asks ------------------------------------------------------------
 
