@@ -23,7 +23,7 @@ async def run(stage: Stage) -> Report:
         [
             Contestant("task per record", rounds=2),
             Contestant("fixed queues", rounds=2),
-            Contestant("queue per partition", 15_000, rounds=2),
+            Contestant("task per partition", 15_000, rounds=2),
         ],
     )
     runs = await stage.contest(

@@ -53,7 +53,8 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         "heartbeat_interval_ms": _milliseconds(settings.heartbeat_interval),
         "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
         "fetch_max_wait_ms": _milliseconds(settings.fetch_max_wait),
-        "fetch_max_bytes": half,
+        # A response is in memory twice while it is decoded, beside what the client still holds of the one before.
+        "fetch_max_bytes": max(half // 2, 1),
         "max_partition_fetch_bytes": partition_share(1, half),
         "partition_assignment_strategy": (assignor(settings.assignor),),
         **security_options(settings),

@@ -19,7 +19,7 @@ WHERE = {
     "plain loop": "handwritten:plain_loop",
     "task per record": "handwritten:task_per_record",
     "fixed queues": "handwritten:fixed_queues",
-    "queue per partition": "handwritten:queue_per_partition",
+    "task per partition": "handwritten:task_per_partition",
     "FastStream": "frameworks:faststream_default",
     "FastStream, manual ack": "frameworks:faststream_manual",
     "faststream-concurrent-aiokafka": "frameworks:faststream_concurrent",

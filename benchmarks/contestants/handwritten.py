@@ -3,22 +3,22 @@
 import asyncio
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from benchmarks.contestants.meter import Meter
+from benchmarks.contestants.meter import LOOK_INTERVAL, Meter
 from benchmarks.spec import Spec
 
-__all__ = ["fixed_queues", "plain_loop", "queue_per_partition", "task_per_record"]
+__all__ = ["fixed_queues", "plain_loop", "task_per_partition", "task_per_record"]
 
 MAX_RECORDS = 500
 """Per `getmany`: a third quicker than without a limit."""
 COMMIT_INTERVAL = 1.0
-BUFFERED_RECORDS = 10_000
-"""What all queues together may hold; aioshard's default bound."""
+QUEUE_BOUND = 100
+"""Records in each queue; 128 of them hold a little more than aioshard does by default."""
 
 
 async def plain_loop(spec: Spec, meter: Meter) -> None:
@@ -64,23 +64,11 @@ async def task_per_record(spec: Spec, meter: Meter) -> None:
         await _watch_beside(meter, [consume(consumer)])
 
 
-async def fixed_queues(spec: Spec, meter: Meter) -> None:
+async def fixed_queues(spec: Spec, meter: Meter) -> None:  # noqa: C901 - a contestant reads from top to bottom
     """The hash of the key chooses one of *concurrency* bounded queues with one worker each; commits what is done."""
     number = spec.concurrency
-    await _queues(spec, meter, number, lambda record: zlib.crc32(record.key or b"") % number)
-
-
-async def queue_per_partition(spec: Spec, meter: Meter) -> None:
-    """One queue and one worker for each partition: sequential within it."""
-    await _queues(spec, meter, len(spec.ends), lambda record: int(record.partition))
-
-
-async def _queues(  # noqa: C901 - a contestant reads from top to bottom
-    spec: Spec, meter: Meter, number: int, queue_of: Callable[[Any], int]
-) -> None:
     handler = meter.handler
-    bound = max(BUFFERED_RECORDS // number, 1)
-    queues: list[asyncio.Queue[Any]] = [asyncio.Queue(bound) for _ in range(number)]
+    queues: list[asyncio.Queue[Any]] = [asyncio.Queue(QUEUE_BOUND) for _ in range(number)]
     incomplete: list[OrderedDict[int, None]] = [OrderedDict() for _ in spec.ends]
     position = [0] * len(spec.ends)
 
@@ -97,7 +85,7 @@ async def _queues(  # noqa: C901 - a contestant reads from top to bottom
                 incomplete[partition].update(dict.fromkeys(record.offset for record in records))
                 position[partition] = records[-1].offset + 1
                 for record in records:
-                    await queues[queue_of(record)].put(record)
+                    await queues[zlib.crc32(record.key or b"") % number].put(record)
 
     async def commit(consumer: Any) -> None:
         done = {
@@ -115,6 +103,28 @@ async def _queues(  # noqa: C901 - a contestant reads from top to bottom
     async with _consumer(spec) as consumer:
         await _watch_beside(meter, [consume(consumer), keep_committing(consumer), *map(work, queues)])
         await commit(consumer)
+
+
+async def task_per_partition(spec: Spec, meter: Meter) -> None:
+    """One task for each partition, which fetches, runs the handler for each record in order, and commits."""
+    handler = meter.handler
+    clock = asyncio.get_running_loop().time
+
+    async def work(consumer: Any, partition: TopicPartition) -> None:
+        committed_at = clock()
+        while True:
+            for records in (await consumer.getmany(partition, timeout_ms=100, max_records=MAX_RECORDS)).values():
+                for record in records:
+                    await handler(record)
+                if clock() - committed_at >= COMMIT_INTERVAL:
+                    await consumer.commit({partition: records[-1].offset + 1})
+                    committed_at = clock()
+
+    async with _consumer(spec) as consumer:
+        partitions = [TopicPartition(spec.topic, number) for number in range(len(spec.ends))]
+        while set(partitions) - consumer.assignment():
+            await asyncio.sleep(LOOK_INTERVAL)
+        await _watch_beside(meter, [work(consumer, partition) for partition in partitions])
 
 
 @asynccontextmanager
