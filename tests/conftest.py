@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import NoReturn
 
+import hypothesis
 import pytest
 
 from tests.support.kafka import KafkaBroker
@@ -17,6 +18,10 @@ from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_k
 LEFT_BY_AIOKAFKA = re.compile(
     r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket"
 )
+
+# An example takes as long as a busy machine lets it: how long says nothing of what is tested.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_configure(config: pytest.Config) -> None:
