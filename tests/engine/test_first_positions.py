@@ -1,0 +1,65 @@
+"""Where several members of a new group begin under `latest`."""
+
+import asyncio
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.testing import InMemoryBroker, InMemoryTransport, run
+
+
+class Members:
+    """A topic with records that are older than the group, and members of it."""
+
+    def __init__(self) -> None:
+        self.broker = InMemoryBroker(partitions=4, clock=lambda: 0.0)
+        for number in range(100):
+            self.broker.publish("orders", b"old", key=b"%d" % number)
+        self.old = 0
+
+    async def member(self, *, begins: float, commit_takes: float) -> None:
+        app = App("new", auto_offset_reset="latest", start_timeout=None)
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            self.old += record.value == b"old"
+
+        def latency(operation: str) -> float:
+            return commit_takes if operation == "commit" else 0.0
+
+        await asyncio.sleep(begins)
+        async with app.started(lambda: InMemoryTransport(self.broker, "new", latency=latency)):
+            await asyncio.sleep(30.0)
+
+
+def test_two_members_that_begin_at_once_begin_behind_what_is_old() -> None:
+    members = Members()
+
+    async def test() -> None:
+        await asyncio.gather(
+            members.member(begins=0.0, commit_takes=0.01), members.member(begins=0.0, commit_takes=0.9)
+        )
+
+    run(test())
+
+    assert members.old == 0
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a commit of another first generation counts as one of a group that knew the topic long ago, so the second "
+    "member's partitions, of which nothing was committed yet, begin at their start",
+)
+def test_a_third_member_that_joins_between_the_first_commits_of_two_does_not_make_old_records_new() -> None:
+    members = Members()
+
+    async def test() -> None:
+        await asyncio.gather(
+            members.member(begins=0.0, commit_takes=0.01),
+            members.member(begins=0.0, commit_takes=0.9),
+            members.member(begins=0.5, commit_takes=0.01),
+        )
+
+    run(test())
+
+    assert members.old == 0
