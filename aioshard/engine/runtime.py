@@ -14,7 +14,7 @@ from aioshard.core.sharding import ShardKey
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
-from aioshard.engine.epoch import Epoch
+from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.fetcher import Feed, Pump
 from aioshard.engine.rebalance import Limits, Rebalance
 from aioshard.engine.shards import Shards
@@ -33,6 +33,7 @@ logger = logging.getLogger("aioshard.engine")
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
 _CHECK_INTERVAL = 0.05
+_TURNS_TO_END = 10
 
 
 class HandlerSpec(NamedTuple):
@@ -329,9 +330,17 @@ class Engine:
         self.rebalance.stop_opening()
         epochs = self.rebalance.epochs
         await self.rebalance.drain(epochs, timeout - reserve)
-        late = [repr(worker.delivery) for worker in self.workers if worker.delivery is not None]
+        late = dict.fromkeys(d for d in self._running_now() if d.epoch.gate is not Gate.ENDED)
         await self.committer.flush(epochs, max(min(deadline - self.clock(), reserve), 0.1))
-        return late
+        for _ in range(_TURNS_TO_END):
+            # What was taken from us has been told to end, maybe just now: it is late only if it does not.
+            if all(delivery in late for delivery in self._running_now()):
+                break
+            await asyncio.sleep(0)
+        return [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
+
+    def _running_now(self) -> list[Delivery]:
+        return [worker.delivery for worker in self.workers if worker.delivery is not None]
 
     async def _tear_down(self, deadline: float) -> None:
         """End the client and all tasks; what still runs is cancelled and stays uncommitted."""

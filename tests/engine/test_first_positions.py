@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from aioshard import App, Record
+from aioshard import App, Record, TopicPartition
+from aioshard.errors import CommitError
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 
 
@@ -63,3 +64,54 @@ def test_a_third_member_that_joins_between_the_first_commits_of_two_does_not_mak
     run(test())
 
     assert members.old == 0
+
+
+def test_no_record_is_handed_out_before_the_first_position_is_committed() -> None:
+    """Under `latest` a crash before it would lose what came in between (I3)."""
+    app = App("new", auto_offset_reset="latest", start_timeout=None, commit_timeout=1.0)
+    broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+    committed: list[int | None] = []
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:  # noqa: ARG001
+        committed.append(broker.committed("new", "orders", 0))
+
+    async def test() -> None:
+        broker.publish("orders", b"old")
+        for _ in range(40):
+            broker.fail_next_commit(CommitError("no time"))
+        async with app.started(lambda: InMemoryTransport(broker, "new")):
+            await asyncio.sleep(1.5)
+            broker.publish("orders", b"new")
+            await asyncio.sleep(1.0)
+            assert committed == []
+            assert "no time" in str(app.statistics().trouble)
+            await asyncio.sleep(10.0)
+
+    run(test())
+
+    assert len(committed) <= 1
+    assert None not in committed
+
+
+def test_a_partition_that_appears_later_begins_at_its_start() -> None:
+    """The group knows the topic: what is in the new partition came after the group's first position."""
+    app = App("new", auto_offset_reset="latest")
+    broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
+    seen: list[tuple[int, bytes | None]] = []
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        seen.append((record.partition, record.value))
+
+    async def test() -> None:
+        broker.publish("orders", b"before", partition=0)
+        broker.publish("orders", b"new", partition=1)
+        known = {TopicPartition("orders", 0): 1}
+        broker.group("new").commit_from_outside(known, metadata="aioshard/1 first=977")
+        async with app.started(lambda: InMemoryTransport(broker, "new")):
+            await asyncio.sleep(1.0)
+
+    run(test())
+
+    assert seen == [(1, b"new")]

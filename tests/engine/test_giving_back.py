@@ -1,12 +1,14 @@
 """What a partition that cannot advance gives back, and how it comes again."""
 
+import asyncio
+
 from aioshard.core.flow import Usage
 from aioshard.engine.admission import Admission
 from aioshard.engine.epoch import Block
 from aioshard.engine.fetcher import Feed, Fetcher, Pump
 from aioshard.engine.shards import Shards
 from aioshard.ports import Batch
-from aioshard.records import TopicPartition
+from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
 from tests.engine.deliveries import make_buffer, make_epoch, start
 
@@ -102,5 +104,40 @@ def test_a_partition_that_is_being_taken_away_neither_gives_back_nor_is_read_aga
         pump._look_at = 0.0
         pump._make_room(client)  # type: ignore[arg-type]
         assert (client.sought, len(halted.shed)) == ([(released.topic_partition, 10)], 49)
+
+    run(test())
+
+
+def test_what_is_given_back_while_others_come_again_is_fetched_from_its_own_start() -> None:
+    """Else the next batch begins above it, and it would pass for deleted: lost."""
+    epoch, deliveries = make_epoch(["a"] * 5)
+    epoch.give_back(deliveries[3:])
+    epoch.fetching_again = True
+    epoch.give_back([])
+    assert epoch.fetching_again, "nothing was given back: it goes on"
+    epoch.give_back(deliveries[1:3])
+    assert not epoch.fetching_again, "the client has to be sent back again"
+
+
+def test_a_fetch_task_that_is_called_back_and_cancelled_at_once_ends() -> None:
+    async def test() -> None:
+        shards = Shards(1)
+        epoch, _ = make_epoch([])
+        fetcher = Fetcher(epoch, Feed(lambda _: 0, [shards], fixed=True, workers=1), lambda: 0.0)
+        task = asyncio.create_task(fetcher.run(), name="fetch")
+        records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(4)]
+        fetcher.accept(Batch(epoch.topic_partition, records, [10] * 4, 4))
+        await asyncio.sleep(1.0)
+        assert fetcher.give_back(Usage(1, 1_000)) == 3
+        await asyncio.sleep(1.0)
+        assert not task.done()
+
+        epoch.fetching_again = True
+        fetcher.accept(Batch(epoch.topic_partition, records[1:], [10] * 3, 4))
+        await asyncio.sleep(1.0)
+        assert fetcher.give_back(Usage(1, 1_000)) == 3
+        task.cancel()
+        await asyncio.sleep(1.0)
+        assert task.cancelled()
 
     run(test())

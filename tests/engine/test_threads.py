@@ -2,10 +2,13 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
+import anyio.to_thread
 import pytest
 
 from aioshard import App, Context, Record, Retry
+from aioshard.handlers import _run_in_thread
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 
 
@@ -114,3 +117,24 @@ async def test_a_plain_function_that_only_makes_a_coroutine_has_processed_nothin
         assert "which nobody awaits" in app.explain()
 
     assert broker.committed("threads", "orders", 0) == 0
+
+
+async def test_a_run_that_is_cancelled_before_its_thread_began_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody will ever say that the thread has ended."""
+    ran: list[bool] = []
+
+    async def all_threads_are_busy(work: Callable[[], None], **_: object) -> None:
+        try:
+            await asyncio.sleep(1_000.0)
+        finally:
+            asyncio.get_running_loop().call_soon(work)  # a thread is free, too late
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", all_threads_are_busy)
+    run = asyncio.create_task(_run_in_thread(lambda: ran.append(True), anyio.CapacityLimiter(1)), name="run")
+    await asyncio.sleep(0)
+    run.cancel()
+    await asyncio.wait([run], timeout=5.0)
+    await asyncio.sleep(0)
+
+    assert run.cancelled()
+    assert ran == []

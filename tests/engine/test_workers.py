@@ -169,3 +169,53 @@ def test_a_partition_that_can_be_read_again_is_in_no_trouble() -> None:
             assert "it is broken" not in app.explain()
 
     run(test())
+
+
+def test_an_attempt_that_fails_and_leaves_its_cancellation_behind_costs_no_worker() -> None:
+    """The next record, of another key, awaits something cancelled before anything else has ended well."""
+    app = App("workers")
+    failed: set[int] = set()
+
+    @app.consume("orders", concurrency=1, retry=Retry(attempts=2, jitter=0.0))
+    async def handle(record: Record) -> None:
+        if record.offset in failed:
+            return
+        failed.add(record.offset)
+        if record.offset == 0:
+            await time_out_as_older_libraries_do()
+            raise TimeoutError
+        await await_something_cancelled()
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for number in range(2):
+                await client.publish("orders", b"", key=b"%d" % number, partition=0)
+            await client.settle(timeout=30.0)
+
+    run(test())
+
+
+def test_a_run_that_was_cancelled_and_left_its_own_cancellation_behind_costs_no_worker() -> None:
+    app = App("workers", drain_timeout=1.0, shutdown_timeout=3.0)
+    runs = 0
+
+    @app.consume("orders", concurrency=1, retry=Retry(attempts=2, jitter=0.0))
+    async def handle(record: Record) -> None:  # noqa: ARG001
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            await time_out_as_older_libraries_do()
+            await asyncio.sleep(100.0)
+        elif runs == 2:
+            await await_something_cancelled()
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(1.0)
+            client.broker.rebalance()
+            await client.settle(timeout=30.0)
+
+    run(test())
+
+    assert runs == 3

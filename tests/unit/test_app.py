@@ -94,3 +94,13 @@ def test_stopping_what_does_not_run_does_nothing() -> None:
 
     run(scenario())
     app.stop()
+
+
+def test_a_setting_that_is_refused_leaves_those_before_as_they_were() -> None:
+    app = App("billing", commit_interval=2.0)
+    with pytest.raises(SettingsError):
+        app.configure(commit_interval=-1.0)
+
+    app.configure(commit_timeout=4.0)
+
+    assert (app.settings.commit_interval, app.settings.commit_timeout) == (2.0, 4.0)

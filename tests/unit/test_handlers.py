@@ -149,3 +149,14 @@ def test_a_topic_belongs_to_one_handler(
 
     assert shared in str(refused.value)
     assert [registration.name for registration in handlers] == ["on_record"]
+
+
+def test_a_key_is_one_shard_within_its_topic_only() -> None:
+    handlers = Handlers()
+    handlers.consume("orders", "returns")(on_record)
+    (registration,) = handlers
+    shard_key = registration.spec(lambda: None).shard_key
+
+    keys = {shard_key(Record(topic, 0, 0, b"customer-1", None, (), 0.0)) for topic in ("orders", "returns")}
+
+    assert len(keys) == 2
