@@ -1,0 +1,36 @@
+"""Retention deletes what has not been read."""
+
+import asyncio
+
+from aioshard import App, Record
+from aioshard.testing import InMemoryBroker, InMemoryTransport, run
+
+
+def test_what_is_in_hand_goes_on_and_reading_goes_on_behind_what_was_deleted() -> None:
+    """A hole like any other: the epoch continues, and nothing runs twice."""
+    app = App("retention", auto_offset_reset="earliest", max_buffered_records=10)
+    broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
+    runs: list[int] = []
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:
+        await asyncio.sleep(1.0)
+        runs.append(record.offset)
+
+    async def test() -> None:
+        for _ in range(60):
+            broker.publish("orders", b"")
+        async with app.started(lambda: InMemoryTransport(broker, "retention")):
+            await asyncio.sleep(2.5)
+            broker.truncate_before("orders", 0, 50)
+            async with asyncio.timeout(60.0):
+                await broker.until(lambda: broker.committed("retention", "orders", 0) == 60)
+            statistics = app.statistics()
+            assert (statistics.partitions[0].epoch, statistics.replayed) == (1, 0)
+
+    run(test())
+
+    held = [offset for offset in runs if offset < 50]
+    assert held == list(range(len(held)))
+    assert 2 < len(held) < 20, "what had been read before was processed, and nothing else of it"
+    assert runs[len(held) :] == list(range(50, 60))
