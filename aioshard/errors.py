@@ -16,6 +16,7 @@ __all__ = [
     "CorruptRecordError",
     "HaltedError",
     "HandlerError",
+    "MessageTooLargeError",
     "MissingExtraError",
     "NoOffsetError",
     "NotBuiltError",
@@ -23,6 +24,7 @@ __all__ = [
     "OffsetOutOfRangeError",
     "OffsetRegressionError",
     "SettingsError",
+    "SideTopicError",
     "StartError",
     "StateError",
     "TaskCancelledError",
@@ -139,6 +141,18 @@ class CommitError(TransportError):
 
 class CommitRefusedError(CommitError):
     """The broker refused a commit because the group has moved on; it must not be sent again as it is."""
+
+    retriable = False
+
+
+class MessageTooLargeError(TransportError):
+    """A message is larger than its topic takes (`max.message.bytes`)."""
+
+    retriable = False
+
+
+class SideTopicError(TransportError):
+    """A topic that keeps parked records cannot do so: not compacted, or too few partitions."""
 
     retriable = False
 

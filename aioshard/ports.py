@@ -16,13 +16,18 @@ __all__ = [
     "RECORD_OVERHEAD",
     "Allowance",
     "AllowanceOf",
-    "Batch",
     "Committed",
     "Fault",
+    "FetchedBatch",
     "GroupListener",
     "LogRange",
     "Membership",
+    "Message",
     "Oversized",
+    "Producer",
+    "ProducerFactory",
+    "SideTopics",
+    "SideTopicsFactory",
     "Transport",
     "TransportFactory",
     "record_size",
@@ -58,7 +63,7 @@ NOTHING = Allowance(0, 0)
 AllowanceOf = Callable[[TopicPartition], Allowance]
 
 
-class Batch(NamedTuple):
+class FetchedBatch(NamedTuple):
     """Records of one partition that came together, in offset order; possibly none.
 
     Invariants:
@@ -155,7 +160,7 @@ class Transport(Protocol):
             AuthorizationError: The group or a topic is not allowed.
         """
 
-    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         """Take what the client has fetched, as far as *allowance* goes, or wait up to *timeout* seconds.
 
         A partition whose allowance has no records is left alone: what the client holds of it stays
@@ -220,6 +225,100 @@ class Transport(Protocol):
 
 TransportFactory = Callable[[], Transport]
 """Makes a transport for one life of the client; called again by the supervisor after a loss."""
+
+
+class Message(NamedTuple):
+    """What is to be published."""
+
+    topic: str
+    value: bytes | None
+    """None is a tombstone."""
+    key: bytes | None = None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+    partition: int | None = None
+    """None: the key chooses as Java's partitioner does, and without a key any partition."""
+    timestamp: float | None = None
+    """Seconds since the epoch; None is now."""
+
+
+class Producer(Protocol):
+    """Publishes for an app: idempotent, acknowledged by all in-sync replicas (`acks=all`).
+
+    One per app, used from one event loop. It connects with the first message, and builds its client anew after
+    an error that the client cannot get over.
+    """
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing has been acknowledged for a while although something waits for it, else None."""
+
+    async def publish(self, message: Message) -> int:
+        """Publish, and wait until the brokers have acknowledged; any number at the same time.
+
+        Messages of one partition are stored in the order of the calls, as long as none of them fails. A
+        cancelled call may have been stored or not.
+
+        Returns:
+            The offset.
+
+        Raises:
+            AuthorizationError: The brokers do not allow the topic.
+            MessageTooLargeError: Its topic does not take a message of this size.
+            TransportError: Not acknowledged for another reason; see `retriable`.
+        """
+
+    async def close(self) -> None:
+        """Close all connections; what still waits is cancelled."""
+
+
+ProducerFactory = Callable[[], Producer]
+
+
+class SideTopics(Protocol):
+    """Reads partitions outside of the group: the parked records of the handlers.
+
+    One per app, used from one event loop. It connects with the first call, and builds its client anew when that is lost.
+    """
+
+    async def ensure(self, topic: str, partitions: int) -> None:
+        """See to it that a compacted topic with at least so many partitions exists; create it where there is none.
+
+        Raises:
+            SideTopicError: It is not compacted, or has too few partitions.
+            TransportError: It could not be found out, or not be created.
+        """
+
+    def watch(self, partitions: Collection[TopicPartition]) -> None:
+        """From now on `poll` reads exactly these: from their start where they are new, else on from where it is."""
+
+    async def poll(self, timeout: float) -> Sequence[Record]:
+        """Records of what is watched, in offset order per partition; waits up to *timeout* seconds for the first.
+
+        Raises:
+            TransportError: The client is lost, or a partition cannot be read. The next call tries again, and nothing
+                is left out.
+        """
+
+    def position(self, topic_partition: TopicPartition) -> int:
+        """The next offset of a watched partition that `poll` would give; 0 before its first one."""
+
+    async def end(self, topic_partition: TopicPartition) -> int:
+        """The end of a partition's log, asked from the brokers now (last stable offset under read_committed)."""
+
+    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+        """Some records from *offset* on, as many as one fetch brings; empty at the end of the log.
+
+        Independent of what is watched.
+
+        Raises:
+            TransportError: They cannot be read now.
+        """
+
+    async def close(self) -> None:
+        """Close all connections."""
+
+
+SideTopicsFactory = Callable[[], SideTopics]
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:

@@ -10,7 +10,7 @@ from aioshard.core.flow import Usage
 from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.buffer import Buffer
-from aioshard.ports import Batch
+from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
 __all__ = ["Block", "Delivery", "Epoch", "Gate", "Rerun"]
@@ -154,7 +154,7 @@ class Epoch:
         self.trouble, self._trouble_at = trouble, now
         return new
 
-    def take_in(self, batch: Batch, deliveries: list[Delivery]) -> None:
+    def take_in(self, batch: FetchedBatch, deliveries: list[Delivery]) -> None:
         """Track a whole batch, with the position captured with it, in one step (I10).
 
         Raises:
@@ -187,7 +187,7 @@ class Epoch:
             self.buffered_bytes -= delivery.size
             self._buffer.release(delivery.size)
 
-    def take_back(self, batch: Batch, now: float) -> list[Delivery]:
+    def take_back(self, batch: FetchedBatch, now: float) -> list[Delivery]:
         """The deliveries of a batch that was fetched again, in order, those of new records not among them.
 
         Offsets that were given back and are not in the log any more (compacted, or deleted by retention)

@@ -14,7 +14,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
 from aioshard.engine.shards import Shards
 from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
-from aioshard.ports import Batch, Fault, Transport
+from aioshard.ports import Fault, FetchedBatch, Transport
 from aioshard.records import Record, TopicPartition
 
 __all__ = ["Feed", "Fetcher", "Pump"]
@@ -178,7 +178,7 @@ class Fetcher:
         """Whether records came in that the task has not come to yet; not while a full shard keeps it waiting."""
         return bool(self._batches) and not self._waiting
 
-    def accept(self, batch: Batch) -> int:
+    def accept(self, batch: FetchedBatch) -> int:
         """Track a batch before anything can await, and leave the rest to the task.
 
         Returns:
@@ -246,10 +246,12 @@ class Fetcher:
         return len(deliveries)
 
 
-def _after(batch: Batch, position: int) -> Batch:
+def _after(batch: FetchedBatch, position: int) -> FetchedBatch:
     """What of a batch is new to an epoch at *position*."""
     first = bisect.bisect_left(batch.records, position, key=operator.attrgetter("offset"))
-    return Batch(batch.topic_partition, batch.records[first:], batch.sizes[first:], max(batch.next_offset, position))
+    return FetchedBatch(
+        batch.topic_partition, batch.records[first:], batch.sizes[first:], max(batch.next_offset, position)
+    )
 
 
 class Pump:
@@ -298,7 +300,7 @@ class Pump:
                 fetcher = self._fetchers.get(item.topic_partition)
                 if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
                     continue
-                if isinstance(item, Batch):
+                if isinstance(item, FetchedBatch):
                     self._accept(fetcher, item)
                 elif isinstance(item, Fault):
                     self._fault(fetcher.epoch, item)
@@ -328,7 +330,7 @@ class Pump:
                 if records:
                     logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
 
-    def _accept(self, fetcher: Fetcher, batch: Batch) -> None:
+    def _accept(self, fetcher: Fetcher, batch: FetchedBatch) -> None:
         self._admission.taken(fetcher.epoch)
         try:
             self.replayed += fetcher.accept(batch)

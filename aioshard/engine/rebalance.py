@@ -22,7 +22,7 @@ from aioshard.errors import (
     OffsetRegressionError,
     TransportError,
 )
-from aioshard.ports import Batch, Committed, LogRange, Membership, Transport
+from aioshard.ports import Committed, FetchedBatch, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
 __all__ = ["Limits", "Outside", "Rebalance"]
@@ -307,7 +307,7 @@ class Rebalance:
             return str(OffsetOutOfRangeError(topic_partition, position))
         message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
         logger.warning(message, position, log.start - 1, topic_partition, log.start)
-        fetcher.accept(Batch(topic_partition, (), (), log.start))
+        fetcher.accept(FetchedBatch(topic_partition, (), (), log.start))
         self._client.seek(topic_partition, log.start)
         return None
 

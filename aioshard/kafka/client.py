@@ -19,9 +19,9 @@ from aioshard.kafka.translate import commit_error, group_error, reason, request_
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
-    Batch,
     Committed,
     Fault,
+    FetchedBatch,
     GroupListener,
     LogRange,
     Membership,
@@ -180,7 +180,7 @@ class AiokafkaTransport:
 
     # Records --------------------------------------------------------------------------
 
-    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         """See `Transport.poll`. Does not suspend when there is something to take.
 
         Allowances are those of the start of the poll: what it takes of one partition counts against those

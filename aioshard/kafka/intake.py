@@ -10,7 +10,7 @@ from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
 from aioshard.kafka.chunk import Chunk
 from aioshard.kafka.internals import FetchResult, Internals
 from aioshard.kafka.translate import corrupt_record, request_error
-from aioshard.ports import AllowanceOf, Batch, Fault, Oversized
+from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 
 __all__ = ["Found", "Intake"]
@@ -31,8 +31,8 @@ class Found:
 
     def __init__(self, at: float) -> None:
         self.at = at
-        self.new: list[Batch | Fault | Oversized] = []
-        self.repeated: list[Batch | Fault | Oversized] = []
+        self.new: list[FetchedBatch | Fault | Oversized] = []
+        self.repeated: list[FetchedBatch | Fault | Oversized] = []
         """Records that did not fit when they were reported, and still do not."""
         self.records = 0
         self.bytes = 0
@@ -202,7 +202,7 @@ class Intake:
         if next_offset != state.position:
             partition.taken_at = found.at
             state.consumed_to(next_offset)
-            found.new.append(Batch(partition.name, taken.records, taken.sizes, next_offset))
+            found.new.append(FetchedBatch(partition.name, taken.records, taken.sizes, next_offset))
             found.records += len(taken.records)
             found.bytes += sum(taken.sizes)
         if chunk.drained:

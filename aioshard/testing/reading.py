@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
-from aioshard.ports import Allowance, AllowanceOf, Batch, Fault, LogRange, Oversized, record_size
+from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, LogRange, Oversized, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.log import PartitionLog
@@ -20,8 +20,8 @@ _FAULT_INTERVAL = 1.0
 class Found(NamedTuple):
     """What a look at all partitions brought."""
 
-    new: list[Batch | Fault | Oversized]
-    known: list[Batch | Fault | Oversized]
+    new: list[FetchedBatch | Fault | Oversized]
+    known: list[FetchedBatch | Fault | Oversized]
     """Oversized records that were reported before: no reason to return from a poll."""
 
 
@@ -132,7 +132,7 @@ class Reading:
             if position is None or position >= end:
                 continue
             item = self._take(log, position, end, allowance(topic_partition), taken)
-            if isinstance(item, Batch):
+            if isinstance(item, FetchedBatch):
                 taken = Allowance(taken.records + len(item.records), taken.bytes + sum(item.sizes))
                 found.new.append(item)
             elif item is not None:
@@ -158,7 +158,7 @@ class Reading:
 
     def _take(
         self, log: PartitionLog, position: int, end: int, room: Allowance, taken: Allowance
-    ) -> Batch | Oversized | None:
+    ) -> FetchedBatch | Oversized | None:
         topic_partition = log.topic_partition
         limit = min(room.records - taken.records, self._max_batch_records)
         if limit < 1:
@@ -183,7 +183,7 @@ class Reading:
             sizes.append(size)
             free -= size
         self._positions[topic_partition] = next_offset
-        return Batch(topic_partition, records, sizes, next_offset)
+        return FetchedBatch(topic_partition, records, sizes, next_offset)
 
     def _readable_end(self, log: PartitionLog) -> int:
         return log.stable_end if self._read_committed else log.end

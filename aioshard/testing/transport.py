@@ -16,9 +16,9 @@ from aioshard.errors import (
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
-    Batch,
     Committed,
     Fault,
+    FetchedBatch,
     GroupListener,
     LogRange,
     Membership,
@@ -252,7 +252,7 @@ class InMemoryTransport:
 
     # Records ---------------------------------------------------------------------------
 
-    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         """See `Transport.poll`.
 
         An `Oversized` record ends a poll once; later polls repeat it when they end for another reason,

@@ -9,9 +9,9 @@ from typing import Any
 from aioshard.ports import (
     NOTHING,
     AllowanceOf,
-    Batch,
     Committed,
     Fault,
+    FetchedBatch,
     GroupListener,
     LogRange,
     Membership,
@@ -137,13 +137,13 @@ class MeddledTransport:
             raise self._meddler.fail_starts.pop(0)
         await self.inner.start(topics, pattern, _Listener(listener, self, self._meddler))
 
-    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[Batch | Fault | Oversized]:
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         meddler = self._meddler
         if meddler.fail_polls:
             raise meddler.fail_polls.pop(0)
         found = await self.inner.poll(lambda name: allowance(name) if meddler.hand_out else NOTHING, timeout)
         for item in found:
-            if isinstance(item, Batch) and item.records:
+            if isinstance(item, FetchedBatch) and item.records:
                 offsets = tuple(record.offset for record in item.records)
                 meddler.taken += [(item.topic_partition, offset) for offset in offsets]
                 meddler.events.append(("records", item.topic_partition, offsets))

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.ports import Batch
+from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
 
@@ -28,7 +28,7 @@ def add(epoch: Epoch, keys: Sequence[Hashable], *, size: int = 10, arrived: floa
     first = epoch.tracker.position
     records = [Record(*epoch.topic_partition, first + n, None, b"", (), 0.0) for n in range(len(keys))]
     deliveries = [Delivery(record, epoch, key, size, arrived) for record, key in zip(records, keys, strict=True)]
-    batch = Batch(epoch.topic_partition, records, [size] * len(records), first + len(keys))
+    batch = FetchedBatch(epoch.topic_partition, records, [size] * len(records), first + len(keys))
     epoch.take_in(batch, deliveries)
     return deliveries
 

@@ -12,7 +12,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.errors import CommitError, CommitRefusedError
-from aioshard.ports import NOT_A_MEMBER, Batch, Committed, Membership
+from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
 
@@ -62,7 +62,7 @@ class Desk:
         epoch.open()
         found = [Record(*tp, offset, b"k", b"", (), 0.0) for offset in range(records)]
         deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in found]
-        epoch.take_in(Batch(tp, found, [1] * records, records), deliveries)
+        epoch.take_in(FetchedBatch(tp, found, [1] * records, records), deliveries)
         self.committer.own(epoch)
         return epoch, deliveries
 
@@ -247,7 +247,7 @@ async def test_a_flush_gives_up_at_its_deadline(desk: Desk) -> None:
 async def test_a_position_that_moves_over_a_hole_is_committed(desk: Desk) -> None:
     """A transaction marker at the end: lag reaches 0 (I10)."""
     epoch, _ = desk.epoch(records=0)
-    epoch.take_in(Batch(epoch.topic_partition, [], [], 7), [])
+    epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
     await asyncio.sleep(2.0)
 
     assert epoch.acknowledged == 7
@@ -261,7 +261,7 @@ async def test_a_quiet_partition_commits_its_next_record(desk: Desk) -> None:
     tp = epoch.topic_partition
     record = Record(*tp, 1, b"k", b"", (), 0.0)
     delivery = Delivery(record, epoch, None, 1, 0.0)
-    epoch.take_in(Batch(tp, [record], [1], 2), [delivery])
+    epoch.take_in(FetchedBatch(tp, [record], [1], 2), [delivery])
     await asyncio.sleep(60.0)
     epoch.complete(delivery)
     await asyncio.sleep(2.0)
@@ -288,7 +288,7 @@ async def test_a_position_that_moves_over_a_hole_later_is_committed(desk: Desk) 
     """Nothing is incomplete then whose completion could tell."""
     epoch, _ = desk.epoch(records=0)
     await asyncio.sleep(60.0)
-    epoch.take_in(Batch(epoch.topic_partition, [], [], 7), [])
+    epoch.take_in(FetchedBatch(epoch.topic_partition, [], [], 7), [])
     await asyncio.sleep(2.0)
 
     assert epoch.acknowledged == 7
@@ -299,7 +299,7 @@ async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_
     epoch, deliveries = desk.epoch(records=3)
     epoch.give_back(deliveries)
     await asyncio.sleep(60.0)
-    assert epoch.take_back(Batch(epoch.topic_partition, [], [], 3), 60.0) == []
+    assert epoch.take_back(FetchedBatch(epoch.topic_partition, [], [], 3), 60.0) == []
     await asyncio.sleep(2.0)
 
     assert epoch.acknowledged == 3

@@ -7,7 +7,7 @@ from aioshard.engine.admission import Admission
 from aioshard.engine.epoch import Block
 from aioshard.engine.fetcher import Feed, Fetcher, Pump
 from aioshard.engine.shards import Shards
-from aioshard.ports import Batch
+from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
 from tests.engine.deliveries import make_buffer, make_epoch, start
@@ -39,7 +39,7 @@ def test_what_comes_again_is_as_young_as_when_it_comes() -> None:
     epoch.complete(deliveries[0])
     records = [delivery.record for delivery in deliveries[1:]]
 
-    assert epoch.take_back(Batch(epoch.topic_partition, records, [10, 10], 3), 100.0) == deliveries[1:]
+    assert epoch.take_back(FetchedBatch(epoch.topic_partition, records, [10, 10], 3), 100.0) == deliveries[1:]
 
     assert not epoch.stuck(101.0, 60.0)
     assert epoch.stuck(161.0, 60.0)
@@ -68,7 +68,7 @@ def test_what_comes_again_is_not_new() -> None:
         again = [delivery.record for delivery in deliveries[2:]]
         new = again[-1]._replace(offset=5)
 
-        assert fetcher.accept(Batch(epoch.topic_partition, [*again, new], [10, 10, 10], 6)) == 0
+        assert fetcher.accept(FetchedBatch(epoch.topic_partition, [*again, new], [10, 10, 10], 6)) == 0
 
         assert [delivery.offset for delivery in epoch.tracker.values()] == [0, 1, 2, 3, 5]
         assert (epoch.tracker.position, len(epoch.shed), epoch.fetching_again) == (6, 0, False)
@@ -126,14 +126,14 @@ def test_a_fetch_task_that_is_called_back_and_cancelled_at_once_ends() -> None:
         fetcher = Fetcher(epoch, Feed(lambda _: 0, [shards], fixed=True, workers=1), lambda: 0.0)
         task = asyncio.create_task(fetcher.run(), name="fetch")
         records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(4)]
-        fetcher.accept(Batch(epoch.topic_partition, records, [10] * 4, 4))
+        fetcher.accept(FetchedBatch(epoch.topic_partition, records, [10] * 4, 4))
         await asyncio.sleep(1.0)
         assert fetcher.give_back(Usage(1, 1_000)) == 3
         await asyncio.sleep(1.0)
         assert not task.done()
 
         epoch.fetching_again = True
-        fetcher.accept(Batch(epoch.topic_partition, records[1:], [10] * 3, 4))
+        fetcher.accept(FetchedBatch(epoch.topic_partition, records[1:], [10] * 3, 4))
         await asyncio.sleep(1.0)
         assert fetcher.give_back(Usage(1, 1_000)) == 3
         task.cancel()

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from aioshard.kafka.client import AiokafkaTransport
-from aioshard.ports import Allowance, AllowanceOf, Batch, Fault, Membership, Oversized, record_size
+from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, Membership, Oversized, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 
@@ -62,7 +62,7 @@ class Member:
         self.events: list[Assigned | Revoked] = []
         self.records: dict[TopicPartition, list[Record]] = {}
         self.next_offsets: dict[TopicPartition, int] = {}
-        self.batches: list[Batch] = []
+        self.batches: list[FetchedBatch] = []
         self.faults: list[Fault] = []
         self.oversized: list[Oversized] = []
 
@@ -99,7 +99,7 @@ class Member:
         """Poll once, check what any poll promises, and write down what came."""
         found = await self.transport.poll(allowance, timeout)
         for item in found:
-            if isinstance(item, Batch):
+            if isinstance(item, FetchedBatch):
                 self._accept(item)
             elif isinstance(item, Fault):
                 self.faults.append(item)
@@ -120,7 +120,7 @@ class Member:
     def offsets(self, topic_partition: TopicPartition) -> list[int]:
         return [record.offset for record in self.records.get(topic_partition, ())]
 
-    def _accept(self, batch: Batch) -> None:
+    def _accept(self, batch: FetchedBatch) -> None:
         topic_partition = batch.topic_partition
         assert list(batch.sizes) == [record_size(record.key, record.value, record.headers) for record in batch.records]
         assert all(record.topic_partition == topic_partition for record in batch.records)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from aioshard.errors import ClientLostError, OffsetOutOfRangeError, StateError
-from aioshard.ports import NOTHING, Allowance, Batch, Oversized
+from aioshard.ports import NOTHING, Allowance, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 from tests.kafka_client.members import EVERYTHING, Member, everything
 from tests.support.cluster import Message
@@ -76,7 +76,7 @@ async def test_any_allowances_lose_and_repeat_nothing(kafka: SharedKafka, topic:
     async with asyncio.timeout(60):
         while any(reader.next_offsets.get(at, 0) < end for at, end in ends.items()):
             given.clear()
-            found = [item for item in await reader.poll(allowance) if isinstance(item, Batch)]
+            found = [item for item in await reader.poll(allowance) if isinstance(item, FetchedBatch)]
             for topic_partition, records, sizes, _ in found:
                 limit, room, alone = given[topic_partition]
                 assert len(records) <= limit
@@ -118,7 +118,7 @@ async def test_what_one_partition_takes_counts_against_the_others(kafka: SharedK
         return Allowance(60, 40 * 600)
 
     while any(reader.next_offsets.get(at, 0) < end for at, end in ends.items()):
-        found = [item for item in await reader.poll(allowance) if isinstance(item, Batch)]
+        found = [item for item in await reader.poll(allowance) if isinstance(item, FetchedBatch)]
         assert sum(len(batch.records) for batch in found) <= 60
         assert sum(sum(batch.sizes) for batch in found) <= 40 * 600
 

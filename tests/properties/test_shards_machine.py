@@ -11,7 +11,7 @@ from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
 from aioshard.engine.shards import Shards
-from aioshard.ports import Batch
+from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
 WORKERS = 3
@@ -82,7 +82,7 @@ class ShardsMachine(RuleBasedStateMachine):
             delivery.key = 7 if self.fixed else key
             self.arrived += 1
             delivery.arrived = self.arrived
-        epoch.take_in(Batch(tp, records, [1] * len(records), position + len(keys)), deliveries)
+        epoch.take_in(FetchedBatch(tp, records, [1] * len(records), position + len(keys)), deliveries)
         self.alive.update(dict.fromkeys(deliveries))
         self.feeding[epoch] = self.loop.create_task(self.shards.put(deliveries))
         self.within(lambda: None)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
-from aioshard.ports import Allowance, AllowanceOf, Batch, Membership, Transport
+from aioshard.ports import Allowance, AllowanceOf, FetchedBatch, Membership, Transport
 from aioshard.records import Record, TopicPartition
 
 
@@ -60,11 +60,13 @@ def nothing(_: TopicPartition) -> Allowance:
     return Allowance(0, 0)
 
 
-async def poll_batches(transport: Transport, allowance: AllowanceOf = unlimited, timeout: float = 5.0) -> list[Batch]:
+async def poll_batches(
+    transport: Transport, allowance: AllowanceOf = unlimited, timeout: float = 5.0
+) -> list[FetchedBatch]:
     """One poll that must bring nothing but batches."""
     batches = []
     for item in await transport.poll(allowance, timeout):
-        assert isinstance(item, Batch), item
+        assert isinstance(item, FetchedBatch), item
         batches.append(item)
     return batches
 

@@ -16,9 +16,9 @@ from aioshard.kafka.client import AiokafkaTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
-    Batch,
     Committed,
     Fault,
+    FetchedBatch,
     LogRange,
     Membership,
     Oversized,
@@ -223,7 +223,7 @@ async def test_a_batch_has_its_records_in_order_their_sizes_and_the_position_aft
 
     [batch] = await client.poll(unlimited, 5.0)
 
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, FetchedBatch)
     assert batch.topic_partition == harness.one
     assert [(record.offset, record.value) for record in batch.records] == [(0, b"a"), (1, b"bb")]
     assert list(batch.sizes) == [record_size(r.key, r.value, r.headers) for r in batch.records]
@@ -239,7 +239,7 @@ async def test_the_position_passes_offsets_without_a_record(harness: Harness) ->
     await harness.leave_hole(harness.one, 2)
     client, _, _ = await started(harness)
 
-    batches: list[Batch] = []
+    batches: list[FetchedBatch] = []
     while client.position(harness.one) != 7:
         batches += await poll_batches(client)
 
@@ -253,7 +253,7 @@ async def test_a_hole_that_comes_later_moves_the_position_without_records(harnes
     await take(client, 1)
 
     await harness.leave_hole(harness.one, 2)
-    found: list[Batch] = []
+    found: list[FetchedBatch] = []
     while client.position(harness.one) != 3:
         found += await poll_batches(client)
 
@@ -428,7 +428,7 @@ async def test_a_position_outside_the_log_is_a_fault_of_that_partition_alone(har
     client.seek(harness.two, 0)
     client.resume([harness.one, harness.two])
 
-    found: list[Batch | Fault | Oversized] = []
+    found: list[FetchedBatch | Fault | Oversized] = []
     while len(found) < 2:
         found += await client.poll(unlimited, 5.0)
 
@@ -436,7 +436,7 @@ async def test_a_position_outside_the_log_is_a_fault_of_that_partition_alone(har
     assert fault.topic_partition == harness.one
     assert isinstance(fault.error, OffsetOutOfRangeError)
     assert fault.error.position == 5
-    assert [item.topic_partition for item in found if isinstance(item, Batch)] == [harness.two]
+    assert [item.topic_partition for item in found if isinstance(item, FetchedBatch)] == [harness.two]
 
 
 async def test_synchronous_calls_for_a_partition_that_is_not_assigned_do_nothing(harness: Harness) -> None:

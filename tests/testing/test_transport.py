@@ -17,7 +17,7 @@ from aioshard.errors import (
     StateError,
     TransportError,
 )
-from aioshard.ports import NOT_A_MEMBER, Batch, Committed, Fault, Membership
+from aioshard.ports import NOT_A_MEMBER, Committed, Fault, FetchedBatch, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, Operation, run
 from tests.testing.recording import Assigned, RecordingListener, Revoked, take, unlimited
@@ -120,7 +120,7 @@ def test_a_long_hole_comes_as_batches_without_records() -> None:
         found: list[tuple[int, int]] = []
         while client.position(ONE) != 6:
             for batch in await client.poll(unlimited, 1.0):
-                assert isinstance(batch, Batch)
+                assert isinstance(batch, FetchedBatch)
                 found.append((len(batch.records), batch.next_offset))
         await client.close()
         return found
