@@ -277,7 +277,8 @@ ProducerFactory = Callable[[], Producer]
 class SideTopics(Protocol):
     """Reads partitions outside of the group: the parked records of the handlers.
 
-    One per app, used from one event loop. It connects with the first call, and builds its client anew when that is lost.
+    One per app, used from one event loop. It connects with the first call, and builds its client anew when that
+    is lost.
     """
 
     async def ensure(self, topic: str, partitions: int) -> None:
