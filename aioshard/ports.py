@@ -246,6 +246,9 @@ class Producer(Protocol):
 
     One per app, used from one event loop. It connects with the first message, and builds its client anew after
     an error that the client cannot get over.
+
+    Invariants:
+        * A topic that cannot be written to keeps no message of another one from being stored.
     """
 
     @property
@@ -255,11 +258,12 @@ class Producer(Protocol):
     async def publish(self, message: Message) -> int:
         """Publish, and wait until the brokers have acknowledged; any number at the same time.
 
-        Messages of one partition are stored in the order of the calls, as long as none of them fails. A
-        cancelled call may have been stored or not.
+        Messages of one partition are stored in the order of the calls, as long as none of them fails. A call
+        that was cancelled, or that failed with a retriable error, may have been stored or not. While brokers are
+        gone it waits for them, but not for ever.
 
         Returns:
-            The offset.
+            The offset; -1 where the brokers only say that they have the message.
 
         Raises:
             AuthorizationError: The brokers do not allow the topic.
@@ -268,7 +272,7 @@ class Producer(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all connections; what still waits is cancelled."""
+        """Close all connections; what still waits, and what is published later, raises `ClientLostError`."""
 
 
 ProducerFactory = Callable[[], Producer]
@@ -295,21 +299,32 @@ class SideTopics(Protocol):
     async def poll(self, timeout: float) -> Sequence[Record]:
         """Records of what is watched, in offset order per partition; waits up to *timeout* seconds for the first.
 
+        Returns an empty sequence on time-out, and when a position has passed offsets that hold no record. What can
+        be read is handed out before a failure of another partition is raised. Cancelling a poll loses nothing.
+
         Raises:
-            TransportError: The client is lost, or a partition cannot be read. The next call tries again, and nothing
-                is left out.
+            TransportError: Nothing came, and no broker is there or a partition cannot be read. The next call tries
+                again, and nothing is left out.
         """
 
     def position(self, topic_partition: TopicPartition) -> int:
-        """The next offset of a watched partition that `poll` would give; 0 before its first one."""
+        """The next offset of a watched partition that `poll` would give; 0 before its first one.
+
+        It passes offsets that hold no record (compaction, transaction markers, what retention deleted), so it comes
+        to `end` when everything before that was handed out.
+        """
 
     async def end(self, topic_partition: TopicPartition) -> int:
-        """The end of a partition's log, asked from the brokers now (last stable offset under read_committed)."""
+        """The end of a partition's log, asked from the brokers now: its last stable offset.
+
+        Raises:
+            TransportError: It could not be found out.
+        """
 
     async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
-        """Some records from *offset* on, as many as one fetch brings; empty at the end of the log.
+        """Some records from *offset* on, as many as one fetch brings; empty only when there are none up to the end.
 
-        Independent of what is watched.
+        Independent of what is watched. Where *offset* holds no record any more, the first one is the next that is left.
 
         Raises:
             TransportError: They cannot be read now.

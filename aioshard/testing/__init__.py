@@ -5,6 +5,8 @@ from aioshard.testing.client import TestClient
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.log import PartitionLog
 from aioshard.testing.loop import DeadlockError, VirtualTimeLoop, run, waiting_place
+from aioshard.testing.producer import InMemoryProducer
+from aioshard.testing.side_topics import InMemorySideTopics
 from aioshard.testing.transport import InMemoryTransport, Latency, Operation
 
 __all__ = [
@@ -12,6 +14,8 @@ __all__ = [
     "ConsumerGroup",
     "DeadlockError",
     "InMemoryBroker",
+    "InMemoryProducer",
+    "InMemorySideTopics",
     "InMemoryTransport",
     "Latency",
     "Operation",

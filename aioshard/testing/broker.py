@@ -1,6 +1,5 @@
 """A broker in memory: topics, consumer groups, and what may go wrong with them, as plain calls."""
 
-import asyncio
 import time
 import zlib
 from collections import deque
@@ -12,6 +11,7 @@ from aioshard.ports import Committed, Membership
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.log import PartitionLog
+from aioshard.testing.watched import Watched
 
 __all__ = ["CommitRequest", "InMemoryBroker"]
 
@@ -27,7 +27,7 @@ class CommitRequest(NamedTuple):
     """Whether every partition belonged to the member then. A broker does not ask, tests should."""
 
 
-class InMemoryBroker:
+class InMemoryBroker(Watched):
     """Topics, partition logs and consumer groups of one pretended Kafka cluster.
 
     Every method that changes something is synchronous and done when it returns; whoever waits for it
@@ -52,6 +52,7 @@ class InMemoryBroker:
             partitions: How many partitions a topic gets that appears on first use.
             clock: Gives the timestamps of records, in seconds since the epoch.
         """
+        super().__init__()
         self.commits: list[CommitRequest] = []
         """Every commit request that reached the broker, in order."""
         self._default_partitions = partitions
@@ -63,9 +64,8 @@ class InMemoryBroker:
         self._poll_failures: deque[TransportError] = deque()
         self._start_failures: deque[TransportError] = deque()
         self._faults: dict[TopicPartition, TransportError] = {}
+        self._publish_faults: dict[str, tuple[TransportError, bool]] = {}
         self._available = True
-        self._watchers: dict[int, Callable[[], None]] = {}
-        self._watched = 0
 
     # Topics ----------------------------------------------------------------------------
 
@@ -279,6 +279,20 @@ class InMemoryBroker:
             self._faults[TopicPartition(topic, partition)] = error
         self.notify()
 
+    def fail_publishes(self, topic: str, error: TransportError | None, *, stored: bool = False) -> None:
+        """Answer everything that an app publishes to a topic with *error*, until called with None.
+
+        Args:
+            topic: What `publish` of this broker appends to it is not affected.
+            error: `AuthorizationError`, `MessageTooLargeError` or another `TransportError`.
+            stored: Whether the record is stored nevertheless: only the acknowledgement is lost.
+        """
+        if error is None:
+            self._publish_faults.pop(topic, None)
+        else:
+            self._publish_faults[topic] = (error, stored)
+        self.notify()
+
     @property
     def available(self) -> bool:
         """Whether the broker answers; while it does not, requests fail and nothing is fetched."""
@@ -315,6 +329,10 @@ class InMemoryBroker:
         """What `fail_fetches` asked for."""
         return self._faults.get(topic_partition)
 
+    def publish_fault(self, topic: str) -> tuple[TransportError, bool] | None:
+        """What `fail_publishes` asked for, and whether the record is stored nevertheless."""
+        return self._publish_faults.get(topic)
+
     def check_available(self) -> None:
         """Refuse a request while the broker does not answer.
 
@@ -344,35 +362,6 @@ class InMemoryBroker:
         """
         if self._poll_failures:
             raise self._poll_failures.popleft()
-
-    # Who waits -------------------------------------------------------------------------
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call *changed* after every change, until the function that this returns is called."""
-        self._watched += 1
-        number = self._watched
-        self._watchers[number] = changed
-
-        def unwatch() -> None:
-            self._watchers.pop(number, None)
-
-        return unwatch
-
-    def notify(self) -> None:
-        """Tell everybody who watches that something has changed."""
-        for changed in tuple(self._watchers.values()):
-            changed()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until *condition* holds; it is looked at after every change at the broker."""
-        changed = asyncio.Event()
-        unwatch = self.watch(changed.set)
-        try:
-            while not condition():
-                changed.clear()
-                await changed.wait()
-        finally:
-            unwatch()
 
     # Inside ----------------------------------------------------------------------------
 

@@ -1,0 +1,50 @@
+"""Something that tells whoever waits when it has changed."""
+
+import asyncio
+from collections.abc import Callable
+
+__all__ = ["Watched"]
+
+
+class Watched:
+    """Calls those who watch it after every change, in the same step.
+
+    Example:
+        >>> thing = Watched()
+        >>> unwatch = thing.watch(lambda: print("changed"))
+        >>> thing.notify()
+        changed
+        >>> unwatch()
+        >>> thing.notify()
+    """
+
+    def __init__(self) -> None:
+        self._watchers: dict[int, Callable[[], None]] = {}
+        self._watched = 0
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call *changed* after every change, until the function that this returns is called."""
+        self._watched += 1
+        number = self._watched
+        self._watchers[number] = changed
+
+        def unwatch() -> None:
+            self._watchers.pop(number, None)
+
+        return unwatch
+
+    def notify(self) -> None:
+        """Tell everybody who watches that something has changed."""
+        for changed in tuple(self._watchers.values()):
+            changed()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds; it is looked at after every change."""
+        changed = asyncio.Event()
+        unwatch = self.watch(changed.set)
+        try:
+            while not condition():
+                changed.clear()
+                await changed.wait()
+        finally:
+            unwatch()
