@@ -1,0 +1,313 @@
+"""What is written to a side topic is read back as it was, and nothing else is taken for it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshard.ports import Message
+from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.side_records import (
+    LONGEST_MESSAGE,
+    REPLAYED,
+    Coordinates,
+    DeadLetterRecord,
+    Failure,
+    ParkedRecord,
+    ReleaseEnded,
+    ReleaseRequest,
+    Removed,
+    dead_letter,
+    park,
+    read_dead_letter,
+    read_parked,
+    release,
+    released,
+    replay,
+    tombstone,
+)
+
+EXAMPLE = park("s", Record("t", 0, 0, b"", None, (), 0.0), Failure("", "", 1, "", "", 0.0), due=0.0)
+OURS = [name for name, _ in EXAMPLE.headers]
+
+topics = st.from_regex(TOPIC_NAME, fullmatch=True)
+offsets = st.integers(0, 2**63 - 1)
+moments = st.integers(0, 2**42).map(lambda milliseconds: milliseconds / 1000)
+payloads = st.none() | st.binary(max_size=50)
+names = st.text(max_size=20)
+
+
+def headers_of(header_names: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    return st.lists(st.tuples(header_names, payloads), max_size=6).map(tuple)
+
+
+def records_with(headers: st.SearchStrategy[Any]) -> st.SearchStrategy[Record]:
+    return st.builds(Record, topics, st.integers(0, 2**31 - 1), offsets, payloads, payloads, headers, moments)
+
+
+foreign_names = names.filter(lambda name: name not in OURS) | st.sampled_from(["trace", "aioshard.own", REPLAYED])
+records = records_with(headers_of(foreign_names))
+records_with_headers_like_ours = records_with(headers_of(foreign_names | st.sampled_from(OURS)))
+failures = st.builds(
+    Failure, names, names, st.integers(1, 10**6), names, st.text(max_size=LONGEST_MESSAGE), st.floats(0, 1e11)
+)
+
+
+def stored(message: Message, *, partition: int = 0, offset: int = 7) -> Record:
+    """A message as a broker hands it out again."""
+    where = message.partition if message.partition is not None else partition
+    timestamp = 1.0 if message.timestamp is None else message.timestamp
+    return Record(message.topic, where, offset, message.key, message.value, message.headers, timestamp)
+
+
+RECORD = Record("orders", 3, 41, b"alice", b"{}", (("trace", b"7"), ("trace", None)), 1700000000.125)
+FAILURE = Failure("billing", "on_order", 5, "ValueError", "no such customer", 1700000009.5)
+
+
+# Dead letters
+
+
+@given(records, failures)
+def test_a_dead_letter_is_read_as_it_was_written(record: Record, failure: Failure) -> None:
+    assert read_dead_letter(stored(dead_letter("dlt", record, failure))) == DeadLetterRecord(record, failure)
+
+
+def test_a_dead_letter_keeps_key_value_headers_and_timestamp_and_says_why_in_text() -> None:
+    message = dead_letter("orders.dlt", RECORD, FAILURE)
+
+    assert message == Message(
+        topic="orders.dlt",
+        value=b"{}",
+        key=b"alice",
+        headers=(
+            ("trace", b"7"),
+            ("trace", None),
+            ("aioshard.topic", b"orders"),
+            ("aioshard.partition", b"3"),
+            ("aioshard.offset", b"41"),
+            ("aioshard.timestamp", b"1700000000.125"),
+            ("aioshard.group", b"billing"),
+            ("aioshard.handler", b"on_order"),
+            ("aioshard.attempts", b"5"),
+            ("aioshard.error", b"ValueError"),
+            ("aioshard.message", b"no such customer"),
+            ("aioshard.failed_at", b"1700000009.5"),
+        ),
+        partition=None,
+        timestamp=1700000000.125,
+    )
+
+
+@given(records, failures, failures)
+def test_a_second_dead_letter_replaces_the_headers_of_the_first(
+    record: Record, first: Failure, second: Failure
+) -> None:
+    """Also when something else sent the first one back with all its headers."""
+    returned = stored(dead_letter("dlt", record, first), offset=99)
+
+    again = dead_letter("dlt", returned, second)
+
+    assert read_dead_letter(stored(again)) == DeadLetterRecord(returned._replace(headers=record.headers), second)
+    assert len(again.headers) == len(record.headers) + 10
+
+
+def test_what_a_proxy_appended_to_a_dead_letter_belongs_to_the_record() -> None:
+    letter = stored(dead_letter("dlt", RECORD, FAILURE))
+
+    read = read_dead_letter(letter._replace(headers=(*letter.headers, ("x-mirrored", b"yes"))))
+
+    assert read is not None
+    assert read.original.headers == (*RECORD.headers, ("x-mirrored", b"yes"))
+    assert read.failure == FAILURE
+
+
+def test_a_long_message_is_cut() -> None:
+    message = dead_letter("dlt", RECORD, FAILURE._replace(message="x" * 100_000))
+
+    read = read_dead_letter(stored(message))
+
+    assert read is not None
+    assert read.failure.message == "x" * (LONGEST_MESSAGE - 1) + "…"
+
+
+def test_a_message_that_is_no_unicode_does_not_keep_the_record_from_being_written() -> None:
+    """Names of files that are no UTF-8 come so from the operating system."""
+    message = dead_letter("dlt", RECORD, FAILURE._replace(message="no file 'caf\udce9'"))
+
+    read = read_dead_letter(stored(message))
+
+    assert read is not None
+    assert read.failure.message == r"no file 'caf\udce9'"
+
+
+def test_a_record_without_a_time_gets_one() -> None:
+    """A record of Kafka's first format says -1 ms, which no broker takes."""
+    assert dead_letter("dlt", RECORD._replace(timestamp=-0.001), FAILURE).timestamp is None
+
+
+@pytest.mark.parametrize("name", OURS[:10])
+def test_a_header_that_is_missing_or_empty_or_damaged_makes_it_no_dead_letter(name: str) -> None:
+    letter = stored(dead_letter("dlt", RECORD, FAILURE))
+    without = tuple(header for header in letter.headers if header[0] != name)
+    null = tuple((other, None if other == name else value) for other, value in letter.headers)
+
+    assert read_dead_letter(letter._replace(headers=without)) is None
+    assert read_dead_letter(letter._replace(headers=null)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("aioshard.topic", "no topic!"),
+        ("aioshard.partition", "-1"),
+        ("aioshard.offset", "1_000"),
+        ("aioshard.offset", " 1"),
+        ("aioshard.offset", "9" * 5000),
+        ("aioshard.attempts", "five"),
+        ("aioshard.timestamp", "nan"),
+        ("aioshard.failed_at", "yesterday"),
+    ],
+)
+def test_a_header_that_says_nothing_makes_it_no_dead_letter(name: str, text: str) -> None:
+    letter = stored(dead_letter("dlt", RECORD, FAILURE))
+    headers = tuple((other, text.encode() if other == name else value) for other, value in letter.headers)
+
+    assert read_dead_letter(letter._replace(headers=headers)) is None
+
+
+@given(records_with_headers_like_ours)
+def test_reading_any_record_raises_nothing(record: Record) -> None:
+    read_dead_letter(record)
+    read_parked(record)
+
+
+def test_a_parked_record_is_no_dead_letter() -> None:
+    """Sending it back to its topic would run it a second time, out of order."""
+    assert read_dead_letter(stored(park("parked", RECORD, FAILURE, due=1.0))) is None
+
+
+# Sending back
+
+
+@given(records, failures, offsets)
+def test_a_replayed_dead_letter_is_the_original_and_says_where_it_was(
+    record: Record, failure: Failure, offset: int
+) -> None:
+    letter = read_dead_letter(stored(dead_letter("dlt", record, failure), offset=offset))
+    assert letter is not None
+
+    message = replay(letter, Coordinates("dlt", 0, offset))
+
+    own = tuple(header for header in record.headers if header[0] != REPLAYED)
+    assert message == Message(
+        topic=record.topic,
+        value=record.value,
+        key=record.key,
+        headers=(*own, (REPLAYED, f"dlt/0/{offset}".encode())),
+        partition=record.partition,
+        timestamp=record.timestamp,
+    )
+
+
+# Parked records
+
+
+@given(records_with_headers_like_ours, failures, moments, st.integers(0, 1000))
+def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Failure, due: float, replays: int) -> None:
+    """Its handler gets it back, so even headers that are named like ours stay."""
+    message = park("parked", record, failure, due=due, replays=replays)
+
+    read = read_parked(stored(message))
+
+    assert read == ParkedRecord(record, failure, due, replays)
+    assert isinstance(read, ParkedRecord)
+    assert read.coordinates == Coordinates.of(record)
+
+
+@given(records, failures)
+def test_a_parked_record_is_no_tombstone_and_stands_in_the_partition_of_its_number(
+    record: Record, failure: Failure
+) -> None:
+    message = park("parked", record, failure, due=1.0)
+
+    assert message.value is not None
+    assert message.partition == record.partition
+    assert message.key == str(Coordinates.of(record)).encode()
+
+
+@given(records)
+def test_a_tombstone_and_a_request_say_whom_they_mean(record: Record) -> None:
+    coordinates = Coordinates.of(record)
+
+    assert read_parked(stored(tombstone("parked", coordinates))) == Removed(coordinates)
+    assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
+    assert read_parked(stored(released("parked", coordinates))) == ReleaseEnded(coordinates)
+
+
+@given(records, failures)
+def test_compaction_keeps_the_last_word_on_a_record_and_on_a_request(record: Record, failure: Failure) -> None:
+    """It goes by the key alone."""
+    coordinates = Coordinates.of(record)
+
+    assert tombstone("parked", coordinates).key == park("parked", record, failure, due=1.0).key
+    assert released("parked", coordinates).key == release("parked", coordinates).key
+    assert release("parked", coordinates).key != tombstone("parked", coordinates).key
+
+
+def test_a_topic_may_be_named_like_a_request() -> None:
+    coordinates = Coordinates("release", 0, 5)
+
+    assert read_parked(stored(tombstone("parked", coordinates))) == Removed(coordinates)
+    assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        None,
+        b"",
+        b"alice",
+        b"orders/3",
+        b"orders/3/41/5",
+        b"orders/3/-1",
+        b"orders/03/41",
+        b"orders/3/\xff",
+        b"a b/3/41",
+    ],
+)
+def test_what_has_another_key_is_nothing_of_ours(key: bytes | None) -> None:
+    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+
+    assert read_parked(parked._replace(key=key)) is None
+
+
+def test_what_stands_in_another_partition_is_nothing_of_ours() -> None:
+    """Nobody who owns that partition would look after it."""
+    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+
+    assert read_parked(parked._replace(partition=4)) is None
+
+
+def test_headers_that_contradict_the_key_make_it_nothing_of_ours() -> None:
+    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+
+    assert read_parked(parked._replace(key=b"orders/3/42")) is None
+
+
+@pytest.mark.parametrize(("name", "text"), [("aioshard.due", b"soon"), ("aioshard.replays", None)])
+def test_a_damaged_header_makes_it_nothing_of_ours(name: str, text: bytes | None) -> None:
+    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+    headers = tuple((other, text if other == name else value) for other, value in parked.headers)
+
+    assert read_parked(parked._replace(headers=headers)) is None
+
+
+# Coordinates
+
+
+@given(topics, st.integers(0, 2**31 - 1), offsets)
+def test_coordinates_are_read_as_they_are_written(topic: str, partition: int, offset: int) -> None:
+    coordinates = Coordinates(topic, partition, offset)
+
+    assert Coordinates.parse(str(coordinates)) == coordinates
