@@ -1,0 +1,72 @@
+"""Token buckets against exact arithmetic, at times and rates that Hypothesis invents."""
+
+import itertools
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshard.core.pace import KeyedTokenBuckets, RateLimit, TokenBucket
+
+RATES = st.one_of(st.floats(0.01, 5_000.0), st.sampled_from([1.0, 3.0, 7.0, 10.0, 1000.0]))
+LIMITS = st.builds(RateLimit, RATES, st.integers(1, 20))
+STEPS = st.lists(st.floats(0.0, 2.0), min_size=1, max_size=60)
+GRAIN = 1e-6
+"""Tokens by which times in floating point may be off."""
+
+
+def times_from(start: float, steps: list[float], limit: RateLimit) -> list[float]:
+    """Times whose distances are of the order of one token."""
+    return list(itertools.accumulate((step / limit.per_second for step in steps), initial=start))
+
+
+@given(LIMITS, st.floats(0.0, 1e6), STEPS)
+def test_a_bucket_does_what_exact_arithmetic_says(limit: RateLimit, start: float, steps: list[float]) -> None:
+    bucket = TokenBucket(limit)
+    rate, burst = Fraction(limit.per_second), limit.at_once
+    level, before = Fraction(burst), Fraction(start)
+    for now in times_from(start, steps, limit):
+        level = min(Fraction(burst), level + (Fraction(now) - before) * rate)
+        before = Fraction(now)
+        taken = bucket.take(now)
+        if abs(level - 1) > max(GRAIN, limit.per_second * 1e-9):
+            assert taken == (level >= 1)
+        level -= taken
+
+
+@given(LIMITS, st.floats(0.0, 1e6), STEPS)
+def test_no_time_sees_more_than_the_burst_and_what_comes_in_it(
+    limit: RateLimit, start: float, steps: list[float]
+) -> None:
+    bucket = TokenBucket(limit)
+    taken: list[float] = []
+    for now in times_from(start, steps, limit):
+        while bucket.take(now):
+            taken.append(now)
+    for first, last in itertools.combinations(range(len(taken)), 2):
+        seconds = taken[last] - taken[first]
+        assert last - first + 1 <= limit.at_once + limit.per_second * (seconds + 1e-9) + GRAIN
+
+
+@given(LIMITS, st.floats(0.0, 1e6), st.integers(1, 300))
+def test_who_takes_each_token_when_it_is_due_gets_all_of_them(limit: RateLimit, start: float, tokens: int) -> None:
+    bucket = TokenBucket(limit)
+    now = start
+    for _ in range(limit.at_once + tokens):
+        for _ in range(3):  # a sum of two floats may fall short of the time that is due
+            now += bucket.due(now)
+            if bucket.due(now) == 0.0:
+                break
+        assert bucket.take(now)
+
+    assert now - start <= tokens / limit.per_second * (1 + 1e-9) + tokens * 1e-9
+    assert now - start >= tokens / limit.per_second * (1 - 1e-9) - tokens * 1e-9
+
+
+@given(LIMITS, STEPS, st.lists(st.integers(0, 5), min_size=61, max_size=61))
+def test_forgetting_full_buckets_changes_nothing(limit: RateLimit, steps: list[float], keys: list[int]) -> None:
+    kept = {key: TokenBucket(limit) for key in range(6)}
+    buckets = KeyedTokenBuckets(limit)
+    for now, key in zip(times_from(0.0, steps, limit), keys, strict=False):
+        assert buckets.due(key, now) == kept[key].due(now)
+        assert buckets.take(key, now) == kept[key].take(now)

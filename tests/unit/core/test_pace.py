@@ -1,0 +1,106 @@
+"""Rate limits, and the token buckets that keep them."""
+
+import math
+
+import pytest
+
+from aioshard.core.pace import KeyedTokenBuckets, RateLimit, TokenBucket
+from aioshard.errors import HandlerError
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "100", None, True])
+def test_a_rate_that_is_no_positive_number_is_refused(rate: object) -> None:
+    with pytest.raises(HandlerError, match=r"RateLimit\(per_second=.*greater than 0"):
+        RateLimit(rate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("burst", [0, -1, 1.0, "2", True])
+def test_a_burst_that_is_no_positive_whole_number_is_refused(burst: object) -> None:
+    with pytest.raises(HandlerError, match=r"RateLimit\(burst=.*at least 1"):
+        RateLimit(10.0, burst)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rate", "at_once"), [(0.1, 1), (10, 1), (39.0, 1), (40, 2), (1000, 50)])
+def test_without_a_burst_a_twentieth_of_a_second_may_start_at_once(rate: float, at_once: int) -> None:
+    assert RateLimit(rate).at_once == at_once
+
+
+def test_a_new_bucket_is_full() -> None:
+    bucket = TokenBucket(RateLimit(1.0, burst=3))
+
+    assert [bucket.take(100.0) for _ in range(4)] == [True, True, True, False]
+
+
+def test_tokens_come_back_one_by_one() -> None:
+    bucket = TokenBucket(RateLimit(2.0, burst=2))
+    bucket.take(0.0)
+    bucket.take(0.0)
+
+    assert bucket.due(0.0) == 0.5
+    assert not bucket.take(0.49)
+    assert bucket.take(0.5)
+    assert not bucket.take(0.5)
+    assert bucket.take(1.0)
+
+
+def test_what_a_quiet_time_leaves_unused_is_lost_beyond_the_burst() -> None:
+    bucket = TokenBucket(RateLimit(10.0, burst=2))
+    bucket.take(0.0)
+
+    assert [bucket.take(3600.0) for _ in range(3)] == [True, True, False]
+
+
+def test_a_bucket_does_not_drift_in_a_day() -> None:
+    """Adding a thousandth to the loop's time again and again would be off by then."""
+    bucket = TokenBucket(RateLimit(1000.0, burst=2))
+    now = began = 123_456.789
+    taken = 0
+    while bucket.take(now):
+        taken += 1
+    step = 0.0005  # whoever looks twice as often as a token comes never finds the bucket full
+    for number in range(1, 400_001):
+        now = began + number * step
+        taken += bucket.take(now)
+
+    assert taken == 2 + 200_000
+
+
+def test_a_timer_that_fires_a_little_early_leads_to_another_one() -> None:
+    bucket = TokenBucket(RateLimit(3.0, burst=1))
+    bucket.take(0.1)
+    now = 0.1 + bucket.due(0.1) - 1e-9
+
+    assert not bucket.take(now)
+    assert 0 < bucket.due(now) < 1e-8
+    assert bucket.take(now + bucket.due(now))
+
+
+def test_keys_do_not_share_their_tokens() -> None:
+    buckets = KeyedTokenBuckets(RateLimit(1.0, burst=1))
+
+    assert buckets.take("a", 0.0)
+    assert not buckets.take("a", 0.5)
+    assert buckets.take("b", 0.5)
+    assert buckets.due("a", 0.5) == 0.5
+    assert buckets.due("never used", 0.5) == 0.0
+
+
+def test_a_million_keys_that_are_used_once_leave_few_buckets() -> None:
+    """10,000 keys a second, each full again after a tenth of a second."""
+    buckets = KeyedTokenBuckets(RateLimit(10.0, burst=1))
+    most = 0
+    for number in range(1_000_000):
+        assert buckets.take(number, number / 10_000)
+        most = max(most, len(buckets))
+
+    assert most <= 2_000
+
+
+def test_a_key_that_is_still_limited_is_not_forgotten_for_new_ones() -> None:
+    buckets = KeyedTokenBuckets(RateLimit(0.001, burst=1))
+    buckets.take("hot", 0.0)
+    for number in range(10_000):
+        buckets.take(number, 500.0)
+
+    assert not buckets.take("hot", 999.0)
+    assert buckets.take("hot", 1000.0)
