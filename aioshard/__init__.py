@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
+from aioshard.core.recourse import Budget, DeadLetter, Park
 from aioshard.core.retry import Retry
 from aioshard.errors import AioshardError
 from aioshard.handlers import Context, Handlers
@@ -29,9 +30,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AioshardError",
     "App",
+    "Budget",
     "Context",
+    "DeadLetter",
     "HandlerStatistics",
     "Handlers",
+    "Park",
     "PartitionStatistics",
     "Record",
     "Retry",

@@ -10,15 +10,16 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from aioshard.controls import Controls
 from aioshard.engine.epoch import Epoch
-from aioshard.engine.rebalance import Limits
+from aioshard.engine.opening import Limits
 from aioshard.engine.runtime import Engine, Options
 from aioshard.engine.snapshot import explain, explain_partition, statistics
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
 from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
-from aioshard.ports import Transport, TransportFactory
+from aioshard.ports import Message, Producer, ProducerFactory, Transport, TransportFactory
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -30,7 +31,19 @@ logger = logging.getLogger("aioshard.app")
 Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
 
 
-class App(Handlers):
+class _NoProducer:
+    """For an app that was started with a client and no producer."""
+
+    trouble: str | None = None
+
+    async def publish(self, message: Message) -> int:
+        raise StateError(f"nothing can be published to topic {message.topic!r}: the app was started without a producer")
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+class App(Handlers, Controls):
     """A member of a consumer group with its handlers.
 
     Run it with `run` (blocks), `serve` (inside a running loop), `async with app:` or, in FastAPI, with
@@ -79,8 +92,8 @@ class App(Handlers):
         self._given = settings
         self._resources = resources
         self._settings = self._load()
-        self._engine: Engine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine = None
+        self._loop = None
         self._stop: asyncio.Event | None = None
         self._last: Statistics | None = None
         self._state: Any = None
@@ -202,7 +215,8 @@ class App(Handlers):
             AioshardError: What makes consuming impossible.
         """
         async with self:
-            engine, stop = self._running()
+            engine, stop = self._running_engine(), self._stop
+            assert stop is not None  # noqa: S101 - made at the start
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:
                 tasks.append(asyncio.create_task(engine.caught_up(), name="caught up"))
@@ -230,7 +244,7 @@ class App(Handlers):
         Raises:
             StartError: As `serve`.
         """
-        await self._start(self._make_transport())
+        await self._start(self._make_transport(), self._make_producer)
         return self
 
     async def __aexit__(
@@ -250,15 +264,20 @@ class App(Handlers):
             yield
 
     @contextlib.asynccontextmanager
-    async def started(self, make_transport: TransportFactory) -> AsyncIterator[Self]:
-        """As `async with app:`, with another client: the test kit's in-memory broker."""
-        await self._start(make_transport)
+    async def started(
+        self, make_transport: TransportFactory, make_producer: ProducerFactory | None = None
+    ) -> AsyncIterator[Self]:
+        """As `async with app:`, with another client: the test kit's in-memory broker.
+
+        Without *make_producer*, nothing can be published.
+        """
+        await self._start(make_transport, make_producer or _NoProducer)
         try:
             yield self
         finally:
             await self._end()
 
-    async def _start(self, make_transport: TransportFactory) -> None:
+    async def _start(self, make_transport: TransportFactory, make_producer: ProducerFactory) -> None:
         if self._exit is not None:
             message = f"app {self.group_id!r} is already running: an app runs once at a time"
             raise StateError(message)
@@ -269,10 +288,12 @@ class App(Handlers):
         self._stop = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
         try:
+            producer = make_producer()
+            self._exit.push_async_callback(producer.close)
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
-            specs = [registration.spec(lambda: self._state) for registration in self]
-            self._engine = Engine(specs, self._options(), make_transport, self._describe)
+            specs = [registration.spec(lambda: self._state, producer.publish) for registration in self]
+            self._engine = Engine(specs, self._options(), make_transport, producer, self._describe)
             await self._engine.start()
         except BaseException:
             await self._end(quietly=True)
@@ -299,12 +320,6 @@ class App(Handlers):
     def _describe(self, engine: Engine, epoch: Epoch) -> str:
         return explain_partition(engine, epoch, engine.clock(), show_keys=self._settings.show_keys)
 
-    def _running(self) -> tuple[Engine, asyncio.Event]:
-        if self._engine is None or self._stop is None:
-            message = f"app {self.group_id!r} does not run"
-            raise StateError(message)
-        return self._engine, self._stop
-
     def _make_transport(self) -> TransportFactory:
         settings = self._settings
         settings.require_bootstrap_servers()
@@ -315,6 +330,13 @@ class App(Handlers):
             return AiokafkaTransport(settings, self.group_id)
 
         return make
+
+    def _make_producer(self) -> Producer:
+        try:
+            from aioshard.kafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
+        except ImportError:
+            return _NoProducer()
+        return KafkaProducer(self._settings)
 
     def _options(self) -> Options:
         settings = self._settings

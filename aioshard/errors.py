@@ -6,6 +6,7 @@ from aioshard.records import TopicPartition
 
 __all__ = [
     "AioshardError",
+    "AttemptTimeoutError",
     "AuthenticationError",
     "AuthorizationError",
     "CancelledRunError",
@@ -27,6 +28,7 @@ __all__ = [
     "SideTopicError",
     "StartError",
     "StateError",
+    "SwallowedCancellationError",
     "TaskCancelledError",
     "TransportError",
 ]
@@ -214,6 +216,23 @@ class CancelledRunError(AioshardError):
 
     def __init__(self) -> None:
         super().__init__("the handler raised CancelledError by itself: something that it awaited was cancelled")
+
+
+class AttemptTimeoutError(AioshardError, TimeoutError):
+    """An attempt took longer than the handler's `timeout`: its run was cancelled and it failed."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(f"the attempt took longer than timeout={timeout:g} s and was cancelled")
+
+
+class SwallowedCancellationError(AioshardError):
+    """A run that had timed out went on, and returned: what it did is not known."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(
+            f"the attempt took longer than timeout={timeout:g} s, swallowed its cancellation and returned: let the "
+            "handler end when it is cancelled"
+        )
 
 
 class OffsetRegressionError(AioshardError):

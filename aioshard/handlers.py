@@ -6,51 +6,26 @@ import dataclasses
 import functools
 import inspect
 import re
-import typing
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from aioshard.checks import check_failing, check_signature, check_source, check_workers, is_async, refuse_unbuilt
+from aioshard.context import Context
+from aioshard.core.recourse import OnFailure
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.runtime import HandlerSpec
-from aioshard.errors import HandlerError, NotBuiltError
-from aioshard.records import TOPIC_NAME, Record
+from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.recourse import Publish
+from aioshard.errors import HandlerError
+from aioshard.records import Record
 
 __all__ = ["Context", "Handlers", "Registration"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Context:
-    """What a handler may know beside the record: declare it as the second parameter.
-
-    Example:
-        >>> async def on_order(record: Record, context: Context) -> None:
-        ...     if context.attempt > 1:
-        ...         print("again:", context.idempotency_key)
-    """
-
-    record: Record
-    attempt: int
-    """Counted from 1."""
-    deadline: float | None
-    """Loop time at which the attempt times out; None without a time-out."""
-    revoked: asyncio.Event
-    """Set when the partition is being taken away: end soon, or the run is cancelled."""
-    replay: bool
-    """True where history is processed on Spark."""
-    state: Any
-    """What the app's `resources` yielded; None without."""
-
-    @property
-    def idempotency_key(self) -> str:
-        """`topic/partition/offset`: the same for every delivery of the record."""
-        return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,15 +40,17 @@ class Registration:
     shards: int | None
     concurrency: int
     retry: Retry
-    on_failure: Literal["halt"]
+    timeout: float | None
+    on_failure: OnFailure
     takes_context: bool
     is_async: bool
 
-    def spec(self, state: Callable[[], Any]) -> HandlerSpec:
+    def spec(self, state: Callable[[], Any], publish: Publish) -> HandlerSpec:
         """The handler as the engine runs it.
 
         Args:
             state: Gives what the app's `resources` yielded.
+            publish: Publishes what handlers send.
         """
         one_topic = len(self.topics) == 1 and self.pattern is None
         return HandlerSpec(
@@ -84,20 +61,23 @@ class Registration:
             sure_key=not callable(self.shard_by),
             shards=self.shards,
             concurrency=self.concurrency,
+            timeout=self.timeout,
             retry=self.retry,
+            on_failure=self.on_failure,
             call=self.function if self.is_async and not self.takes_context else None,
-            invoke=self._invoke(state),
+            invoke=self._invoke(state, publish),
         )
 
-    def _invoke(self, state: Callable[[], Any]) -> Callable[[Delivery], Awaitable[object]]:
-        function = self.function
+    def _invoke(self, state: Callable[[], Any], publish: Publish) -> Callable[[Delivery], Awaitable[object]]:
+        function, timeout = self.function, self.timeout
 
         def arguments(delivery: Delivery) -> tuple[Any, ...]:
             if not self.takes_context:
                 return (delivery.record,)
             epoch = delivery.epoch
             record, attempt = delivery.record, delivery.failures + 1
-            return (record, Context(record, attempt, None, epoch.revoked, False, state()))  # noqa: FBT003
+            deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+            return (record, Context(record, attempt, deadline, epoch.revoked, False, state(), publish))  # noqa: FBT003
 
         if self.is_async:
             return lambda delivery: function(*arguments(delivery))
@@ -171,7 +151,7 @@ class Handlers:
         concurrency: int | None = None,
         timeout: float | None = None,
         retry: Retry | None = None,
-        on_failure: Literal["halt"] = "halt",
+        on_failure: OnFailure = "halt",
         batch: object = None,
         decode: Callable[[Record], object] | None = None,
     ) -> Callable[[F], F]:
@@ -188,10 +168,12 @@ class Handlers:
             shards: None makes shards on demand, served by *concurrency* workers. A number makes that many
                 fixed shards, each a bounded queue with one worker: for local caches, or to spare a back end.
             concurrency: Workers, 64 by default; with *shards* it must not be given.
-            timeout: Not available yet.
+            timeout: Seconds that an attempt may take. Then the handler is cancelled and the attempt has failed. A
+                handler that swallows the cancellation is reported, and its shard halts when it returns.
             retry: When and how often a failed record is tried again; `Retry()` by default.
-            on_failure: `"halt"`: a record whose attempts are used up keeps its shard; nothing is committed
-                past it.
+            on_failure: What happens to a record whose attempts are used up. `"halt"`: it keeps its shard, and nothing
+                is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
+                and counted. `DeadLetter(...)`, `Park(...)`: it goes to another topic; see there.
             batch: Not available yet.
             decode: Not available yet.
 
@@ -201,16 +183,17 @@ class Handlers:
         Raises:
             HandlerError: If the function or an option cannot work. Nothing was registered.
         """
-        _refuse_unbuilt(timeout=timeout, on_failure=on_failure, batch=batch, decode=decode)
-        _check_source(topics, pattern)
-        workers = _check_workers(shards, concurrency)
+        refuse_unbuilt(batch=batch, decode=decode)
+        check_failing(timeout, on_failure, topics)
+        check_source(topics, pattern)
+        workers = check_workers(shards, concurrency)
         shard_key_of(shard_by, one_topic=True)
 
         def register(function: F) -> F:
             if not callable(function):
                 message = f"consume() decorates a function, not {function!r}"
                 raise HandlerError(message)
-            takes_context = _check_signature(function)
+            takes_context = check_signature(function)
             registration = Registration(
                 function=function,
                 name=getattr(function, "__name__", type(function).__name__),
@@ -219,10 +202,11 @@ class Handlers:
                 shard_by=shard_by,
                 shards=shards,
                 concurrency=workers,
+                timeout=None if timeout is None else float(timeout),
                 retry=retry if retry is not None else Retry(),
                 on_failure=on_failure,
                 takes_context=takes_context,
-                is_async=_is_async(function),
+                is_async=is_async(function),
             )
             self._add(registration)
             return function
@@ -233,111 +217,6 @@ class Handlers:
         for other in self._registrations:
             _check_overlap(other, registration)
         self._registrations.append(registration)
-
-
-def _refuse_unbuilt(*, timeout: object, on_failure: object, batch: object, decode: object) -> None:
-    if timeout is not None:
-        raise NotBuiltError(f"timeout={timeout!r}", "bound the handler's own awaits with asyncio.timeout()")
-    if batch is not None:
-        raise NotBuiltError(f"batch={batch!r}", "take one record at a time")
-    if decode is not None:
-        raise NotBuiltError("decode=…", "decode record.value in the handler")
-    if on_failure != "halt":
-        raise NotBuiltError(f"on_failure={on_failure!r}", "only 'halt' is; catch what you want to skip in the handler")
-
-
-def _check_source(topics: tuple[str, ...], pattern: str | None) -> None:
-    if not topics and pattern is None:
-        message = "consume() was given neither a topic nor a pattern: name at least one topic"
-        raise HandlerError(message)
-    for topic in topics:
-        if callable(topic):
-            message = "consume needs a topic: write @app.consume('orders'), not @app.consume"
-            raise HandlerError(message)
-        if not TOPIC_NAME.fullmatch(str(topic)):
-            message = f"{topic!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
-            raise HandlerError(message)
-    if len(set(topics)) != len(topics):
-        message = f"a topic is named twice in consume({', '.join(map(repr, topics))})"
-        raise HandlerError(message)
-    if pattern is not None:
-        try:
-            re.compile(f"(?:{pattern})")  # as it is used beside the topics and patterns of other handlers
-        except re.error as error:
-            message = f"pattern={pattern!r} is no regular expression that can stand beside others: {error}"
-            raise HandlerError(message) from error
-
-
-def _check_workers(shards: int | None, concurrency: int | None) -> int:
-    if shards is not None and concurrency is not None:
-        message = (
-            f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
-            "concurrency out, or leave shards out for shards on demand"
-        )
-        raise HandlerError(message)
-    for name, value in (("shards", shards), ("concurrency", concurrency)):
-        if value is not None and (type(value) is not int or value < 1):
-            message = f"{name}={value!r} was refused: a whole number of at least 1 was expected"
-            raise HandlerError(message)
-    return shards or concurrency or 64
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    plain = function
-    while isinstance(plain, functools.partial):
-        plain = plain.func
-    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
-
-
-def _check_signature(function: Callable[..., Any]) -> bool:
-    """Whether the function takes a context; refuses what cannot be called with a record."""
-    name = getattr(function, "__name__", repr(function))
-    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        message = f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield"
-        raise HandlerError(message)
-    parameters = list(inspect.signature(function).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    surplus = [p.name for p in required if p not in positional[:2]]
-    if not positional or surplus:
-        found = ", ".join(str(p) for p in parameters) or "no parameter"
-        message = f"handler {name!r} takes ({found}); expected are the record and, optionally, a Context"
-        raise HandlerError(message)
-    annotations = _annotations(function)
-    _check_payload(positional[0].name, annotations, name)
-    return len(positional) > 1 and _takes_context(positional[1], annotations, name)
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):
-        return {}  # a name that exists for type checkers only
-
-
-def _check_payload(parameter: str, annotations: dict[str, Any], name: str) -> None:
-    annotation = annotations.get(parameter, Record)
-    if annotation not in (Record, Any, object):
-        option = f"the annotation {parameter}: {_shown(annotation)} of handler {name!r}"
-        raise NotBuiltError(option, "annotate the first parameter with aioshard.Record and decode its value")
-
-
-def _takes_context(parameter: inspect.Parameter, annotations: dict[str, Any], name: str) -> bool:
-    annotation = annotations.get(parameter.name, parameter.annotation)
-    wanted = annotation in (Context, "Context", "aioshard.Context") or Context in typing.get_args(annotation)
-    if parameter.default is not parameter.empty:
-        return wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
-    if not wanted and annotations.get(parameter.name, Any) not in (Any, object):
-        message = (
-            f"handler {name!r} takes {parameter.name}: {_shown(annotation)} as its second parameter; a Context was "
-            "expected there: annotate it so, or give a parameter of your own a default"
-        )
-        raise HandlerError(message)
-    return True
-
-
-def _shown(annotation: object) -> object:
-    return getattr(annotation, "__name__", annotation)
 
 
 def _check_overlap(one: Registration, other: Registration) -> None:

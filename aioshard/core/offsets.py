@@ -72,6 +72,10 @@ class OffsetTracker(Generic[T]):
         """The value of the oldest incomplete record; None when nothing is incomplete."""
         return next(iter(self._incomplete.values()), None)
 
+    def get(self, offset: int) -> T | None:
+        """The value of an incomplete record; None when there is none at *offset*."""
+        return self._incomplete.get(offset)
+
     def values(self) -> Iterator[T]:
         """The values of the incomplete records, oldest first."""
         return iter(self._incomplete.values())

@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
 from aioshard.core.drain import DrainPlan
@@ -13,7 +13,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
-__all__ = ["Block", "Delivery", "Epoch", "Gate", "Rerun"]
+__all__ = ["Block", "Delivery", "Detour", "Epoch", "FailureNote", "Gate", "Outcome", "Rerun"]
 
 
 _FAULT_LASTS = 5.0
@@ -24,9 +24,11 @@ class Gate(enum.IntEnum):
     """Whether records of an epoch may start. Open is 0: the hot path asks `if epoch.gate`."""
 
     OPEN = 0
-    CLOSED = 1
+    PAUSED = 1
+    """Ours, and nothing starts but a probe: the application asked for it, or a diversion budget is spent."""
+    CLOSED = 2
     """Revoked, or not resolved yet: only what a drain needs may start."""
-    ENDED = 2
+    ENDED = 3
     """The ownership is over: completions are ignored."""
 
 
@@ -40,6 +42,38 @@ class Block(NamedTuple):
     """Loop time of the failure."""
 
 
+class Outcome(enum.Enum):
+    """How a record reached its end."""
+
+    PROCESSED = "processed"
+    SKIPPED = "skipped"
+    DEAD_LETTERED = "dead_lettered"
+    PARKED = "parked"
+
+
+class Detour(NamedTuple):
+    """What is done with a delivery in place of running its handler."""
+
+    purpose: str
+    """For explanations: "its dead letter is being written to orders.dlt"."""
+    take: Callable[["Delivery"], Awaitable[Outcome]]
+    """Does it. What it raises is no failed attempt of the handler: the detour is taken again, after a while."""
+
+
+class FailureNote(NamedTuple):
+    """The latest failed attempt of a record."""
+
+    error: str
+    """Name of the exception's class."""
+    message: str
+    attempts: int
+    """How many had failed by then, this one included."""
+
+    def __str__(self) -> str:
+        """As explanations and logs name it."""
+        return f"{self.error}: {self.message}"
+
+
 class _Untroubled:
     """What is so of a delivery until something goes wrong: as defaults of the class they cost a record nothing."""
 
@@ -49,7 +83,14 @@ class _Untroubled:
     """How many attempts have failed; a run that was cancelled is none."""
     cancelled: bool = False
     """Whether its latest run was cancelled, so that the next one is a repetition."""
+    detour: Detour | None = None
+    """What comes in place of the next run."""
+    detours: int = 0
+    """How often the detour has failed."""
+    aside: bool = False
+    """Whether a worker has to look at `cancelled` or `detour` before it runs the handler."""
     block: Block | None = None
+    failure: FailureNote | None = None
 
 
 class Delivery(_Untroubled):
@@ -72,7 +113,13 @@ class Delivery(_Untroubled):
 
     def __repr__(self) -> str:
         """`topic/partition/offset`, as statistics and messages name a record."""
-        return f"{self.record.topic}/{self.record.partition}/{self.offset}"
+        return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
+
+    def divert(self, detour: Detour) -> None:
+        """Have the next worker take *detour* in place of running the handler."""
+        self.detour = detour
+        self.detours = 0
+        self.aside = True
 
 
 class Rerun(NamedTuple):
@@ -94,8 +141,8 @@ class Epoch:
 
     Invariants:
         * `buffered_bytes` is the sum of the sizes of the incomplete records.
-        * A record of this epoch starts only while the gate is open, or, while it is closed, when the
-          drain waits for it.
+        * A record of this epoch starts only while the gate is open; while it is paused, when it is the probe;
+          or, while it is closed, when the drain waits for it.
         * After `end`, nothing changes any more.
     """
 
@@ -124,6 +171,12 @@ class Epoch:
         self.drained: asyncio.Event | None = None
         self.revoked = asyncio.Event()
         """Set while the partition is being taken away; handlers see it as `Context.revoked`."""
+        self.pauses: dict[str, str] = {}
+        """Who has paused the partition, and why in a sentence; it goes on when nobody has."""
+        self.probe: Delivery | None = None
+        """The one delivery that may start while the partition is paused."""
+        self.probed: Callable[[bool], None] | None = None
+        """Told whether the probe was processed."""
         self._frontier: asyncio.Future[None] | None = None
         self._buffer = buffer
 
@@ -216,7 +269,7 @@ class Epoch:
         if self.gate:
             if self.gate is Gate.ENDED:
                 return False
-            self.settle(delivery)
+            self.settle(delivery, processed=delivery.detour is None)
         size = delivery.size
         self.buffered_bytes -= size
         buffer = self._buffer
@@ -244,21 +297,56 @@ class Epoch:
 
     # The gate -----------------------------------------------------------------
 
-    def close(self) -> None:
-        """Let nothing new start, and plan what must end before the partition is handed over."""
+    @property
+    def is_open(self) -> bool:
+        """Whether the partition is ours for certain; it may be paused."""
+        return self.gate <= Gate.PAUSED
+
+    def pause(self, who: str, why: str) -> None:
+        """Let nothing start until *who* resumes; what runs goes on. *why* is a sentence."""
+        self.pauses[who] = why
+        if self.gate is Gate.OPEN:
+            self.gate = Gate.PAUSED
+
+    def resume(self, who: str) -> bool:
+        """Take back a pause.
+
+        Returns:
+            Whether the gate has opened by that; `Shards.reopen` then puts back what was set aside.
+        """
+        self.pauses.pop(who, None)
+        if self.pauses or self.gate is not Gate.PAUSED:
+            return False
+        self.gate = Gate.OPEN
+        return True
+
+    def close(self, running: Collection[Delivery] = ()) -> None:
+        """Let nothing new start, and plan what must end before the partition is handed over.
+
+        Args:
+            running: What workers run now, of whichever partition. A paused partition waits for that alone.
+        """
+        queued: Iterable[Delivery] = (d for d in self.tracker.values() if d.offset not in self.shed)
+        if self.gate is Gate.PAUSED:
+            queued = [delivery for delivery in queued if delivery in running]
         self.gate = Gate.CLOSED
-        queued = (delivery for delivery in self.tracker.values() if delivery.offset not in self.shed)
         self.drain = DrainPlan(queued, self.highest_started)
         self.drained = asyncio.Event()
         self.revoked.set()
         self._check_drained()
 
     def may_start(self, delivery: Delivery) -> bool:
-        """Whether a record may start although the gate is not open: the drain waits for it."""
+        """Whether a record may start although the gate is not open: a drain waits for it, or it is the probe."""
+        if self.gate is Gate.PAUSED:
+            return delivery is self.probe or delivery.detour is not None
         return self.gate is Gate.CLOSED and self.drain is not None and delivery.offset in self.drain.pending
 
-    def settle(self, delivery: Delivery) -> None:
+    def settle(self, delivery: Delivery, *, processed: bool = False) -> None:
         """A run of a record has ended, well or not: a drain does not wait for it any more."""
+        if delivery is self.probe:
+            self.probe = None
+            if self.probed is not None:
+                self.probed(processed)
         if self.drain is not None:
             self.drain.settle(delivery)
             self._check_drained()
@@ -282,8 +370,8 @@ class Epoch:
         return late
 
     def open(self) -> None:
-        """Let records start; `Shards.reopen` puts back what was set aside."""
-        self.gate = Gate.OPEN
+        """Let records start, unless somebody has paused the partition; `Shards.reopen` puts back what was set aside."""
+        self.gate = Gate.PAUSED if self.pauses else Gate.OPEN
         self.drain = self.drained = self.outside_log = None
         self.revoked.clear()
 
@@ -292,6 +380,7 @@ class Epoch:
         started = self.tracker.values()
         never = frozenset(d.offset for d in started if d.starts == 0 and d.offset <= self.highest_started)
         self.gate = Gate.ENDED
+        self.probe = None
         self.revoked.set()
         self._buffer.drop(*self.held_usage)
         self.buffered_bytes = 0

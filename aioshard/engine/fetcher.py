@@ -5,13 +5,13 @@ import bisect
 import logging
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from aioshard.core.flow import Usage, minimum
 from aioshard.core.sharding import ShardKey, shard_number
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
 from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
 from aioshard.ports import Fault, FetchedBatch, Transport
@@ -38,6 +38,7 @@ class Feed:
         *,
         fixed: bool,
         workers: int,
+        unkeyed: Callable[[Delivery, Exception, Shards], None],
         sure: bool = False,
     ) -> None:
         """Make a feed.
@@ -47,11 +48,13 @@ class Feed:
             shards: One that serves all keys on demand, or N fixed ones.
             fixed: Whether they are fixed: a record's shard is the hash of its key then.
             workers: How many serve them.
+            unkeyed: Told about a delivery for which the sharding function failed.
             sure: Whether the sharding function is ours: it neither raises nor gives what has no hash.
         """
         self.shards = shards
         self._shard_key = shard_key
         self._fixed = fixed
+        self._unkeyed = unkeyed
         self._sure = sure
         self._turn = 0
         self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers)
@@ -96,7 +99,7 @@ class Feed:
             except Exception as error:  # noqa: BLE001 - the user's function; the record fails, nothing else
                 broken.append((delivery, error))
         if broken:
-            deliveries = self._halt(deliveries, broken)
+            deliveries = self._without(deliveries, broken)
         if not self._fixed:
             await self.shards[0].put(deliveries)
             return
@@ -117,19 +120,18 @@ class Feed:
             return self._turn
         return shard_number(key, len(self.shards))
 
-    def _halt(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
-        """Records without a shard key cannot run in order: each halts, as a failure that is not retried."""
-        now = asyncio.get_running_loop().time()
+    def _without(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
+        """Records without a shard key cannot run in order: each has failed, and no other attempt makes sense."""
         for delivery, error in broken:
             delivery.key = None
-            self.shards[0].halt(delivery, Block(halted=True, error=f"{type(error).__name__}: {error}", since=now))
-            logger.error("the sharding function failed for record %r, which halts: %s", delivery, error, exc_info=error)
+            logger.error("the sharding function failed for record %r: %s", delivery, error, exc_info=error)
+            self._unkeyed(delivery, error, self.shards[0])
         without = {delivery for delivery, _ in broken}
         return [delivery for delivery in deliveries if delivery not in without]
 
-    def close(self, epoch: Epoch) -> None:
-        """Close the gate of an epoch: nothing new of it starts, and its drain begins."""
-        epoch.close()
+    def close(self, epoch: Epoch, running: Collection[Delivery] = ()) -> None:
+        """Close the gate of an epoch: nothing new of it starts, and its drain begins; see `Epoch.close`."""
+        epoch.close(running)
         for shards in self.shards:
             shards.close(epoch)
 
@@ -141,6 +143,10 @@ class Feed:
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
         """Remove and return what is queued of an epoch from offset *first* on."""
         return [delivery for shards in self.shards for delivery in shards.give_back(epoch, first)]
+
+    def unblock(self, delivery: Delivery) -> None:
+        """Let a delivery run that is halted or waits for its next attempt."""
+        any(shards.unblock(delivery) for shards in self.shards)
 
     def reopen(self, epoch: Epoch) -> None:
         """Go on with the deliveries of an epoch whose gate has opened."""
@@ -298,7 +304,7 @@ class Pump:
             taken = await transport.poll(self._admission.allowance, _POLL_TIMEOUT)
             for item in taken:
                 fetcher = self._fetchers.get(item.topic_partition)
-                if fetcher is None or fetcher.epoch.gate is not Gate.OPEN:
+                if fetcher is None or not fetcher.epoch.is_open:
                     continue
                 if isinstance(item, FetchedBatch):
                     self._accept(fetcher, item)
@@ -318,7 +324,7 @@ class Pump:
         least = minimum(self._buffer.bounds)
         for topic_partition, fetcher in self._fetchers.items():
             epoch = fetcher.epoch
-            if epoch.gate is not Gate.OPEN:
+            if not epoch.is_open:
                 continue
             stuck = self._admission.stuck(epoch)
             if epoch.shed and not stuck and not epoch.fetching_again:

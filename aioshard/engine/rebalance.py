@@ -2,44 +2,37 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 import anyio
 
-from aioshard.core.ownership import Claim, Evidence, first_generation, origin_of, reason_to_end
+from aioshard.core.ownership import Claim
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch, Gate, Rerun
 from aioshard.engine.fetcher import Feed, Fetcher
+from aioshard.engine.opening import Limits, Opening
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
 from aioshard.errors import (
     AioshardError,
     ClientLostError,
-    NoOffsetError,
     OffsetOutOfRangeError,
     OffsetRegressionError,
     TransportError,
 )
-from aioshard.ports import Committed, FetchedBatch, LogRange, Membership, Transport
+from aioshard.ports import Membership, Transport
 from aioshard.records import TopicPartition
 
-__all__ = ["Limits", "Outside", "Rebalance"]
+__all__ = ["APPLICATION", "Outside", "Rebalance"]
 
 logger = logging.getLogger("aioshard.engine.rebalance")
 
 _RETRY_DELAY = 0.2
 
-
-class Limits(NamedTuple):
-    """The times and the policy that rebalances keep to, in seconds."""
-
-    group_id: str
-    drain_timeout: float
-    commit_timeout: float
-    auto_offset_reset: Literal["earliest", "latest", "error"] | None
-    max_buffered_bytes: int
+APPLICATION = "application"
+"""Who has paused a partition when the application asked for it; see `Epoch.pauses`."""
 
 
 class Outside(Protocol):
@@ -51,6 +44,9 @@ class Outside(Protocol):
 
     def feed_of(self, topic: str) -> Feed:
         """Where the records of a topic go."""
+
+    def why_paused(self, topic_partition: TopicPartition) -> str | None:
+        """Why the application has paused a partition, or None."""
 
     def fail(self, error: BaseException) -> None:
         """End the app: *error* is something that no retry cures."""
@@ -100,10 +96,10 @@ class Rebalance:
         self._opened_in: dict[Epoch, Membership] = {}
         """Of the epochs that are ours for certain: the membership of the latest assignment."""
         self._reruns: dict[TopicPartition, Rerun] = {}
-        self._known_topics: set[str] = set()
         self._settling: set[asyncio.Task[object]] = set()
         self._stopping = False
         self._epochs = 0
+        self._opening = Opening(self, committer, limits)
 
     def attach(self, transport: Transport) -> None:
         """From now on *transport* is the client."""
@@ -111,7 +107,12 @@ class Rebalance:
         self._claims.clear()
 
     @property
-    def _client(self) -> Transport:
+    def client(self) -> Transport:
+        """The client of now.
+
+        Raises:
+            ClientLostError: There is none.
+        """
         if self._transport is None:
             raise ClientLostError("there is no Kafka client now: one is being built, or the app has stopped")
         return self._transport
@@ -130,11 +131,11 @@ class Rebalance:
         epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
         if lost:
             for epoch in epochs:
-                self._end(epoch, "the group has dropped us")
+                self.end(epoch, "the group has dropped us")
             return
         for epoch in [epoch for epoch in epochs if epoch not in self._opened_in]:
             epochs.remove(epoch)
-            self._end(epoch, "it was revoked again before it was ours for certain")
+            self.end(epoch, "it was revoked again before it was ours for certain")
         try:
             late = await self.drain(epochs, self._limits.drain_timeout)
             if late:
@@ -157,26 +158,36 @@ class Rebalance:
         Returns:
             How many records had not ended.
         """
+        running = {delivery for worker in self._outside.workers for delivery in worker.deliveries}
         for epoch in epochs:
-            if epoch.gate is Gate.OPEN:
-                self.fetchers[epoch.topic_partition].feed.close(epoch)
+            if epoch.is_open:
+                self.fetchers[epoch.topic_partition].feed.close(epoch, running)
         with anyio.move_on_after(timeout):
             for epoch in epochs:
                 if epoch.drained is not None:
                     await epoch.drained.wait()
         late = {delivery for epoch in epochs for delivery in epoch.stop_draining()}
-        for worker in (running := [worker for worker in self._outside.workers if worker.delivery in late]):
-            worker.interrupt()
-        return len(running)
+        ran_on = 0
+        for worker in self._outside.workers:
+            still = late.intersection(worker.deliveries)
+            ran_on += len(still)
+            if still:
+                worker.interrupt()
+        return ran_on
+
+    def claim_of(self, topic_partition: TopicPartition) -> Claim | None:
+        """What speaks for going on with a partition where we were, when it was taken from us just before."""
+        return self._claims.get(topic_partition)
 
     def end_all(self, reason: str) -> None:
         """End every epoch: the client is gone, or the app is."""
         self.settled.clear()
         self._stop_settling()
         for epoch in self.epochs:
-            self._end(epoch, reason)
+            self.end(epoch, reason)
 
-    def _end(self, epoch: Epoch, reason: str) -> None:
+    def end(self, epoch: Epoch, reason: str) -> None:
+        """End an ownership; what of it is incomplete is dropped, and what runs is told to end."""
         dropped = len(epoch.tracker)
         self._committer.disown(epoch)
         self._reruns[epoch.topic_partition] = epoch.end()
@@ -185,7 +196,7 @@ class Rebalance:
         self._opened_in.pop(epoch, None)
         self._claims.pop(epoch.topic_partition, None)
         for worker in self._outside.workers:
-            if worker.delivery is not None and worker.delivery.epoch is epoch:
+            if any(delivery.epoch is epoch for delivery in worker.deliveries):
                 worker.interrupt()
         logger.log(
             logging.WARNING if dropped else logging.INFO,
@@ -207,21 +218,21 @@ class Rebalance:
                 self._opened_in[epoch] = membership
             elif epoch.topic_partition in given:
                 epoch.fetching_again = False
-                self._client.seek(epoch.topic_partition, epoch.tracker.position)
+                self.client.seek(epoch.topic_partition, epoch.tracker.position)
             else:
-                self._end(epoch, "the partition was given to another member")
-        self._client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
+                self.end(epoch, "the partition was given to another member")
+        self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
         self._look_into(given, membership, f"settle generation {membership.generation}")
 
     def restart(self, epoch: Epoch, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
         """An epoch's position is not in its log any more: find where to go on."""
         topic_partition = epoch.topic_partition
-        self._client.pause([topic_partition])
+        self.client.pause([topic_partition])
         if isinstance(error, OffsetOutOfRangeError):
             epoch.outside_log = error.position
         else:
-            self._end(epoch, str(error))
-        self._look_into(frozenset([topic_partition]), self._client.membership(), f"restart {topic_partition}")
+            self.end(epoch, str(error))
+        self._look_into(frozenset([topic_partition]), self.client.membership(), f"restart {topic_partition}")
 
     def stop_opening(self) -> None:
         """From now on no gate opens: the app is draining for good."""
@@ -243,9 +254,9 @@ class Rebalance:
 
     async def _settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
         """Open each of *partitions*, in place or in a new epoch; try until done or overtaken."""
-        while self._client.membership() == membership:
+        while self.client.membership() == membership:
             try:
-                await self._try_to_settle(partitions, membership)
+                await self._opening.settle(partitions, membership)
             except OffsetOutOfRangeError as error:
                 self._outside.fail(error)
                 return
@@ -263,127 +274,23 @@ class Rebalance:
                     self.settled.set()
                 return
 
-    async def _try_to_settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
-        unsettled = [topic_partition for topic_partition in partitions if not self._is_open(topic_partition)]
-        if not unsettled:
-            return
-        client = self._client
-        with anyio.fail_after(self._limits.commit_timeout):
-            committed = await client.committed(unsettled)
-            ranges = await client.log_ranges(unsettled)
-        if client.membership() != membership:
-            return
-        fresh: list[TopicPartition] = []
-        for topic_partition in unsettled:
-            log = ranges[topic_partition]
-            # Lower than at first when the topic was made anew, and then there is no more to come.
-            self.ends[topic_partition] = min(self.ends.get(topic_partition, log.end), log.end)
-            fetcher = self.fetchers.get(topic_partition)
-            if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
-                fresh.append(topic_partition)
-        await self._open_resolved(await self._begin_all(fresh, committed, ranges, membership), membership)
-
-    def _is_open(self, topic_partition: TopicPartition) -> bool:
-        fetcher = self.fetchers.get(topic_partition)
-        return fetcher is not None and fetcher.epoch.gate is Gate.OPEN and fetcher.epoch.outside_log is None
-
-    def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
-        epoch = fetcher.epoch
-        if epoch.gate is Gate.OPEN and epoch.outside_log is not None:
-            reason = self._pass_over(fetcher, epoch.outside_log, log)
-        else:
-            evidence = Evidence(*now, committed.offset if committed else None, log.start, log.end)
-            reason = reason_to_end(self._claims.get(epoch.topic_partition), evidence)
-        if reason is not None:
-            self._end(epoch, reason)
-            return False
-        self._open(epoch, now)
-        return True
-
-    def _pass_over(self, fetcher: Fetcher, position: int, log: LogRange) -> str | None:
-        """Pass over what retention has deleted unread, a hole like any other; or say why the epoch ends."""
-        topic_partition = fetcher.epoch.topic_partition
-        if position >= log.start or self._limits.auto_offset_reset == "error":
-            return str(OffsetOutOfRangeError(topic_partition, position))
-        message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
-        logger.warning(message, position, log.start - 1, topic_partition, log.start)
-        fetcher.accept(FetchedBatch(topic_partition, (), (), log.start))
-        self._client.seek(topic_partition, log.start)
-        return None
-
-    async def _begin_all(
-        self,
-        partitions: Collection[TopicPartition],
-        committed: Mapping[TopicPartition, Committed | None],
-        ranges: Mapping[TopicPartition, LogRange],
-        membership: Membership,
-    ) -> list[Epoch]:
-        """New epochs for *partitions*, closed; those whose position was committed are opened."""
-        topics = {name.topic for name in partitions if committed[name] is None}
-        known = {topic for topic in topics if await self._group_knows(topic, membership)}
-        if self._client.membership() != membership:
-            return []
-        resolved = []
-        for topic_partition in partitions:
-            ours = committed[topic_partition]
-            offset = ours.offset if ours else None
-            origin = origin_of(
-                offset,
-                ranges[topic_partition],
-                self._limits.auto_offset_reset,
-                group_knows_topic=topic_partition.topic in known,
-            )
-            if origin is None:
-                lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
-                raise lost or NoOffsetError(self._limits.group_id, topic_partition)
-            epoch = self._begin(topic_partition, origin.offset)
-            epoch.acknowledged = offset
-            epoch.first_generation = first_generation(ours.metadata) if ours else membership.generation
-            if origin.resolved:
-                if ours is not None:
-                    message = "committed offset %d of %s is outside its log; going on at %d"
-                    logger.warning(message, ours.offset, topic_partition, origin.offset)
-                resolved.append(epoch)
-            else:
-                self._open(epoch, membership)
-        return resolved
-
-    async def _group_knows(self, topic: str, membership: Membership) -> bool:
-        """Whether the group had committed on a topic before this generation's members began to."""
-        if topic in self._known_topics:
-            return True
-        client = self._client
-        with anyio.fail_after(self._limits.commit_timeout):
-            partitions = [TopicPartition(topic, number) for number in await client.partitions(topic)]
-            commits = await client.committed(partitions)
-        return any(c is not None and first_generation(c.metadata) != membership.generation for c in commits.values())
-
-    async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
-        """Commit the positions that were found for the group, and only then hand out records."""
-        for epoch in epochs:
-            self._committer.own(epoch)
-        acknowledged = await self._committer.flush(epochs, self._limits.commit_timeout)
-        if self._client.membership() != membership:
-            return
-        if not acknowledged:
-            for epoch in epochs:
-                self._end(epoch, "its start position could not be committed")
-            raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
-        for epoch in epochs:
-            self._open(epoch, membership)
-
-    def _begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
+    def begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
+        """Make a new epoch, closed."""
         self._epochs += 1
         epoch = Epoch(topic_partition, self._epochs, start, self._buffer)
         epoch.rerun = self._reruns.pop(topic_partition, None)
+        why = self._outside.why_paused(topic_partition)
+        if why is not None:
+            epoch.pause(APPLICATION, why)
         fetcher = Fetcher(epoch, self._outside.feed_of(topic_partition.topic), self._clock)
         self.fetchers[topic_partition] = fetcher
         self._fetch_tasks[epoch] = self._tasks.start(fetcher.run(), f"fetch {topic_partition}")
-        self._client.seek(topic_partition, start)
+        self.client.seek(topic_partition, start)
         return epoch
 
-    def _open(self, epoch: Epoch, membership: Membership) -> None:
-        self._known_topics.add(epoch.topic_partition.topic)
+    def open(self, epoch: Epoch, membership: Membership) -> None:
+        """Let an epoch go on: it is ours for certain under *membership*."""
+        self._opening.known_topics.add(epoch.topic_partition.topic)
         self._opened_in[epoch] = membership
         self._committer.own(epoch)
         epoch.open()
@@ -397,4 +304,4 @@ class Rebalance:
             sum(1 for delivery in epoch.tracker.values() if delivery.starts),
         )
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
-        self._client.resume([epoch.topic_partition])
+        self.client.resume([epoch.topic_partition])

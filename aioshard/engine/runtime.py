@@ -2,31 +2,29 @@
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import anyio
 
 from aioshard.core.flow import Usage
-from aioshard.core.retry import Retry
-from aioshard.core.sharding import ShardKey
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.fetcher import Feed, Pump
-from aioshard.engine.rebalance import Limits, Rebalance
-from aioshard.engine.shards import Shards
+from aioshard.engine.handler import HandlerSpec, Running, serve
+from aioshard.engine.opening import Limits
+from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import StuckWatch, TroubleWatch
-from aioshard.engine.worker import Counters, Invoke, Worker
+from aioshard.engine.watch import StuckWatch, TimeoutWatch, TroubleWatch
+from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
-from aioshard.ports import Transport, TransportFactory
-from aioshard.records import Record
+from aioshard.ports import Producer, Transport, TransportFactory
+from aioshard.records import TopicPartition
 
-__all__ = ["Engine", "HandlerSpec", "Options", "Running"]
+__all__ = ["Engine", "Options"]
 
 logger = logging.getLogger("aioshard.engine")
 
@@ -34,28 +32,6 @@ _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
 _CHECK_INTERVAL = 0.05
 _TURNS_TO_END = 10
-
-
-class HandlerSpec(NamedTuple):
-    """A handler as the engine runs it."""
-
-    name: str
-    topics: tuple[str, ...]
-    pattern: str | None
-    shard_key: Callable[[Record], ShardKey]
-    sure_key: bool
-    """Whether that function is ours: it neither raises nor gives what has no hash."""
-    shards: int | None
-    concurrency: int
-    retry: Retry
-    call: Callable[[Record], Awaitable[object]] | None
-    """The handler itself where it takes nothing but the record."""
-    invoke: Invoke
-    """Runs one attempt in every other case."""
-
-    def takes(self, topic: str) -> bool:
-        """Whether the records of *topic* are this handler's."""
-        return topic in self.topics or (self.pattern is not None and re.fullmatch(self.pattern, topic) is not None)
 
 
 class Options(NamedTuple):
@@ -67,15 +43,6 @@ class Options(NamedTuple):
     shutdown_timeout: float
     stuck_after: float
     max_buffered_records: int
-
-
-class Running(NamedTuple):
-    """One handler with what serves it."""
-
-    spec: HandlerSpec
-    feed: Feed
-    workers: tuple[Worker, ...]
-    counters: Counters
 
 
 class Engine:
@@ -90,6 +57,7 @@ class Engine:
         specs: Sequence[HandlerSpec],
         options: Options,
         make_transport: TransportFactory,
+        producer: Producer,
         describe: Callable[["Engine", Epoch], str],
     ) -> None:
         """Make an engine; nothing runs yet.
@@ -98,6 +66,7 @@ class Engine:
             specs: The handlers.
             options: Times and sizes.
             make_transport: Makes a client, again after each loss.
+            producer: Publishes what handlers and failures send elsewhere; whoever gives it closes it.
             describe: What is known of a partition that does not advance, for the log.
         """
         loop = asyncio.get_running_loop()
@@ -111,6 +80,9 @@ class Engine:
         self.trouble_since = 0.0
         self.failed: asyncio.Future[None] = loop.create_future()
         """Ends with an exception when the app cannot go on."""
+        self.producer = producer
+        self.pauses: dict[TopicPartition | str, str] = {}
+        """What the application has paused, partitions and the names of handlers, and why in a sentence."""
         self._make_transport = make_transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
@@ -118,7 +90,16 @@ class Engine:
         """Whether this client has been given partitions, and all of them were opened."""
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
-        self.handlers = tuple(self._running(spec) for spec in specs)
+        self.handlers = tuple(
+            serve(
+                spec,
+                group_id=options.limits.group_id,
+                publish=producer.publish,
+                max_buffered_records=options.max_buffered_records,
+                clock=self.clock,
+            )
+            for spec in specs
+        )
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
         self.committer.refused = self._commit_refused
         self.rebalance = Rebalance(
@@ -130,29 +111,6 @@ class Engine:
         )
         self.admission = Admission(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after)
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
-
-    def _running(self, spec: HandlerSpec) -> Running:
-        if spec.shards is None:
-            shards = [Shards()]
-            served = shards * spec.concurrency
-        else:
-            bound = max(self.options.max_buffered_records // spec.shards, 1)
-            shards = served = [Shards(bound) for _ in range(spec.shards)]
-        counters = Counters()
-        workers = tuple(
-            Worker(
-                f"{spec.name} worker {number}",
-                part,
-                call=spec.call,
-                invoke=spec.invoke,
-                retry=spec.retry,
-                counters=counters,
-                clock=self.clock,
-            )
-            for number, part in enumerate(served)
-        )
-        feed = Feed(spec.shard_key, shards, fixed=spec.shards is not None, workers=len(workers), sure=spec.sure_key)
-        return Running(spec, feed, workers, counters)
 
     # What the rebalance asks ------------------------------------------------------------
 
@@ -167,11 +125,20 @@ class Engine:
         Raises:
             HandlerError: The patterns of several handlers match it: a topic belongs to one.
         """
+        return self.handler_of(topic).feed
+
+    def why_paused(self, topic_partition: TopicPartition) -> str | None:
+        """Why the application has paused a partition, or its handler; None when it has not."""
+        by_handler = self.pauses.get(self.handler_of(topic_partition.topic).spec.name)
+        return self.pauses.get(topic_partition) or by_handler
+
+    def handler_of(self, topic: str) -> Running:
+        """Whose records those of a topic are; as `feed_of`."""
         first, *others = [handler for handler in self.handlers if handler.spec.takes(topic)]
         if others:
             names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
             raise HandlerError(f"topic {topic!r} belongs to several handlers ({names}): narrow their patterns")
-        return first.feed
+        return first
 
     def fail(self, error: BaseException) -> None:
         """The app cannot go on; whoever serves it gets *error*."""
@@ -203,6 +170,10 @@ class Engine:
                 self._tasks.start(worker.run(), worker.name, lasts=True)
         self._tasks.start(self._watch.run(), "stuck watch")
         self._tasks.start(self.standstill.run(), "trouble watch")
+        for handler in self.handlers:
+            if handler.spec.timeout is not None:
+                watch = TimeoutWatch(handler.workers, handler.spec.timeout, self.clock)
+                self._tasks.start(watch.run(), f"{handler.spec.name} time-outs")
         self._supervisor = self._tasks.start(self._supervise(), "client")
         if self.options.start_timeout is None:
             return
@@ -340,7 +311,7 @@ class Engine:
         return [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
 
     def _running_now(self) -> list[Delivery]:
-        return [worker.delivery for worker in self.workers if worker.delivery is not None]
+        return [delivery for worker in self.workers for delivery in worker.deliveries]
 
     async def _tear_down(self, deadline: float) -> None:
         """End the client and all tasks; what still runs is cancelled and stays uncommitted."""
@@ -378,7 +349,7 @@ class Engine:
         return epoch.tracker.committable >= self.rebalance.ends[epoch.topic_partition]
 
     def _nothing_moves(self) -> bool:
-        if not self.rebalance.settled.is_set() or any(worker.delivery is not None for worker in self.workers):
+        if not self.rebalance.settled.is_set() or any(worker.deliveries for worker in self.workers):
             return False
         if any(fetcher.has_unfed for fetcher in self.rebalance.fetchers.values()):
             return False

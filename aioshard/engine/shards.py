@@ -161,7 +161,7 @@ class Shards:
 
     def _hold(self, delivery: Delivery) -> None:
         """Set a delivery aside, without a shard, until its epoch's gate opens; forget it if that has ended."""
-        if delivery.epoch.gate is Gate.CLOSED:
+        if delivery.epoch.gate is not Gate.ENDED:
             self._held.setdefault(delivery.epoch, []).append(delivery)
 
     def _take_returning(self) -> Delivery | None:
@@ -178,11 +178,12 @@ class Shards:
 
     def again(self, delivery: Delivery) -> None:
         """A run was cancelled, or its next attempt is due: it runs again, first in its shard, if it may."""
-        if not delivery.epoch.gate:
+        epoch = delivery.epoch
+        if not epoch.gate or (epoch.gate is Gate.PAUSED and epoch.may_start(delivery)):
             self._return(delivery)
         else:
-            delivery.epoch.settle(delivery)
-            delivery.epoch.block(delivery.key)  # what is behind it in its partition must not overtake it
+            epoch.settle(delivery)
+            epoch.block(delivery.key)  # what is behind it in its partition must not overtake it
             self._hold(delivery)
             self.release(delivery)
 
@@ -191,8 +192,18 @@ class Shards:
         self._block(delivery, block, asyncio.get_running_loop().call_later(delay, self._due, delivery))
 
     def halt(self, delivery: Delivery, block: Block) -> None:
-        """A record's attempts are used up: it keeps its shard until its epoch ends."""
+        """A record's attempts are used up: it keeps its shard until its epoch ends, or somebody releases it."""
         self._block(delivery, block, None)
+
+    def unblock(self, delivery: Delivery) -> bool:
+        """Let a delivery that is halted, or waits for its next attempt, run now; returns whether it was one."""
+        if delivery not in self._blocked:
+            return False
+        timer = self._blocked[delivery]
+        if timer is not None:
+            timer.cancel()
+        self._due(delivery)
+        return True
 
     def _block(self, delivery: Delivery, block: Block, timer: asyncio.TimerHandle | None) -> None:
         delivery.block = block
@@ -216,11 +227,39 @@ class Shards:
         """Whether nothing will start unless something arrives: what is left is halted, or behind it."""
         return not self._has_work and not self.yielding and not self._held and len(self.halted) == len(self._blocked)
 
+    # Probing --------------------------------------------------------------------
+
+    def probe(self, epoch: Epoch) -> bool:
+        """Let one delivery of a paused epoch start, rather one that has not failed yet; the oldest of its shard.
+
+        Returns:
+            Whether there was one.
+        """
+        heads: dict[Hashable, Delivery] = {}
+        for delivery in sorted(self._held.get(epoch, ()), key=lambda held: held.offset):
+            heads.setdefault(delivery if delivery.key is None else delivery.key, delivery)
+        free = [d for d in heads.values() if d.key is None or d.key not in self._occupied]
+        if free:
+            probe = min(free, key=lambda head: (head.failures, head.offset))
+            self._held[epoch].remove(probe)
+            if probe.key is not None:
+                self._occupied[probe.key] = None
+            epoch.probe = probe
+            self._return(probe)
+            return True
+        waiting = [d for d in self._blocked if d.epoch is epoch and d.block is not None and not d.block.halted]
+        if not waiting:
+            return False
+        epoch.probe = min(waiting, key=lambda blocked: blocked.offset)
+        return self.unblock(epoch.probe)
+
     # Rebalancing --------------------------------------------------------------
 
     def close(self, epoch: Epoch) -> None:
         """The gate of *epoch* has closed: tell it which shards will not go on while it drains."""
         self._closed.add(epoch)
+        for delivery in self._held.get(epoch, ()):
+            epoch.settle(delivery)
         for delivery in self._blocked:
             epoch.block(delivery.key)
             if delivery.epoch is epoch:
@@ -247,8 +286,12 @@ class Shards:
         self.notify()
 
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
-        """Remove and return what is queued of an epoch whose gate is open, from offset *first* on."""
-        return self._remove(lambda delivery: delivery.epoch is epoch and delivery.offset >= first)
+        """Remove and return what is queued of an epoch that is open or paused, from offset *first* on."""
+        removed = self._remove(lambda delivery: delivery.epoch is epoch and delivery.offset >= first)
+        if epoch in self._held:
+            removed += [delivery for delivery in self._held[epoch] if delivery.offset >= first]
+            self._held[epoch] = [delivery for delivery in self._held[epoch] if delivery.offset < first]
+        return removed
 
     def _remove(self, unwanted: Callable[[Delivery], bool]) -> list[Delivery]:
         """Take queued deliveries out, wherever they wait in order."""

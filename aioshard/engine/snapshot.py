@@ -2,12 +2,13 @@
 
 import functools
 import sysconfig
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import CoroutineType, FrameType
 from typing import TypeVar
 
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.runtime import Engine, Running
+from aioshard.engine.handler import Running
+from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
 
@@ -63,6 +64,8 @@ def _trouble(engine: Engine, now: float) -> str | None:
     standstill = engine.standstill.sentence(now)
     if standstill is not None:
         return standstill
+    if engine.producer.trouble is not None:
+        return engine.producer.trouble
     committer = engine.committer
     if committer.trouble is not None:
         return f"commits have not been acknowledged for {now - committer.trouble_since:.0f} s: {committer.trouble}"
@@ -97,6 +100,8 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
 
 
 def _why_paused(engine: Engine, epoch: Epoch, now: float) -> str | None:
+    if epoch.gate is Gate.PAUSED:
+        return "; ".join(epoch.pauses.values())
     if epoch.gate is not Gate.OPEN:
         if engine.state == "draining":
             return "the app is draining"
@@ -106,26 +111,29 @@ def _why_paused(engine: Engine, epoch: Epoch, now: float) -> str | None:
 
 def _handler(running: Running) -> HandlerStatistics:
     shards = running.feed.shards
-    busy = [worker for worker in running.workers if worker.delivery is not None]
+    counters = running.counters
+    busy = [worker for worker in running.workers if worker.deliveries]
     return HandlerStatistics(
         name=running.spec.name,
         topics=running.spec.topics if running.spec.pattern is None else (*running.spec.topics, running.spec.pattern),
         concurrency=len(running.workers),
         busy=len(busy),
         shards=len(shards) if running.spec.shards is not None else len(shards[0]),
-        processed=running.counters.processed,
-        retried=running.counters.retried,
-        skipped=0,
-        dead_lettered=0,
-        parked=0,
+        processed=counters.processed,
+        retried=counters.retried,
+        skipped=counters.skipped,
+        dead_lettered=counters.dead_lettered,
+        parked=counters.parked,
         halted=sum(len(part.halted) for part in shards),
-        outliving=tuple(repr(worker.delivery) for worker in busy if _outlives(worker)),
+        outliving=tuple(repr(delivery) for worker in busy for delivery in _outliving(worker)),
     )
 
 
-def _outlives(worker: Worker) -> bool:
-    delivery = worker.delivery
-    return delivery is not None and (worker.interrupted or delivery.epoch.gate is Gate.ENDED)
+def _outliving(worker: Worker) -> Sequence[Delivery]:
+    """What a worker still runs although it was cancelled, or is not ours any more."""
+    if worker.cancelled:
+        return worker.deliveries
+    return [delivery for delivery in worker.deliveries if delivery.epoch.gate is Gate.ENDED]
 
 
 # In words -------------------------------------------------------------------------------------
@@ -150,11 +158,11 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
         for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
     ]
     for worker in engine.workers:
-        if _outlives(worker) and worker.delivery is not None:
-            lines.append(
-                f"Record {worker.delivery!r} was cancelled or is no longer ours and still runs, for "
-                f"{now - worker.started:.1f} s, at {location_of(worker.running)}; its shard key waits for it."
-            )
+        lines += [
+            f"Record {delivery!r} was cancelled or is no longer ours and still runs, for {now - worker.started:.1f} s, "
+            f"at {location_of(worker.running)}; its shard key waits for it."
+            for delivery in _outliving(worker)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -181,7 +189,9 @@ def explain_partition(engine: Engine, epoch: Epoch, now: float, *, show_keys: bo
 
 def _where(workers: Iterable[Worker], delivery: Delivery, now: float) -> str:
     for worker in workers:
-        if worker.delivery is delivery:
+        if delivery in worker.deliveries:
+            if delivery.detour is not None:
+                return f"{delivery.detour.purpose}, for {now - worker.started:.1f} s"
             return f"it has been running for {now - worker.started:.1f} s, at {location_of(worker.running)}"
     block = delivery.block
     if delivery.offset in delivery.epoch.shed:

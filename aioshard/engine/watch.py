@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.worker import Worker
 
-__all__ = ["StuckWatch", "TroubleWatch"]
+__all__ = ["StuckWatch", "TimeoutWatch", "TroubleWatch"]
 
 logger = logging.getLogger("aioshard.engine.watch")
 
@@ -14,6 +15,13 @@ _CHECKS = 4
 """Checks within `stuck_after`: a record is reported at the latest a quarter of it too late."""
 
 _LOOK_INTERVAL = 1.0
+
+_TIMEOUT_CHECKS = 20
+_SHORTEST_CHECK = 0.005
+_LONGEST_CHECK = 0.5
+"""Time-outs are looked at twenty times within one, at most every 5 ms, at least every half second."""
+_LETS_GO = 1.0
+"""Seconds after a time-out within which a handler that is cancelled should have ended."""
 
 
 class TroubleWatch:
@@ -59,6 +67,47 @@ class TroubleWatch:
         """What is wrong, and for how long by loop time *now*."""
         trouble, since = self.trouble, self._since
         return None if trouble is None or since is None else f"{trouble} (for {now - since:.0f} s)"
+
+
+class TimeoutWatch:
+    """Ends the attempts of one handler that take too long: one timer for all its workers, none per record.
+
+    A handler that does not end when it is cancelled is reported once; its shard waits for it.
+    """
+
+    def __init__(self, workers: Sequence[Worker], timeout: float, clock: Callable[[], float]) -> None:
+        """Make a watch; `run` is its task.
+
+        Args:
+            workers: Those of the handler; looked at anew each time.
+            timeout: Seconds that an attempt may take.
+            clock: Loop time.
+        """
+        self._workers = workers
+        self._timeout = timeout
+        self._clock = clock
+        self._reported: set[Delivery] = set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        interval = min(max(self._timeout / _TIMEOUT_CHECKS, _SHORTEST_CHECK), _LONGEST_CHECK)
+        while True:
+            await asyncio.sleep(interval)
+            self.check()
+
+    def check(self) -> None:
+        """Tell those who are overdue."""
+        now = self._clock()
+        still: set[Delivery] = set()
+        for worker in self._workers:
+            if worker.overdue(now):
+                worker.time_out()
+            elif worker.cancelled and now - worker.started > self._timeout + _LETS_GO:
+                still.update(worker.deliveries)
+        for delivery in still - self._reported:
+            message = "the handler of %r was cancelled after timeout=%g s and does not end: its shard waits for it"
+            logger.error(message, delivery, self._timeout)
+        self._reported = still
 
 
 class StuckWatch:

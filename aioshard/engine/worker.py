@@ -1,56 +1,49 @@
 """N coroutines that take deliveries, run the handler and settle the outcome."""
 
 import asyncio
+import enum
 import logging
-import random
 from collections.abc import Awaitable, Callable
 
-from aioshard.core.retry import Retry
-from aioshard.engine.epoch import Block, Delivery, Gate
+from aioshard.engine.epoch import Delivery, Gate, Outcome
+from aioshard.engine.settling import Settlement
 from aioshard.engine.shards import Shards
-from aioshard.errors import CancelledRunError
+from aioshard.errors import AttemptTimeoutError, CancelledRunError, SwallowedCancellationError
 from aioshard.records import Record
 
-__all__ = ["Counters", "Invoke", "Worker"]
+__all__ = ["Asked", "Divert", "Invoke", "Worker"]
 
 logger = logging.getLogger("aioshard.engine.worker")
 
 Invoke = Callable[[Delivery], Awaitable[object]]
 """Runs one attempt."""
 
+Divert = Callable[[Delivery], None]
+"""Looks at each delivery before it starts, and may give it a detour."""
+
 _RUN_AHEAD = 128
 """Records that workers process without letting the loop turn, while handlers never suspend. Heartbeats
 and other tasks wait for as long as that many handlers take."""
 
-_WARNING_INTERVAL = 1.0
-"""Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
 _EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-class Counters:
-    """What happened to the records of one handler; owned by the event loop, written by its workers."""
+class Asked(enum.IntFlag):
+    """What somebody wants of a worker; 0 is nothing, so that the hot path has one question for all."""
 
-    __slots__ = ("_warned_at", "processed", "replayed", "retried")
-
-    def __init__(self) -> None:
-        self.processed = 0
-        self.replayed = 0
-        """Runs of records that had run before and were cancelled."""
-        self.retried = 0
-        self._warned_at = -_WARNING_INTERVAL
-
-    def may_warn(self, now: float) -> bool:
-        """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""
-        if now - self._warned_at < _WARNING_INTERVAL:
-            return False
-        self._warned_at = now
-        return True
+    NOTHING = 0
+    INTERRUPT = 1
+    """End the run; the record stays incomplete."""
+    TIME_OUT = 2
+    """End the run; the attempt has failed."""
+    RETIRE = 4
+    """End when the run does."""
 
 
 class Worker:
     """One coroutine that serves the shards of a handler.
 
-    Cancelling the run (`interrupt`) is not cancelling the worker: the handler sees a
+    Cancelling the run (`interrupt`, `time_out`) is not cancelling the worker: the handler sees a
     `CancelledError`, the record stays incomplete (I8), the worker lives on. A handler that swallows the
     cancellation keeps its worker and its shard until it returns, and its result counts for nothing.
 
@@ -66,10 +59,10 @@ class Worker:
         *,
         call: Callable[[Record], Awaitable[object]] | None,
         invoke: Invoke,
-        retry: Retry,
-        counters: Counters,
+        settlement: Settlement,
         clock: Callable[[], float],
-        chance: Callable[[], float] = random.random,
+        timeout: float | None = None,
+        divert: Divert | None = None,
     ) -> None:
         """Make a worker; `run` is its task.
 
@@ -78,10 +71,10 @@ class Worker:
             shards: Where the deliveries are.
             call: The handler itself where it takes nothing but the record, which spares a call; else None.
             invoke: Runs an attempt in every other case.
-            retry: What follows a failed attempt.
-            counters: Shared by the workers of a handler.
+            settlement: What follows a failed attempt.
             clock: Loop time.
-            chance: Random numbers from 0 to 1, for the jitter.
+            timeout: Seconds that an attempt may take; somebody else watches them (`overdue`).
+            divert: Looks at each delivery first; None where nothing can be diverted before it has failed.
         """
         self.name = name
         self.delivery: Delivery | None = None
@@ -89,30 +82,62 @@ class Worker:
         """What the worker awaits; shows where a handler hangs."""
         self.started = 0.0
         """Loop time at which the current attempt began."""
-        self.interrupted = False
-        """Whether the current run was asked to end."""
+        self.asked = Asked.NOTHING
+        """What is wanted of the worker, by its current run or for good."""
+        self.timeout = timeout
         self._task: asyncio.Task[object] | None = None
         self._asked_before = 0
+        self._requests = 0
         self._shards = shards
         self._call = call
         self._invoke = invoke
-        self._retry = retry
-        self._counters = counters
+        self._settlement = settlement
         self._clock = clock
-        self._chance = chance
+        self._divert = divert
+
+    @property
+    def deliveries(self) -> tuple[Delivery, ...]:
+        """What the worker runs now."""
+        return () if self.delivery is None else (self.delivery,)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the current run was told to end and has not."""
+        return self.delivery is not None and bool(self.asked & (Asked.INTERRUPT | Asked.TIME_OUT))
 
     def interrupt(self) -> None:
         """Ask the current run to end; its record stays incomplete. Does nothing between runs."""
-        if self.delivery is not None and not self.interrupted and self._task is not None:
-            self.interrupted = True
+        self._ask(Asked.INTERRUPT)
+
+    def overdue(self, now: float) -> bool:
+        """Whether the handler has run for longer than its time-out, and was not told so yet."""
+        delivery = self.delivery
+        return (
+            self.timeout is not None
+            and delivery is not None
+            and delivery.detour is None
+            and not self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
+            and now - self.started > self.timeout
+        )
+
+    def time_out(self) -> None:
+        """Ask the current run to end; its attempt has failed."""
+        self._ask(Asked.TIME_OUT)
+
+    def _ask(self, what: Asked) -> None:
+        if self.delivery is None or self._task is None or self.asked & what:
+            return
+        if not self._requests:
             self._asked_before = self._task.cancelling()
-            self._task.cancel()
+        self.asked |= what
+        self._requests += 1
+        self._task.cancel()
 
     async def run(self) -> None:  # noqa: C901 - the hot path: no calls
         """Serve until cancelled."""
         self._task = asyncio.current_task()
-        shards, call, invoke, clock, counters = self._shards, self._call, self._invoke, self._clock, self._counters
-        take, next_after = shards.take, shards.next_after
+        shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
+        take, next_after, counters = shards.take, shards.next_after, self._settlement.counters
         assert self._task is not None  # noqa: S101 - this is a task
         cancelling = self._task.cancelling
         ahead = 0
@@ -125,7 +150,12 @@ class Worker:
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
                 epoch.highest_started = delivery.offset
-            if delivery.cancelled:
+            if divert is not None:
+                divert(delivery)
+            if delivery.aside:
+                if delivery.detour is not None:
+                    delivery = await self._take_detour(delivery)
+                    continue
                 self._runs_again(delivery)
             delivery.starts += 1
             self.delivery = delivery
@@ -136,8 +166,8 @@ class Worker:
             except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
                 delivery = self._ended_badly(delivery, error)
                 continue
-            if self.interrupted:
-                delivery = self._swallowed_cancellation(delivery)
+            if self.asked:
+                delivery = self._returned_although_asked(delivery)
                 continue
             if cancelling():
                 self._forget_what_the_handler_asked()
@@ -166,6 +196,26 @@ class Worker:
             return self._shards.take()
         return delivery
 
+    async def _take_detour(self, delivery: Delivery) -> Delivery | None:
+        """Do what comes in place of the handler, and return what the worker does next."""
+        assert delivery.detour is not None  # noqa: S101 - why we are here
+        self.delivery = delivery
+        self.started = self._clock()
+        try:
+            self.running = running = delivery.detour.take(delivery)
+            outcome = await running
+        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            return self._ended_badly(delivery, error)
+        if self.asked & Asked.INTERRUPT:
+            return self._swallowed_cancellation(delivery)
+        return self._completed(delivery, outcome)
+
+    def _completed(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+        self.delivery = self.running = None
+        if delivery.epoch.complete(delivery):
+            self._settlement.counters.count(outcome)
+        return self._shards.next_after(delivery)
+
     # What is not success --------------------------------------------------------
 
     def _ended_badly(self, delivery: Delivery, error: BaseException) -> Delivery | None:
@@ -178,12 +228,16 @@ class Worker:
         self.delivery = self.running = None
         task = self._task
         assert task is not None  # noqa: S101 - set by run
-        if self.interrupted:
-            ending = self._end_interruption(delivery)
-            self._shards.again(delivery)
-            if ending or isinstance(error, _EXITS):
-                raise error
-            return self._shards.take()
+        asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
+        if asked:
+            ending = self._take_back_requests()
+            if asked & Asked.INTERRUPT or ending or isinstance(error, _EXITS):
+                delivery.cancelled = delivery.aside = True
+                self._shards.again(delivery)
+                if ending or isinstance(error, _EXITS):
+                    raise error
+                return self._shards.take()
+            return self._failed(delivery, AttemptTimeoutError(self.timeout or 0.0))
         if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
             self._shards.again(delivery)
             raise error
@@ -192,26 +246,50 @@ class Worker:
             return self._failed(delivery, CancelledRunError())
         return self._failed(delivery, error)
 
+    def _returned_although_asked(self, delivery: Delivery) -> Delivery | None:
+        if self.asked & Asked.INTERRUPT:
+            return self._swallowed_cancellation(delivery)
+        if self.asked & Asked.TIME_OUT:
+            return self._swallowed_time_out(delivery)
+        return self._completed(delivery, Outcome.PROCESSED)
+
     def _swallowed_cancellation(self, delivery: Delivery) -> Delivery | None:
         """The handler returned although its run was cancelled: that completes nothing (I8)."""
         self.delivery = self.running = None
-        ending = self._end_interruption(delivery)
+        ending = self._take_back_requests()
+        delivery.cancelled = delivery.aside = True
         logger.warning("the handler of %r swallowed its cancellation; the record stays incomplete", delivery)
         self._shards.again(delivery)
         if ending:
             raise asyncio.CancelledError
         return self._shards.take()
 
-    def _runs_again(self, delivery: Delivery) -> None:
-        delivery.cancelled = False
-        self._counters.replayed += 1
+    def _swallowed_time_out(self, delivery: Delivery) -> Delivery | None:
+        """The handler returned although its attempt had timed out: nobody knows what it did, so the shard halts."""
+        self.delivery = self.running = None
+        ending = self._take_back_requests()
+        if delivery.epoch.gate is Gate.ENDED:
+            self._shards.release(delivery)
+        else:
+            self._settlement.swallowed(delivery, SwallowedCancellationError(self.timeout or 0.0), self._shards)
+        if ending:
+            raise asyncio.CancelledError
+        return self._shards.take()
 
-    def _end_interruption(self, delivery: Delivery) -> bool:
-        """Take back what `interrupt` asked for; returns whether the worker is being cancelled besides."""
+    def _runs_again(self, delivery: Delivery) -> None:
+        if delivery.cancelled:
+            self._settlement.counters.replayed += 1
+        delivery.cancelled = delivery.aside = False
+
+    def _take_back_requests(self) -> bool:
+        """Take back the cancellations that were asked for; returns whether the worker is being cancelled besides."""
         assert self._task is not None  # noqa: S101 - set by run
-        self.interrupted = False
-        delivery.cancelled = True
-        ending = self._task.uncancel() > self._asked_before
+        self.asked &= Asked.RETIRE
+        left = self._task.cancelling()
+        for _ in range(self._requests):
+            left = self._task.uncancel()
+        self._requests = 0
+        ending = left > self._asked_before
         if not ending:
             self._forget_what_the_handler_asked()
         return ending
@@ -226,35 +304,9 @@ class Worker:
             self._task.uncancel()
 
     def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
-        """An attempt failed: another one later, or the shard halts."""
+        """An attempt failed: another one later, or a detour, or the shard halts."""
         if delivery.epoch.gate is Gate.ENDED:
             return self._shards.next_after(delivery)
-        text = f"{type(error).__name__}: {_message_of(error)}"
-        delivery.failures += 1
-        delay = self._retry.delay(error, delivery.failures, self._chance())
-        if delay is None:
-            self._shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
-            logger.error(
-                "record %r failed %d time(s) and halts its shard: its partition is not committed past it (%s)",
-                delivery,
-                delivery.failures,
-                text,
-                exc_info=error,
-            )
-        else:
-            self._counters.retried += 1
-            self._shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), delay)
-            level = logging.WARNING if self._counters.may_warn(self._clock()) else logging.DEBUG
-            message = (
-                "record %r failed attempt %d and runs again in %.2f s (%s); %d attempts of its handler failed so far"
-            )
-            logger.log(level, message, delivery, delivery.failures, delay, text, self._counters.retried)
+        if self._settlement.failed(delivery, error, self._shards):
+            return delivery
         return self._shards.take()
-
-
-def _message_of(error: BaseException) -> str:
-    """What an exception says; some of those that users write cannot say it, and that must not end the worker."""
-    try:
-        return str(error)
-    except Exception as failure:  # noqa: BLE001 - the user's code; the record failed and nothing else
-        return f"its message cannot be shown ({type(failure).__name__})"

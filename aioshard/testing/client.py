@@ -15,6 +15,7 @@ from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.loop import VirtualTimeLoop
+from aioshard.testing.producer import InMemoryProducer
 from aioshard.testing.transport import InMemoryTransport, Latency
 
 __all__ = ["TestClient"]
@@ -91,7 +92,9 @@ class TestClient:
             raise StateError(message)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(_test_settings(self.app, self._speed))
-            await stack.enter_async_context(self.app.started(self._make_transport))
+            await stack.enter_async_context(
+                self.app.started(self._make_transport, lambda: InMemoryProducer(self.broker))
+            )
             self._exit = stack.pop_all()
         return self
 

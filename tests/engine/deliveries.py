@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
@@ -38,3 +39,8 @@ def start(delivery: Delivery | None) -> Delivery:
     assert delivery is not None
     delivery.epoch.highest_started = max(delivery.epoch.highest_started, delivery.offset)
     return delivery
+
+
+def never(delivery: Delivery, error: Exception, shards: Shards) -> None:  # noqa: ARG001 - a callback by its shape
+    """For a feed whose sharding function cannot fail."""
+    raise error

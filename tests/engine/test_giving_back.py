@@ -10,7 +10,7 @@ from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
-from tests.engine.deliveries import make_buffer, make_epoch, start
+from tests.engine.deliveries import make_buffer, make_epoch, never, start
 
 HALTED = Block(halted=True, error="ValueError", since=0.0)
 
@@ -60,7 +60,9 @@ def test_what_comes_again_is_not_new() -> None:
         buffer = make_buffer()
         epoch, deliveries = make_epoch(["a", "a", "b", "a"], buffer=buffer)
         shards = Shards()
-        fetcher = Fetcher(epoch, Feed(lambda record: record.key, [shards], fixed=False, workers=1), lambda: 9.0)
+        fetcher = Fetcher(
+            epoch, Feed(lambda record: record.key, [shards], fixed=False, workers=1, unkeyed=never), lambda: 9.0
+        )
         await shards.put(deliveries)
         first = start(shards.take())
         epoch.give_back(shards.give_back(epoch, 3))
@@ -84,7 +86,7 @@ def test_a_partition_that_is_being_taken_away_neither_gives_back_nor_is_read_aga
     async def test() -> None:
         buffer = make_buffer(records=100)
         shards = Shards()
-        feed = Feed(lambda record: record.key, [shards], fixed=False, workers=1)
+        feed = Feed(lambda record: record.key, [shards], fixed=False, workers=1, unkeyed=never)
         halted, deliveries = make_epoch(["a"] * 50, buffer=buffer)
         released, others = make_epoch(["b"] * 50, partition=1, buffer=buffer)
         released.give_back(others[10:])
@@ -123,7 +125,7 @@ def test_a_fetch_task_that_is_called_back_and_cancelled_at_once_ends() -> None:
     async def test() -> None:
         shards = Shards(1)
         epoch, _ = make_epoch([])
-        fetcher = Fetcher(epoch, Feed(lambda _: 0, [shards], fixed=True, workers=1), lambda: 0.0)
+        fetcher = Fetcher(epoch, Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never), lambda: 0.0)
         task = asyncio.create_task(fetcher.run(), name="fetch")
         records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(4)]
         fetcher.accept(FetchedBatch(epoch.topic_partition, records, [10] * 4, 4))

@@ -10,7 +10,7 @@ from aioshard.engine.epoch import Block
 from aioshard.engine.fetcher import Feed
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
-from tests.engine.deliveries import add, make_epoch, start
+from tests.engine.deliveries import add, make_epoch, never, start
 
 RETRY = Block(halted=False, error="ValueError", since=0.0)
 
@@ -130,7 +130,7 @@ def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
     async def test() -> None:
         parts = [Shards(10) for _ in range(3)]
         _, deliveries = make_epoch([None] * 9)
-        await Feed(lambda record: record.key, parts, fixed=True, workers=3).put(deliveries, deque())
+        await Feed(lambda record: record.key, parts, fixed=True, workers=3, unkeyed=never).put(deliveries, deque())
         assert [sum(1 for one in deliveries if one.key == number) for number in range(3)] == [3, 3, 3]
         assert [part.take() is not None for part in parts] == [True] * 3
 

@@ -8,6 +8,7 @@ import pytest
 
 from aioshard import Context, Handlers, Record
 from aioshard.errors import HandlerError, NotBuiltError
+from aioshard.ports import Message
 
 
 async def on_record(record: Record) -> None: ...
@@ -121,7 +122,7 @@ def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, senten
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout": 1.0}, {"batch": object()}, {"decode": bytes}, {"on_failure": "skip"}],
+    [{"batch": object()}, {"decode": bytes}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_is_not_built_is_never_ignored(options: Any) -> None:
@@ -151,11 +152,15 @@ def test_a_topic_belongs_to_one_handler(
     assert [registration.name for registration in handlers] == ["on_record"]
 
 
+async def publish_nothing(message: Message) -> int:
+    raise AssertionError(message)
+
+
 def test_a_key_is_one_shard_within_its_topic_only() -> None:
     handlers = Handlers()
     handlers.consume("orders", "returns")(on_record)
     (registration,) = handlers
-    shard_key = registration.spec(lambda: None).shard_key
+    shard_key = registration.spec(lambda: None, publish_nothing).shard_key
 
     keys = {shard_key(Record(topic, 0, 0, b"customer-1", None, (), 0.0)) for topic in ("orders", "returns")}
 

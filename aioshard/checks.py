@@ -1,0 +1,142 @@
+"""What `consume` refuses, and why: the sentences that a user reads when the decorator is applied."""
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from aioshard.context import Context
+from aioshard.core.recourse import DeadLetter, Park
+from aioshard.errors import HandlerError, NotBuiltError
+from aioshard.records import TOPIC_NAME, Record
+
+__all__ = [
+    "check_failing",
+    "check_signature",
+    "check_source",
+    "check_workers",
+    "is_async",
+    "refuse_unbuilt",
+]
+
+
+def refuse_unbuilt(*, batch: object, decode: object) -> None:
+    """Refuse the options of the contract that this version does not have yet."""
+    if batch is not None:
+        raise NotBuiltError(f"batch={batch!r}", "take one record at a time")
+    if decode is not None:
+        raise NotBuiltError("decode=…", "decode record.value in the handler")
+
+
+def check_failing(timeout: object, on_failure: object, topics: tuple[str, ...]) -> None:
+    """Refuse a time-out that is none, and a policy that is not known or leads back to its own topic."""
+    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < float("inf")):  # type: ignore[operator]
+        raise HandlerError(f"timeout={timeout!r} was refused: a number of seconds above 0, or None, was expected")
+    if on_failure not in ("halt", "skip") and not isinstance(on_failure, DeadLetter | Park):
+        raise HandlerError(
+            f"on_failure={on_failure!r} is not known: use 'halt', 'skip', DeadLetter('topic') or Park('topic')"
+        )
+    if isinstance(on_failure, DeadLetter | Park) and on_failure.topic in topics:
+        raise HandlerError(
+            f"on_failure={on_failure!r} sends failed records to the topic that they come from, where they would fail "
+            "again and again: give another topic"
+        )
+
+
+def check_source(topics: tuple[str, ...], pattern: str | None) -> None:
+    """Refuse what names no topic."""
+    if not topics and pattern is None:
+        message = "consume() was given neither a topic nor a pattern: name at least one topic"
+        raise HandlerError(message)
+    for topic in topics:
+        if callable(topic):
+            message = "consume needs a topic: write @app.consume('orders'), not @app.consume"
+            raise HandlerError(message)
+        if not TOPIC_NAME.fullmatch(str(topic)):
+            message = f"{topic!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
+            raise HandlerError(message)
+    if len(set(topics)) != len(topics):
+        message = f"a topic is named twice in consume({', '.join(map(repr, topics))})"
+        raise HandlerError(message)
+    if pattern is not None:
+        try:
+            re.compile(f"(?:{pattern})")  # as it is used beside the topics and patterns of other handlers
+        except re.error as error:
+            message = f"pattern={pattern!r} is no regular expression that can stand beside others: {error}"
+            raise HandlerError(message) from error
+
+
+def check_workers(shards: int | None, concurrency: int | None) -> int:
+    """How many workers are asked for; refuses what contradicts itself."""
+    if shards is not None and concurrency is not None:
+        message = (
+            f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
+            "concurrency out, or leave shards out for shards on demand"
+        )
+        raise HandlerError(message)
+    for name, value in (("shards", shards), ("concurrency", concurrency)):
+        if value is not None and (type(value) is not int or value < 1):
+            message = f"{name}={value!r} was refused: a whole number of at least 1 was expected"
+            raise HandlerError(message)
+    return shards or concurrency or 64
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling the function gives a coroutine."""
+    plain = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
+
+
+def check_signature(function: Callable[..., Any]) -> bool:
+    """Whether the function takes a context; refuses what cannot be called with a record."""
+    name = getattr(function, "__name__", repr(function))
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        message = f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield"
+        raise HandlerError(message)
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    surplus = [p.name for p in required if p not in positional[:2]]
+    if not positional or surplus:
+        found = ", ".join(str(p) for p in parameters) or "no parameter"
+        message = f"handler {name!r} takes ({found}); expected are the record and, optionally, a Context"
+        raise HandlerError(message)
+    annotations = _annotations(function)
+    _check_payload(positional[0].name, annotations, name)
+    return len(positional) > 1 and _takes_context(positional[1], annotations, name)
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):
+        return {}  # a name that exists for type checkers only
+
+
+def _check_payload(parameter: str, annotations: dict[str, Any], name: str) -> None:
+    annotation = annotations.get(parameter, Record)
+    if annotation not in (Record, Any, object):
+        option = f"the annotation {parameter}: {_shown(annotation)} of handler {name!r}"
+        raise NotBuiltError(option, "annotate the first parameter with aioshard.Record and decode its value")
+
+
+def _takes_context(parameter: inspect.Parameter, annotations: dict[str, Any], name: str) -> bool:
+    annotation = annotations.get(parameter.name, parameter.annotation)
+    wanted = annotation in (Context, "Context", "aioshard.Context") or Context in typing.get_args(annotation)
+    if parameter.default is not parameter.empty:
+        return wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
+    if not wanted and annotations.get(parameter.name, Any) not in (Any, object):
+        message = (
+            f"handler {name!r} takes {parameter.name}: {_shown(annotation)} as its second parameter; a Context was "
+            "expected there: annotate it so, or give a parameter of your own a default"
+        )
+        raise HandlerError(message)
+    return True
+
+
+def _shown(annotation: object) -> object:
+    return getattr(annotation, "__name__", annotation)

@@ -1,0 +1,69 @@
+"""What a handler may know beside its record."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from aioshard.engine.recourse import Publish
+from aioshard.errors import StateError
+from aioshard.ports import Message
+from aioshard.records import Record
+from aioshard.serde.messages import message
+
+__all__ = ["Context"]
+
+
+async def _no_app(outgoing: Message) -> int:
+    raise StateError(
+        f"a message for topic {outgoing.topic!r} was not published: this Context belongs to no running app"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What a handler may know beside the record: declare it as the second parameter.
+
+    Example:
+        >>> async def on_order(record: Record, context: Context) -> None:
+        ...     if context.attempt > 1:
+        ...         print("again:", context.idempotency_key)
+    """
+
+    record: Record
+    attempt: int
+    """Counted from 1."""
+    deadline: float | None
+    """Loop time at which the attempt times out; None without a time-out."""
+    revoked: asyncio.Event
+    """Set when the partition is being taken away: end soon, or the run is cancelled."""
+    replay: bool
+    """True where history is processed on Spark."""
+    state: Any
+    """What the app's `resources` yielded; None without."""
+    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
+    """Where `publish` goes."""
+
+    @property
+    def idempotency_key(self) -> str:
+        """`topic/partition/offset`: the same for every delivery of the record."""
+        return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: bytes | str | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        partition: int | None = None,
+    ) -> int:
+        """As `App.publish`: returns the offset when the brokers have acknowledged.
+
+        The record is not complete before the handler returns, so what it has published is there when its offset
+        is committed. After a crash it may be there twice.
+
+        Raises:
+            TransportError: Not acknowledged.
+        """
+        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))

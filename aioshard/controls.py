@@ -1,0 +1,166 @@
+"""What a running app can be told, beside being stopped."""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from aioshard.engine.control import pause, release, resume
+from aioshard.engine.epoch import Detour
+from aioshard.engine.recourse import skipping
+from aioshard.engine.runtime import Engine
+from aioshard.errors import StateError
+from aioshard.records import TopicPartition
+from aioshard.serde.messages import message
+
+__all__ = ["Controls"]
+
+T = TypeVar("T")
+
+_ANSWER_TIMEOUT = 10.0
+
+
+class Controls:
+    """The part of an app that acts on its running engine.
+
+    `publish` is a coroutine of the app's event loop. The others may be called from any thread: they return when
+    the engine has done it.
+    """
+
+    group_id: str
+    _engine: Engine | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: bytes | str | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        partition: int | None = None,
+    ) -> int:
+        """Publish with the app's idempotent producer; returns when the brokers have acknowledged (`acks=all`).
+
+        Args:
+            topic: Where it goes.
+            value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
+            key: Bytes or a string. Without *partition* it chooses the partition, as Java's partitioner does.
+            headers: Name and content of each.
+            partition: Instead of the key's choice.
+
+        Returns:
+            The offset.
+
+        Raises:
+            StateError: The app does not run.
+            TransportError: Not acknowledged; see `AuthorizationError` and `MessageTooLargeError` among them.
+        """
+        outgoing = message(topic, value, key=key, headers=headers, partition=partition)
+        return await self._running_engine().producer.publish(outgoing)
+
+    def retry_now(self, topic: str, partition: int, offset: int) -> None:
+        """Run a halted record again now, with all its attempts; also one that waits for its next attempt.
+
+        Raises:
+            StateError: The app does not run, or the record does not wait in this process.
+        """
+        self._release(TopicPartition(topic, partition), offset, None)
+
+    def skip(self, topic: str, partition: int, offset: int) -> None:
+        """Complete a halted record without processing it: its shard goes on, and its offset may be committed.
+
+        Raises:
+            StateError: As `retry_now`.
+        """
+        self._release(TopicPartition(topic, partition), offset, skipping("the application asked for it"))
+
+    def _release(self, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
+        self._do(lambda engine: release(engine, topic_partition, offset, detour))
+
+    def pause(self, topic: str, partition: int | None = None, *, why: str = "the application asked for it") -> None:
+        """Let no record of a partition start, or of all partitions of a topic; what runs goes on.
+
+        Nothing more of it is taken in. It lasts until `resume`, also when the partition goes away and comes back.
+
+        Args:
+            topic: A topic that the app consumes.
+            partition: Its number; None is every partition that this process has now.
+            why: Shown by `explain` and in the statistics.
+
+        Raises:
+            StateError: The app does not run, or has no such partition now.
+        """
+        self._do(lambda engine: pause(engine, _partitions(engine, topic, partition), why))
+
+    def resume(self, topic: str, partition: int | None = None) -> None:
+        """Take `pause` back; None resumes every paused partition of the topic.
+
+        Raises:
+            StateError: The app does not run.
+        """
+
+        def act(engine: Engine) -> None:
+            if partition is not None:
+                resume(engine, [TopicPartition(topic, partition)])
+            else:
+                resume(engine, [p for p in engine.pauses if isinstance(p, TopicPartition) and p.topic == topic])
+
+        self._do(act)
+
+    def pause_handler(self, name: str, *, why: str = "the application asked for it") -> None:
+        """As `pause`, for everything that the handler of that name consumes, now and later.
+
+        Raises:
+            StateError: The app does not run, or has no such handler.
+        """
+        self._do(lambda engine: pause(engine, _handler(engine, name), why))
+
+    def resume_handler(self, name: str) -> None:
+        """Take `pause_handler` back.
+
+        Raises:
+            StateError: As `pause_handler`.
+        """
+        self._do(lambda engine: resume(engine, _handler(engine, name)))
+
+    def _do(self, act: Callable[[Engine], T]) -> T:
+        """Act on the engine in its event loop, from whichever thread."""
+        engine, loop = self._running_engine(), self._loop
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is loop or loop is None:
+            return act(engine)
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def answered() -> None:
+            try:
+                answer.set_result(act(engine))
+            except BaseException as error:  # noqa: BLE001 - raised where it was asked
+                answer.set_exception(error)
+
+        loop.call_soon_threadsafe(answered)
+        return answer.result(_ANSWER_TIMEOUT)
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise StateError(f"app {self.group_id!r} does not run")
+        return self._engine
+
+
+def _partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:
+    ours = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
+    meant = [name for name in ours if partition in (None, name.partition)]
+    if not meant:
+        what = f"partition {topic}/{partition}" if partition is not None else f"partition of topic {topic!r}"
+        raise StateError(f"no {what} is assigned to this process: pause it in the process that has it")
+    return meant
+
+
+def _handler(engine: Engine, name: str) -> str:
+    names = [handler.spec.name for handler in engine.handlers]
+    if name not in names:
+        raise StateError(f"there is no handler {name!r}: the app has {', '.join(names)}")
+    return name

@@ -1,0 +1,81 @@
+"""What an operator does to a running engine: release halted records, pause and resume."""
+
+import logging
+from collections.abc import Collection
+
+from aioshard.engine.epoch import Delivery, Detour, Epoch
+from aioshard.engine.rebalance import APPLICATION
+from aioshard.engine.runtime import Engine
+from aioshard.errors import StateError
+from aioshard.records import TopicPartition
+
+__all__ = ["pause", "release", "resume"]
+
+logger = logging.getLogger("aioshard.engine.control")
+
+
+def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
+    """Let a record that is halted, or waits for its next attempt, go on now.
+
+    Args:
+        engine: Of this process.
+        topic_partition: Where the record is.
+        offset: Its offset.
+        detour: What is done with it; None runs its handler, with all attempts anew.
+
+    Raises:
+        StateError: There is no such record here.
+    """
+    delivery = _waiting(engine, topic_partition, offset)
+    delivery.failures = delivery.detours = 0
+    delivery.detour = detour
+    delivery.aside = detour is not None or delivery.cancelled
+    what = "its handler runs again" if detour is None else detour.purpose
+    logger.warning("record %r was released: %s", delivery, what)
+    feed = engine.rebalance.fetchers[topic_partition].feed
+    feed.unblock(delivery)
+
+
+def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> Delivery:
+    fetcher = engine.rebalance.fetchers.get(topic_partition)
+    if fetcher is None:
+        raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
+    delivery = fetcher.epoch.tracker.get(offset)
+    if delivery is None:
+        raise StateError(
+            f"record {topic_partition}/{offset} is not incomplete here: it is done, or was not taken in yet; "
+            "explain() names the halted ones"
+        )
+    if delivery.block is None or offset in fetcher.epoch.shed:
+        raise StateError(f"record {delivery!r} neither is halted nor waits for its next attempt: it needs no release")
+    return delivery
+
+
+def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> None:
+    """Let nothing of these partitions, or of the handler of that name, start; what runs goes on.
+
+    Kept across rebalances, until `resume`.
+    """
+    names: Collection[TopicPartition | str] = [what] if isinstance(what, str) else what
+    for name in names:
+        engine.pauses[name] = why
+    for epoch in _meant(engine, what):
+        epoch.pause(APPLICATION, why)
+        logger.warning("%s is paused: %s", epoch.topic_partition, why)
+
+
+def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
+    """Take `pause` back, for the same partitions or the same handler."""
+    names: Collection[TopicPartition | str] = [what] if isinstance(what, str) else what
+    for name in names:
+        engine.pauses.pop(name, None)
+    for epoch in _meant(engine, what):
+        if engine.why_paused(epoch.topic_partition) is None and epoch.resume(APPLICATION):
+            logger.warning("%s goes on: the application resumed it", epoch.topic_partition)
+            engine.feed_of(epoch.topic_partition.topic).reopen(epoch)
+
+
+def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch]:
+    if isinstance(what, str):
+        return [e for e in engine.rebalance.epochs if engine.handler_of(e.topic_partition.topic).spec.name == what]
+    return [epoch for epoch in engine.rebalance.epochs if epoch.topic_partition in what]

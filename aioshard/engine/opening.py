@@ -1,0 +1,191 @@
+"""Where an assignment goes on: each partition in place, or in a new epoch at a position that is committed first."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple, Protocol
+
+import anyio
+
+from aioshard.core.ownership import Claim, Evidence, first_generation, origin_of, reason_to_end
+from aioshard.engine.committer import Committer
+from aioshard.engine.epoch import Epoch
+from aioshard.engine.fetcher import Fetcher
+from aioshard.errors import NoOffsetError, OffsetOutOfRangeError, TransportError
+from aioshard.ports import Committed, FetchedBatch, LogRange, Membership, Transport
+from aioshard.records import TopicPartition
+
+__all__ = ["Limits", "Opening", "Owner"]
+
+logger = logging.getLogger("aioshard.engine.rebalance")
+
+
+class Limits(NamedTuple):
+    """The times and the policy that rebalances keep to, in seconds."""
+
+    group_id: str
+    drain_timeout: float
+    commit_timeout: float
+    auto_offset_reset: Literal["earliest", "latest", "error"] | None
+    max_buffered_bytes: int
+
+
+class Owner(Protocol):
+    """Who owns the epochs: the rebalance."""
+
+    @property
+    def client(self) -> Transport:
+        """The client of now."""
+
+    @property
+    def fetchers(self) -> Mapping[TopicPartition, Fetcher]:
+        """Of the partitions that are ours, or may be ours again."""
+
+    @property
+    def ends(self) -> dict[TopicPartition, int]:
+        """End of each partition's log as first seen."""
+
+    def claim_of(self, topic_partition: TopicPartition) -> Claim | None:
+        """What speaks for going on with a partition where we were."""
+
+    def begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
+        """Make a new epoch, closed."""
+
+    def open(self, epoch: Epoch, membership: Membership) -> None:
+        """Let an epoch go on."""
+
+    def end(self, epoch: Epoch, reason: str) -> None:
+        """End an ownership."""
+
+
+class Opening:
+    """Asks the brokers what they know of a partition, and has its owner open it by that.
+
+    Invariants:
+        * Nothing is opened under another membership than the one that the answers came in.
+        * A position that was not committed is committed before the first record is handed out.
+    """
+
+    def __init__(self, owner: Owner, committer: Committer, limits: Limits) -> None:
+        """Make an opening for the epochs of *owner*."""
+        self.known_topics: set[str] = set()
+        """Topics that the group is known to have commits on."""
+        self._owner = owner
+        self._committer = committer
+        self._limits = limits
+
+    async def settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
+        """Open each of *partitions*, in place or in a new epoch, as long as *membership* lasts.
+
+        Raises:
+            TransportError: Something could not be found out, or not be committed; what was opened stays so.
+            TimeoutError: The brokers did not answer.
+            NoOffsetError: Nothing says where to begin.
+            OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
+        """
+        unsettled = [topic_partition for topic_partition in partitions if not self._is_open(topic_partition)]
+        if not unsettled:
+            return
+        client = self._owner.client
+        with anyio.fail_after(self._limits.commit_timeout):
+            committed = await client.committed(unsettled)
+            ranges = await client.log_ranges(unsettled)
+        if client.membership() != membership:
+            return
+        fresh: list[TopicPartition] = []
+        for topic_partition in unsettled:
+            log = ranges[topic_partition]
+            # Lower than at first when the topic was made anew, and then there is no more to come.
+            self._owner.ends[topic_partition] = min(self._owner.ends.get(topic_partition, log.end), log.end)
+            fetcher = self._owner.fetchers.get(topic_partition)
+            if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
+                fresh.append(topic_partition)
+        await self._open_resolved(await self._begin_all(fresh, committed, ranges, membership), membership)
+
+    def _is_open(self, topic_partition: TopicPartition) -> bool:
+        fetcher = self._owner.fetchers.get(topic_partition)
+        return fetcher is not None and fetcher.epoch.is_open and fetcher.epoch.outside_log is None
+
+    def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
+        epoch = fetcher.epoch
+        if epoch.is_open and epoch.outside_log is not None:
+            reason = self._pass_over(fetcher, epoch.outside_log, log)
+        else:
+            evidence = Evidence(*now, committed.offset if committed else None, log.start, log.end)
+            reason = reason_to_end(self._owner.claim_of(epoch.topic_partition), evidence)
+        if reason is not None:
+            self._owner.end(epoch, reason)
+            return False
+        self._owner.open(epoch, now)
+        return True
+
+    def _pass_over(self, fetcher: Fetcher, position: int, log: LogRange) -> str | None:
+        """Pass over what retention has deleted unread, a hole like any other; or say why the epoch ends."""
+        topic_partition = fetcher.epoch.topic_partition
+        if position >= log.start or self._limits.auto_offset_reset == "error":
+            return str(OffsetOutOfRangeError(topic_partition, position))
+        message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
+        logger.warning(message, position, log.start - 1, topic_partition, log.start)
+        fetcher.accept(FetchedBatch(topic_partition, (), (), log.start))
+        self._owner.client.seek(topic_partition, log.start)
+        return None
+
+    async def _begin_all(
+        self,
+        partitions: Collection[TopicPartition],
+        committed: Mapping[TopicPartition, Committed | None],
+        ranges: Mapping[TopicPartition, LogRange],
+        membership: Membership,
+    ) -> list[Epoch]:
+        """New epochs for *partitions*, closed; those whose position was committed are opened."""
+        topics = {name.topic for name in partitions if committed[name] is None}
+        known = {topic for topic in topics if await self._group_knows(topic, membership)}
+        if self._owner.client.membership() != membership:
+            return []
+        resolved = []
+        for topic_partition in partitions:
+            ours = committed[topic_partition]
+            offset = ours.offset if ours else None
+            origin = origin_of(
+                offset,
+                ranges[topic_partition],
+                self._limits.auto_offset_reset,
+                group_knows_topic=topic_partition.topic in known,
+            )
+            if origin is None:
+                lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
+                raise lost or NoOffsetError(self._limits.group_id, topic_partition)
+            epoch = self._owner.begin(topic_partition, origin.offset)
+            epoch.acknowledged = offset
+            epoch.first_generation = first_generation(ours.metadata) if ours else membership.generation
+            if origin.resolved:
+                if ours is not None:
+                    message = "committed offset %d of %s is outside its log; going on at %d"
+                    logger.warning(message, ours.offset, topic_partition, origin.offset)
+                resolved.append(epoch)
+            else:
+                self._owner.open(epoch, membership)
+        return resolved
+
+    async def _group_knows(self, topic: str, membership: Membership) -> bool:
+        """Whether the group had committed on a topic before this generation's members began to."""
+        if topic in self.known_topics:
+            return True
+        client = self._owner.client
+        with anyio.fail_after(self._limits.commit_timeout):
+            partitions = [TopicPartition(topic, number) for number in await client.partitions(topic)]
+            commits = await client.committed(partitions)
+        return any(c is not None and first_generation(c.metadata) != membership.generation for c in commits.values())
+
+    async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
+        """Commit the positions that were found for the group, and only then hand out records."""
+        for epoch in epochs:
+            self._committer.own(epoch)
+        acknowledged = await self._committer.flush(epochs, self._limits.commit_timeout)
+        if self._owner.client.membership() != membership:
+            return
+        if not acknowledged:
+            for epoch in epochs:
+                self._owner.end(epoch, "its start position could not be committed")
+            raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
+        for epoch in epochs:
+            self._owner.open(epoch, membership)

@@ -1,0 +1,187 @@
+"""What becomes of a delivery whose attempt failed: another attempt, a detour, or its shard halts."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from aioshard.core.retry import Retry
+from aioshard.engine.epoch import Block, Delivery, Detour, FailureNote, Outcome
+from aioshard.engine.shards import Shards
+
+__all__ = ["Counters", "Halt", "Pause", "Recourse", "Settlement", "Verdict"]
+
+logger = logging.getLogger("aioshard.engine.settling")
+
+_WARNING_INTERVAL = 1.0
+"""Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
+_DETOUR_BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseException,))
+"""When a detour that failed is taken again; never given up, because only a terminal outcome advances (I2)."""
+
+
+class Counters:
+    """What happened to the records of one handler; owned by the event loop, written by its workers."""
+
+    __slots__ = ("_warned_at", "dead_lettered", "parked", "processed", "replayed", "retried", "skipped")
+
+    def __init__(self) -> None:
+        self.processed = 0
+        self.skipped = 0
+        self.dead_lettered = 0
+        self.parked = 0
+        self.replayed = 0
+        """Runs of records that had run before and were cancelled."""
+        self.retried = 0
+        self._warned_at = -_WARNING_INTERVAL
+
+    def count(self, outcome: Outcome) -> None:
+        """Count a record that is complete."""
+        match outcome:
+            case Outcome.PROCESSED:
+                self.processed += 1
+            case Outcome.SKIPPED:
+                self.skipped += 1
+            case Outcome.DEAD_LETTERED:
+                self.dead_lettered += 1
+            case Outcome.PARKED:
+                self.parked += 1
+
+    def may_warn(self, now: float) -> bool:
+        """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""
+        if now - self._warned_at < _WARNING_INTERVAL:
+            return False
+        self._warned_at = now
+        return True
+
+
+class Halt(NamedTuple):
+    """The record keeps its shard until somebody releases it."""
+
+
+class Pause(NamedTuple):
+    """Nothing can be done with the record now: it waits, and its partition pauses."""
+
+    why: str
+
+
+Verdict = Halt | Pause | Detour
+
+
+class Recourse(Protocol):
+    """What a handler's `on_failure` asks for."""
+
+    def decide(self, delivery: Delivery) -> Verdict:
+        """What comes next for a record whose attempts are used up; `delivery.failure` says what it failed with."""
+
+
+class Settlement:
+    """Decides for the deliveries of one handler; used by its workers. Nothing here awaits."""
+
+    def __init__(
+        self,
+        retry: Retry,
+        recourse: Recourse,
+        *,
+        counters: Counters,
+        clock: Callable[[], float],
+        paused: Callable[[Delivery, str], None],
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """Make a settlement.
+
+        Args:
+            retry: What follows a failed attempt.
+            recourse: What follows the last one.
+            counters: Of the handler.
+            clock: Loop time.
+            paused: Told about a delivery whose partition pauses, and why.
+            chance: Random numbers from 0 to 1, for the jitter.
+        """
+        self.counters = counters
+        self._retry = retry
+        self._recourse = recourse
+        self._clock = clock
+        self._paused = paused
+        self._chance = chance
+
+    def failed(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
+        """Settle a failed attempt, or a detour that failed.
+
+        Returns:
+            Whether the worker goes on with the same delivery: a detour follows at once.
+        """
+        if delivery.detour is not None:
+            self._detour_failed(delivery, delivery.detour, error, shards)
+            return False
+        delivery.failures += 1
+        note = delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+        delay = self._retry.delay(error, delivery.failures, self._chance())
+        if delay is None:
+            return self.give_up(delivery, error, shards)
+        self.counters.retried += 1
+        shards.retry(delivery, Block(halted=False, error=str(note), since=self._clock()), delay)
+        level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
+        message = "record %r failed attempt %d and runs again in %.2f s (%s); %d attempts of its handler failed so far"
+        logger.log(level, message, delivery, delivery.failures, delay, note, self.counters.retried)
+        return False
+
+    def give_up(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
+        """No attempt follows any more; returns whether a detour follows at once."""
+        note = delivery.failure
+        assert note is not None  # noqa: S101 - set by whoever noted the failure
+        verdict = self._recourse.decide(delivery)
+        if isinstance(verdict, Detour):
+            delivery.divert(verdict)
+            level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
+            message = "record %r failed %d time(s), and %s (%s)"
+            logger.log(level, message, delivery, note.attempts, verdict.purpose, note, exc_info=error)
+            return True
+        if isinstance(verdict, Pause):
+            self._paused(delivery, verdict.why)
+            delivery.epoch.settle(delivery)
+            shards.again(delivery)
+            return False
+        self.halt(delivery, error, shards)
+        return False
+
+    def halt(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
+        """Have the delivery keep its shard until somebody releases it."""
+        text = f"{type(error).__name__}: {_message_of(error)}"
+        shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
+        logger.error(
+            "record %r failed %d time(s) and halts its shard: its partition is not committed past it (%s)",
+            delivery,
+            delivery.failures,
+            text,
+            exc_info=error,
+        )
+
+    def swallowed(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
+        """A run that had timed out went on and returned: nobody knows what it did, so its shard halts."""
+        delivery.failures += 1
+        delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+        self.halt(delivery, error, shards)
+
+    def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
+        """The sharding function failed for a record: it cannot run in order, and no attempt makes sense."""
+        delivery.failures += 1
+        delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+        if self.give_up(delivery, error, shards):
+            shards.again(delivery)
+
+    def _detour_failed(self, delivery: Delivery, detour: Detour, error: BaseException, shards: Shards) -> None:
+        delivery.detours += 1
+        delay = _DETOUR_BACKOFF.delay(error, delivery.detours, self._chance())
+        text = f"{detour.purpose}: {_message_of(error) or type(error).__name__}"
+        shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), delay or 0.0)
+        level = logging.ERROR if self.counters.may_warn(self._clock()) else logging.DEBUG
+        message = "record %r stays incomplete and is tried again in %.1f s; %s failed"
+        logger.log(level, message, delivery, delay, text)
+
+
+def _message_of(error: BaseException) -> str:
+    """What an exception says; some of those that users write cannot say it, and that must not end the worker."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - the user's code; the record failed and nothing else
+        return f"its message cannot be shown ({type(failure).__name__})"
