@@ -5,7 +5,7 @@
 | 0 | clean |
 | 1 | crashed: the brokers, or an unexpected error |
 | 2 | usage: wrong options, unknown module or app, a setting or a handler refused |
-| 3 | halted records are in the way of `--until-caught-up`, or a figure of the demonstration is wrong |
+| 3 | unhealthy: halted records in the way, an app that is not ready or does not answer, a figure that is wrong |
 | 4 | records still ran when the time to stop was over |
 | 130 | interrupted, or left at a second signal |
 """
@@ -37,6 +37,8 @@ COMMANDS = {
     "broker": ("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
     "publish": ("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
     "demo": ("aioshard.cli.demo", "Process a year of flights and check every figure."),
+    "health": ("aioshard.cli.health", "Ask a running app for its health."),
+    "explain": ("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
 }
 """Module and summary of each command; the module's `command` is imported when it is used."""
 

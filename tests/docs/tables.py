@@ -21,6 +21,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
 
 _WIDTH = 88
+_WIDE: dict[str, typing.Any] = {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
 
 
 def settings() -> str:
@@ -64,22 +65,36 @@ def metrics() -> str:
 
 def commands() -> str:
     """The help of each command, as it is printed."""
-    helps = {name: (context := context_of(name)).command.get_help(context) for name in entry.COMMANDS}
-    return "\n\n".join(f"### aioshard {name}\n\n```text\n{text}\n```" for name, text in helps.items())
+    contexts = [context for name in entry.COMMANDS for context in _with_subcommands(context_of(name))]
+    return "\n\n".join(
+        f"### {context.command_path}\n\n```text\n{context.command.get_help(context)}\n```" for context in contexts
+    )
+
+
+def _with_subcommands(context: click.Context) -> list[click.Context]:
+    group = context.command
+    if not isinstance(group, click.Group):
+        return [context]
+    return [context, *(_context(command, context, name) for name, command in group.commands.items())]
 
 
 def context_of(name: str) -> click.Context:
-    """A context of a command, without running it.
+    """A context of a command, without running it; that of a command of a group has both names with a space.
 
     Raises:
         KeyError: There is no such command.
     """
-    width: dict[str, typing.Any] = {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
-    group = click.Context(entry.cli, info_name="aioshard", **entry.cli.context_settings, **width)
-    command = entry.cli.get_command(group, name)
-    if command is None:
-        raise KeyError(name)
-    return click.Context(command, parent=group, info_name=name, **width)
+    context = click.Context(entry.cli, info_name="aioshard", **entry.cli.context_settings, **_WIDE)
+    for part in name.split():
+        command = context.command.get_command(context, part) if isinstance(context.command, click.Group) else None
+        if command is None:
+            raise KeyError(name)
+        context = _context(command, context, part)
+    return context
+
+
+def _context(command: click.Command, parent: click.Context, name: str) -> click.Context:
+    return click.Context(command, parent=parent, info_name=name, **_WIDE)
 
 
 def exit_codes() -> str:

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
 
 from aioshard import App
@@ -139,8 +140,9 @@ def test_a_command_has_the_options_that_it_is_given(block: Block) -> None:
     assert found
     for words in found:
         if words[0] == "aioshard":
-            context = context_of(words[1])
-            context.command.make_parser(context).parse_args(words[2:])
+            named = 2 + isinstance(context_of(words[1]).command, click.Group)
+            context = context_of(" ".join(words[1:named]))
+            context.command.make_parser(context).parse_args(words[named:])
         elif words[0] == "make":
             assert re.search(rf"^{words[1]}:", (PROJECT / "Makefile").read_text(), re.MULTILINE), words
         else:

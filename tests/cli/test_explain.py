@@ -1,0 +1,283 @@
+"""`aioshard explain` and `aioshard health`: what a running app says, and what is said when nothing answers."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from aioshard.observe import PartitionStatistics, Statistics
+from aioshard.web.health import health_routes, serve_health
+
+Aioshard = Callable[..., Awaitable[Any]]
+
+NOWHERE = "http://127.0.0.1:1"
+"""An address where nobody listens."""
+
+PARTITION = PartitionStatistics(
+    topic="orders",
+    partition=0,
+    epoch=1,
+    position=120,
+    committed=100,
+    committable=101,
+    end_offset=150,
+    lag=50,
+    incomplete=19,
+    buffered_records=18,
+    buffered_bytes=9_000,
+    paused=None,
+    oldest_incomplete_age=2.5,
+)
+SLOW = dataclasses.replace(PARTITION, partition=1, oldest_incomplete_age=61.0)
+PAUSED = dataclasses.replace(PARTITION, partition=2, oldest_incomplete_age=None, paused="the buffer is full")
+IDLE = dataclasses.replace(PARTITION, partition=3, incomplete=0, oldest_incomplete_age=None)
+STATISTICS = Statistics(
+    state="running",
+    group_id="billing",
+    member_id="m-1",
+    rebalances=2,
+    commits=30,
+    commit_failures=1,
+    replayed=6,
+    buffered_records=18,
+    buffered_bytes=9_000,
+    client_losses=1,
+    trouble="the brokers are away",
+    partitions=(PARTITION, SLOW, PAUSED, IDLE),
+    handlers=(),
+)
+EXPLANATION = "The app is running.\norders/1: it waits for record 101.\n"
+
+
+class FakeApp:
+    """An app whose state a test sets."""
+
+    def __init__(self) -> None:
+        self.current = STATISTICS
+        self.settings = SimpleNamespace(stuck_after=60.0)
+
+    def statistics(self) -> Statistics:
+        return self.current
+
+    def explain(self) -> str:
+        return EXPLANATION
+
+
+@pytest.fixture
+def app() -> FakeApp:
+    return FakeApp()
+
+
+@pytest.fixture
+async def url(app: FakeApp) -> AsyncIterator[str]:
+    async with serve_health(app, host="127.0.0.1", port=0) as (address, port):
+        yield f"http://{address}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: bytes | None) -> AsyncIterator[str]:
+    """A server that answers every request with these bytes, or with None never."""
+    over = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer is None:
+            await over.wait()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+        over.set()
+
+
+# Explaining
+
+
+async def test_the_explanation_is_printed_as_it_is(aioshard: Aioshard, url: str) -> None:
+    ended = await aioshard("explain", url)
+
+    assert ended == (0, EXPLANATION, "")
+
+
+async def test_a_program_is_told_which_partitions_are_stuck(aioshard: Aioshard, url: str) -> None:
+    """What waits for longer than the time given, and what is paused; not what merely has work."""
+    ended = await aioshard("explain", url, "--json")
+
+    told = json.loads(ended.output)
+    assert ended.code == 0
+    assert [one["partition"] for one in told.pop("stuck")] == [1, 2]
+    assert told == {
+        "url": url,
+        "error": None,
+        "state": "running",
+        "trouble": "the brokers are away",
+        "explanation": EXPLANATION,
+    }
+
+
+async def test_what_counts_as_stuck_can_be_said(aioshard: Aioshard, url: str) -> None:
+    ended = await aioshard("explain", url, "--json", "--stuck-after", "2")
+
+    assert [one["partition"] for one in json.loads(ended.output)["stuck"]] == [0, 1, 2]
+
+
+async def test_an_address_may_lack_its_scheme_and_have_a_slash(aioshard: Aioshard, url: str) -> None:
+    ended = await aioshard("explain", url.removeprefix("http://") + "/")
+
+    assert ended.output == EXPLANATION
+
+
+async def test_routes_that_are_mounted_under_a_path_are_found(aioshard: Aioshard, app: FakeApp) -> None:
+    mounted = Starlette(routes=[Mount("/aioshard", routes=health_routes(app))])
+    server = uvicorn.Server(uvicorn.Config(mounted, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
+        try:
+            ended = await aioshard("explain", f"http://127.0.0.1:{listener.getsockname()[1]}/aioshard")
+        finally:
+            server.should_exit = True
+            await serving
+
+    assert ended.output == EXPLANATION
+
+
+# When there is no answer
+
+
+@pytest.mark.parametrize("command", ["explain", "health"])
+async def test_a_refused_connection_is_a_sentence(aioshard: Aioshard, command: str) -> None:
+    ended = await aioshard(command, NOWHERE)
+
+    assert ended.code == 3
+    assert ended.output == ""
+    assert ended.errors == (
+        f"Error: {NOWHERE} cannot be reached (Connection refused): check the address, and that the app runs with "
+        "--health-port or serves the health routes\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["explain", "health"])
+async def test_a_program_is_told_that_nobody_answers(aioshard: Aioshard, command: str) -> None:
+    ended = await aioshard(command, NOWHERE, "--json")
+
+    assert ended.code == 3
+    assert "Connection refused" in json.loads(ended.output)["error"]
+
+
+@pytest.mark.parametrize("command", ["explain", "health"])
+async def test_an_app_that_does_not_answer_in_time_is_a_sentence(aioshard: Aioshard, command: str) -> None:
+    async with answering(None) as url:
+        ended = await aioshard(command, url, "--timeout", "0.2")
+
+    assert ended.code == 3
+    assert f"{url} did not answer within 0.2 s: a handler may be blocking the event loop" in ended.errors
+
+
+@pytest.mark.parametrize("command", ["explain", "health"])
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "404 Not Found"),
+        (b"HTTP/1.1 500 Broken\r\ncontent-length: 0\r\n\r\n", "500 Broken"),
+        (b"SSH-2.0-OpenSSH_9\r\n", "something that is no HTTP"),
+        (b"", "something that is no HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", "something that is no HTTP"),
+    ],
+)
+async def test_another_server_is_a_sentence(aioshard: Aioshard, command: str, answer: bytes, found: str) -> None:
+    async with answering(answer) as url:
+        ended = await aioshard(command, url)
+
+    assert ended.code == 3
+    assert f"answered with {found}" in ended.errors
+    assert "which aioshard's health server does not" in ended.errors
+
+
+@pytest.mark.parametrize("body", [b"[]", b"<html>"])
+async def test_another_server_that_says_yes_to_everything_is_a_sentence(aioshard: Aioshard, body: bytes) -> None:
+    async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)) as url:
+        ended = await aioshard("health", url)
+
+    assert ended.code == 3
+    assert "answered with something that is no JSON object" in ended.errors
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host:1", "http://", "http://host:port", "http://host:99999", "a b", "file:///x"]
+)
+async def test_what_is_no_address_is_refused(aioshard: Aioshard, url: str) -> None:
+    ended = await aioshard("explain", url)
+
+    assert ended.code == 2
+    assert "the base URL of a health server was expected, such as http://127.0.0.1:8080" in " ".join(
+        ended.errors.split()
+    )
+
+
+async def test_the_proxy_of_the_environment_is_not_asked(
+    aioshard: Aioshard, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", NOWHERE)
+
+    assert (await aioshard("explain", url)).code == 0
+
+
+# Health
+
+
+async def test_a_ready_app_is_healthy(aioshard: Aioshard, url: str) -> None:
+    ended = await aioshard("health", url)
+
+    assert ended.code == 0
+    assert ended.output.splitlines() == [
+        "ready (the app is running)",
+        "  look at: the brokers are away",
+        (
+            "  look at: orders/1 has not advanced for 61 s: record 101 is incomplete, and 19 record(s) in all; "
+            "/explain says where it hangs"
+        ),
+        "  look at: orders/2 is paused: the buffer is full",
+    ]
+
+
+async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app: FakeApp, url: str) -> None:
+    app.current = dataclasses.replace(STATISTICS, state="draining", trouble=None, partitions=())
+
+    assert await aioshard("health", url, "--live") == (0, "alive (the app is draining)\n", "")
+    assert await aioshard("health", url) == (
+        3,
+        (
+            "not ready (the app is draining)\n"
+            "  because the app is stopping: what runs is finished, nothing new is taken in\n"
+        ),
+        "",
+    )
+
+
+async def test_a_program_reads_the_health(aioshard: Aioshard, app: FakeApp, url: str) -> None:
+    app.current = dataclasses.replace(STATISTICS, state="failed", partitions=())
+
+    ended = await aioshard("health", url, "--live", "--json")
+
+    assert ended.code == 3
+    assert json.loads(ended.output) == {
+        "url": url,
+        "healthy": False,
+        "error": None,
+        "status": "unavailable",
+        "state": "failed",
+        "reasons": ["the app has failed: the brokers are away"],
+        "findings": ["the brokers are away"],
+    }
