@@ -110,9 +110,11 @@ class Admission:
 
     def _allowance(self, topic_partition: TopicPartition) -> Allowance:
         partition = self._partitions.get(topic_partition)
-        if partition is None or partition.epoch.gate is not Gate.OPEN:
+        if partition is None or (partition.epoch.gate is not Gate.OPEN and not partition.epoch.probe_room):
             return NOTHING
         epoch, buffer = partition.epoch, self._buffer
+        if epoch.gate is not Gate.OPEN:
+            return self._for_probing(epoch)
         stuck = self.stuck(epoch)
         if epoch.shed and (stuck or not epoch.fetching_again):
             return NOTHING  # what was given back comes before anything new
@@ -126,6 +128,13 @@ class Admission:
             if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
                 room = NONE
         return Allowance(room.records, room.bytes)
+
+    def _for_probing(self, epoch: Epoch) -> Allowance:
+        """Some records of a paused partition, whatever else is in hand: without them it might never go on."""
+        if epoch.gate is not Gate.PAUSED or epoch.shed:
+            return NOTHING
+        free = self._buffer.bounds.bytes - self._buffer.bytes
+        return Allowance(epoch.probe_room, max(free, 0), alone=not self._buffer.records)
 
     def _waits_for_room(self) -> _Waiting | None:
         """What others leave room for: not a record of a partition that cannot advance, which might never take it."""

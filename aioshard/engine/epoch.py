@@ -177,6 +177,8 @@ class Epoch:
         """The one delivery that may start while the partition is paused."""
         self.probed: Callable[[bool], None] | None = None
         """Told whether the probe was processed."""
+        self.probe_room = 0
+        """How many more records a paused partition takes in, so that there is one to probe with that has not failed."""
         self._frontier: asyncio.Future[None] | None = None
         self._buffer = buffer
 
@@ -216,6 +218,8 @@ class Epoch:
         self.tracker.track([delivery.offset for delivery in deliveries], deliveries, batch.next_offset)
         size = sum(batch.sizes)
         self.buffered_bytes += size
+        if self.probe_room:
+            self.probe_room = max(self.probe_room - len(deliveries), 0)
         self._buffer.take_in(len(deliveries), size)
         if not deliveries:
             self._advanced()

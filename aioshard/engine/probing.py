@@ -17,6 +17,9 @@ _FIRST = 0.5
 _LONGEST = 5.0
 """Seconds between probes, at the start and at the most: so soon after an outage everything goes on."""
 
+_PROBE_ROOM = 16
+"""Records that a paused partition takes in when all that it has in hand has failed before."""
+
 
 class Probing:
     """Pauses partitions of one handler, and resumes each when a record of it succeeds.
@@ -55,7 +58,10 @@ class Probing:
             if self._affordable() or not len(epoch.tracker):
                 self._resume(epoch)
                 return
-            if any(shards.probe(epoch) for shards in self._shards):
+            probe = next((probe for shards in self._shards if (probe := shards.probe(epoch)) is not None), None)
+            # What has failed before may be wrong itself: then only another record shows that the rest would succeed.
+            epoch.probe_room = 0 if probe is not None and not probe.failures else _PROBE_ROOM
+            if probe is not None:
                 return
         self._probe_after(epoch, delay)
 
@@ -67,6 +73,7 @@ class Probing:
 
     def _resume(self, epoch: Epoch) -> None:
         epoch.probed = None
+        epoch.probe_room = 0
         logger.warning("%s goes on: a record of it succeeded, or can be diverted again", epoch.topic_partition)
         if epoch.resume(_WHO):
             for shards in self._shards:

@@ -229,11 +229,11 @@ class Shards:
 
     # Probing --------------------------------------------------------------------
 
-    def probe(self, epoch: Epoch) -> bool:
+    def probe(self, epoch: Epoch) -> Delivery | None:
         """Let one delivery of a paused epoch start, rather one that has not failed yet; the oldest of its shard.
 
         Returns:
-            Whether there was one.
+            It, or None when there is none.
         """
         heads: dict[Hashable, Delivery] = {}
         for delivery in sorted(self._held.get(epoch, ()), key=lambda held: held.offset):
@@ -246,12 +246,13 @@ class Shards:
                 self._occupied[probe.key] = None
             epoch.probe = probe
             self._return(probe)
-            return True
+            return probe
         waiting = [d for d in self._blocked if d.epoch is epoch and d.block is not None and not d.block.halted]
         if not waiting:
-            return False
-        epoch.probe = min(waiting, key=lambda blocked: blocked.offset)
-        return self.unblock(epoch.probe)
+            return None
+        epoch.probe = probe = min(waiting, key=lambda blocked: blocked.offset)
+        self.unblock(probe)
+        return probe
 
     # Rebalancing --------------------------------------------------------------
 
