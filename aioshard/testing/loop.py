@@ -8,7 +8,6 @@ import random
 import selectors
 import sys
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ _BUSY_PASSES = 10_000
 """Passes within one instant after which time goes on nevertheless, as it would in a process that computes."""
 _BUSY_TICK = 0.001
 _BUSY_LIMIT = 300_000
+_THREAD_GLANCE = 0.01
 _THREAD_PATIENCE = 0.5
 _THREAD_LIMIT = 10.0
 
@@ -235,11 +235,7 @@ class _VirtualSelector(selectors.DefaultSelector):
             self._note_busy_pass()
             return super().select(0)
         self._busy_passes = 0
-        # In this order: a thread that ends after it was seen idle has woken the loop before.
-        busy = self._loop.busy_threads()
-        events = super().select(0)
-        if not events and busy:
-            events = self._wait_for(busy, forever=timeout is None)
+        events, busy = self._wait_for_threads(forever=timeout is None)
         if events:
             self._waited = 0.0
             return events
@@ -257,18 +253,27 @@ class _VirtualSelector(selectors.DefaultSelector):
         if self._busy_passes > _BUSY_PASSES:
             self._loop.pass_time(_BUSY_TICK)
 
-    def _wait_for(self, busy: frozenset[int], *, forever: bool) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait in real time for a thread; not again for the same ones when they did not end in time."""
-        if busy != self._waited_for:
-            self._waited_for = busy
-            self._waited = 0.0
-        patience = (_THREAD_LIMIT if forever else _THREAD_PATIENCE) - self._waited
-        if patience <= 0:
-            return []
-        before = time.monotonic()
-        events = super().select(patience)
-        self._waited += time.monotonic() - before
-        return events
+    def _wait_for_threads(self, *, forever: bool) -> tuple[list[tuple[selectors.SelectorKey, int]], frozenset[int]]:
+        """Wait in real time while threads work; not again for the same ones when they did not end in time.
+
+        Returns what they woke the loop with, if they did, and what is still busy.
+        """
+        while True:
+            # In this order: a thread that ends after it was seen idle has woken the loop before.
+            busy = self._loop.busy_threads()
+            events = super().select(0)
+            if busy != self._waited_for:
+                self._waited_for = busy
+                self._waited = 0.0
+            patience = (_THREAD_LIMIT if forever else _THREAD_PATIENCE) - self._waited
+            if events or not busy or patience <= 0:
+                return events, busy
+            # Not in one go: a thread may seem busy that has told its result, and then wakes nobody when it is idle.
+            glance = min(patience, _THREAD_GLANCE)
+            events = super().select(glance)
+            self._waited += glance  # not by the clock: a process that was stopped has waited for nobody
+            if events:
+                return events, busy
 
 
 def run(

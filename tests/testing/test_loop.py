@@ -1,6 +1,7 @@
 """Virtual time, the seeded order of steps, deadlocks that are named, threads."""
 
 import asyncio
+import queue
 import random
 import re
 import threading
@@ -397,6 +398,28 @@ def test_time_does_not_jump_while_a_thread_works(in_thread: Callable[..., Awaita
         return result, now()
 
     assert run(scenario()) == ("done", 0.0)
+
+
+def test_a_thread_is_waited_for_although_it_lingered_after_its_last_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of anyio's is busy for a moment after it has told its result, and wakes nobody when that is over."""
+    task_done = queue.Queue.task_done
+
+    def lingering(of: queue.Queue[object]) -> None:
+        time.sleep(0.05)
+        task_done(of)
+
+    monkeypatch.setattr(queue.Queue, "task_done", lingering)
+
+    async def scenario() -> float:
+        await anyio.to_thread.run_sync(int)
+        await asyncio.sleep(1.0)
+        async with asyncio.timeout(1.0):
+            await anyio.to_thread.run_sync(time.sleep, 0.2)
+        return now()
+
+    began = time.monotonic()
+    assert run(scenario()) == 1.0
+    assert time.monotonic() - began < 0.45, "it was waited for in vain"
 
 
 def test_a_thread_that_hangs_lets_time_go_on() -> None:
