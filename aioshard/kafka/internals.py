@@ -10,7 +10,7 @@ The version is pinned (`aiokafka>=0.14,<0.15`). What is used, and why the public
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
@@ -22,13 +22,11 @@ from aiokafka.protocol.group import LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
+from aioshard.kafka.connections import close_client, end_tasks, is_connected, refuse_useless_connections
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
 
 __all__ = ["FetchError", "FetchResult", "Internals", "Rebalances"]
-
-CLOSE_GRACE = 1.0
-"""Seconds for tasks and connections to end once they were told to."""
 
 _HURRIED_WAIT_MS = 10
 
@@ -41,8 +39,7 @@ class Internals:
         self.consumer: Any = consumer
         self.client: Any = consumer._client
         self.subscription: Any = consumer._subscription
-        self._any_connection = self.client._get_conn
-        self.client._get_conn = self._usable_connection
+        refuse_useless_connections(self.client)
 
     # What there is --------------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class Internals:
     @property
     def connected(self) -> bool:
         """Whether a connection to any broker is open."""
-        return any(connection.connected() for connection in self.client._conns.values())
+        return is_connected(self.client)
 
     @property
     def coordinator_known(self) -> bool:
@@ -172,21 +169,6 @@ class Internals:
         if self.buffered.pop(topic_partition, None) is not None:
             self.nudge_fetcher()
 
-    async def _usable_connection(
-        self, node: Any, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
-    ) -> Any:
-        """In place of the client's way to a connection: one to a broker that named no versions is closed.
-
-        A broker that is just starting may answer so. The client would keep the connection and fail with
-        every request on it, silently and until the connection has been idle for minutes.
-        """
-        connection = await self._any_connection(node, group=group, no_hint=no_hint)
-        if connection is None or connection._versions:
-            return connection
-        self.client._conns.pop((node, group), None)
-        connection.close(reason=CloseReason.OUT_OF_SYNC)
-        return None
-
     # Questions to the brokers ---------------------------------------------------------
 
     async def find_coordinator(self) -> None:
@@ -237,7 +219,9 @@ class Internals:
             coordinator._closing.set_result(None)
         joining = bool(coordinator._performed_join_prepare)
         # Cancelled, not awaited: a join in progress lasts as long as the slowest member drains.
-        await _end(task for task in (coordinator._coordination_task, coordinator._heartbeat_task) if task is not None)
+        await end_tasks(
+            task for task in (coordinator._coordination_task, coordinator._heartbeat_task) if task is not None
+        )
         node = coordinator.coordinator_id
         if not coordinator.member_id or coordinator._group_instance_id is not None or node is None:
             return
@@ -250,34 +234,16 @@ class Internals:
         await self.client.send(node, request, group=ConnectionGroup.COORDINATION)
 
     async def tear_down(self) -> None:
-        """End every task and connection, whatever state they are in; takes at most twice `CLOSE_GRACE`.
-
-        Everything is told to end before the first await, so that even a second cancellation leaves nothing.
-        """
+        """End every task and connection, whatever state they are in; takes at most 2 s."""
         self.consumer._closed = True
-        tasks: set[asyncio.Task[Any] | None] = {self.client._sync_task}
+        tasks: set[asyncio.Task[Any] | None] = set()
         if self.fetcher is not None:
             self.fetcher._closed = True
             tasks |= {self.fetcher._fetch_task, *self.fetcher._pending_tasks}
         if self.coordinator is not None:
             coordinator = self.coordinator
             tasks |= {coordinator._coordination_task, coordinator._heartbeat_task, coordinator._commit_refresh_task}
-        ending = [task for task in tasks if task is not None]
-        for task in ending:
-            task.cancel()
-        closing = []
-        for connection in list(self.client._conns.values()):
-            transport = connection._writer and connection._writer.transport
-            closed = connection.close(reason=CloseReason.SHUTDOWN)
-            if closed is not None:
-                closing.append((closed, transport))
-        self.client._conns.clear()
-        await _end(ending)
-        if closing:
-            await asyncio.wait([closed for closed, _ in closing], timeout=CLOSE_GRACE)
-        for closed, transport in closing:
-            if not closed.done() and transport is not None:
-                transport.abort()
+        await close_client(self.client, tasks)
 
 
 class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -294,16 +260,3 @@ class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
     def on_partitions_assigned(self, assigned: Collection[Any]) -> None:  # noqa: ARG002
         """A plain function, so that nothing can run before it is done."""
         self._assigned()
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they end with."""
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
-    if not ending:
-        return
-    done, _ = await asyncio.wait(ending, timeout=CLOSE_GRACE)
-    for task in done:
-        if not task.cancelled():
-            task.exception()  # Retrieved, so that the loop does not complain about it.

@@ -1,7 +1,11 @@
-"""Settings as the options of aiokafka's consumer."""
+"""Settings as the options of aiokafka's consumer, producer and client."""
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
+from aiokafka import AIOKafkaProducer
+from aiokafka.client import AIOKafkaClient
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
@@ -11,13 +15,19 @@ from aioshard.kafka.security import security_options
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["assignor", "consumer_options", "partition_share"]
+__all__ = ["Compression", "assignor", "client_options", "consumer_options", "partition_share", "producer_options"]
+
+Compression = Literal["none", "gzip", "lz4", "snappy", "zstd"]
 
 _LEAST_PREFETCH = 16 * 1024
 _MOST_PREFETCH = 1024 * 1024
 _NEVER_MS = 10**15
 """The client leaves the group when nobody calls `getmany` for so long; we never do."""
 
+_BATCH_BYTES = 64 * 1024
+_MOST_REQUEST_BYTES = 100 * 1024 * 1024
+"""What a broker reads as one request (`socket.request.max.bytes`). It closes the connection on a larger one without a
+word, and the producer would send it again, for ever; what is smaller is refused in words, by the topic's own limit."""
 _REQUEST_TIMEOUT_MS = 30_000
 """After which a broker that took a request and does not answer counts as gone; Kafka's own default."""
 
@@ -59,6 +69,54 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         "partition_assignment_strategy": (assignor(settings.assignor),),
         **security_options(settings),
         **settings.client_options,
+    }
+
+
+def producer_options(
+    settings: "Settings", *, compression: Compression = "none", request_timeout: float = _REQUEST_TIMEOUT_MS / 1000
+) -> dict[str, Any]:
+    """Everything that aiokafka's producer is told: idempotent, so acknowledged by all in-sync replicas.
+
+    Args:
+        settings: Of `client_options` it takes what a producer knows.
+        compression: Of whole batches.
+        request_timeout: Seconds after which a broker that took a request and does not answer counts as gone.
+
+    Raises:
+        SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+    """
+    return {
+        "max_batch_size": _BATCH_BYTES,
+        "max_request_size": _MOST_REQUEST_BYTES,
+        **_common_options(settings, AIOKafkaProducer, request_timeout),
+        "enable_idempotence": True,
+        "compression_type": None if compression == "none" else compression,
+    }
+
+
+def client_options(settings: "Settings", *, request_timeout: float) -> dict[str, Any]:
+    """Everything that aiokafka's bare client is told, and its admin client.
+
+    Args:
+        settings: Of `client_options` it takes what a client knows.
+        request_timeout: Seconds after which a broker that took a request and does not answer counts as gone.
+
+    Raises:
+        SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+    """
+    return _common_options(settings, AIOKafkaClient, request_timeout)
+
+
+def _common_options(settings: "Settings", client: Callable[..., Any], request_timeout: float) -> dict[str, Any]:
+    known = inspect.signature(client).parameters
+    return {
+        "bootstrap_servers": settings.require_bootstrap_servers(),
+        "client_id": settings.client_id or "aioshard",
+        "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
+        "request_timeout_ms": _milliseconds(request_timeout),
+        **security_options(settings),
+        # What is for consumers, such as fetch_min_bytes, has no meaning here.
+        **{name: value for name, value in settings.client_options.items() if name in known},
     }
 
 

@@ -11,11 +11,22 @@ from aioshard.errors import (
     CommitError,
     CommitRefusedError,
     CorruptRecordError,
+    MessageTooLargeError,
     TransportError,
 )
 from aioshard.records import TopicPartition
 
-__all__ = ["commit_error", "corrupt_record", "group_error", "reason", "request_error"]
+__all__ = [
+    "commit_error",
+    "corrupt_record",
+    "group_error",
+    "missing_topic",
+    "nothing_acknowledged",
+    "publish_error",
+    "reason",
+    "request_error",
+    "too_large",
+]
 
 _MOVED_ON = (
     kafka.UnknownMemberIdError,
@@ -83,6 +94,50 @@ def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset
     return CorruptRecordError(
         f"the batch at offset {offset} of {topic_partition} cannot be read ({reason(error)}): the position stays "
         "before it. Restore it from a replica, or move the group past it with the consumer stopped"
+    )
+
+
+def publish_error(error: BaseException, topic: str) -> TransportError:
+    """What a topic was not written for, other than the size of a message."""
+    # aiokafka wraps refusals that it does not expect in a KafkaError of their repr.
+    text = repr(error)
+    if "TopicAuthorizationFailed" in text or "ClusterAuthorizationFailed" in text:
+        return AuthorizationError(
+            f"the brokers do not allow this user to write to topic {topic!r}: grant WRITE and DESCRIBE on it, "
+            "and before Kafka 3.0 IDEMPOTENT_WRITE on the cluster"
+        )
+    return TransportError(f"the brokers did not take records for topic {topic!r}: {reason(error)}")
+
+
+def too_large(topic: str, size: int | None, told: str = "") -> MessageTooLargeError:
+    """A message that its topic, or a whole request, has no room for.
+
+    Args:
+        topic: Where it should have gone.
+        size: Its bytes, as far as they are known.
+        told: Who refused it, where that was not the broker because of the topic's limit.
+    """
+    what = "a batch" if size is None else f"a message of {size} bytes"
+    return MessageTooLargeError(
+        f"{what} is too large for topic {topic!r}{told}: raise max.message.bytes of the topic, or publish less"
+    )
+
+
+def missing_topic(topic: str, seconds: float) -> TransportError:
+    """A topic that nobody created, looked for during *seconds*."""
+    missing = TransportError(
+        f"topic {topic!r} does not exist, and the brokers did not create it on use within {seconds:g} s: create it, "
+        "or check its name"
+    )
+    missing.retriable = False
+    return missing
+
+
+def nothing_acknowledged(servers: str | None, seconds: float) -> TransportError:
+    """Brokers that are silent on what is published."""
+    return TransportError(
+        f"the brokers of {servers} acknowledged nothing for {seconds:g} s: "
+        "check that they run, and that enough replicas of each partition are in sync"
     )
 
 

@@ -1,0 +1,221 @@
+"""What commands ask of the brokers and tell them, beyond reading and writing records."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.protocol.admin import DeleteRecordsRequest
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from aioshard.errors import TransportError
+from aioshard.kafka.connecting import find_broker, why_unreachable
+from aioshard.kafka.options import client_options
+from aioshard.kafka.translate import reason, request_error
+from aioshard.ports import Committed
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["Administration"]
+
+T = TypeVar("T")
+
+_PATIENCE = 30.0
+"""Seconds in which what passes (a leader election, a coordinator that loads) is asked again."""
+_PAUSE = 0.2
+_CLOSE_TIMEOUT = 3.0
+
+
+class Administration:
+    """A connection for single questions and orders. Owned by one event loop.
+
+    Example:
+        ```python
+        async with Administration(settings) as administration:
+            partitions = await administration.partitions("orders.dlt")
+        ```
+    """
+
+    def __init__(self, settings: "Settings") -> None:
+        """Make an administration; nothing connects yet.
+
+        Raises:
+            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+        """
+        self._settings = settings
+        self._options = client_options(settings, request_timeout=_PATIENCE)
+        self._client: Any = None
+
+    async def __aenter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            TransportError: No broker answers, or one refuses us; within 10 s.
+        """
+        server = await find_broker(self._settings, self._options)
+        self._client = AIOKafkaClient(**(self._options | {"bootstrap_servers": server}))
+        try:
+            await self._connect()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def _connect(self) -> None:
+        with contextlib.suppress(kafka.KafkaError):
+            await self._client.bootstrap()
+        brokers = self._client.cluster.brokers()
+        for broker in brokers:
+            if await self._client.ready(broker.nodeId):
+                return
+        addresses = [(broker.host, broker.port) for broker in brokers]
+        raise await why_unreachable(self._settings, self._options, addresses)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self._close()
+
+    async def _close(self) -> None:
+        with contextlib.suppress(TimeoutError, kafka.KafkaError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await self._client.close()
+
+    # Topics ---------------------------------------------------------------------------
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """The partitions of a topic; asking does not create it.
+
+        Raises:
+            TransportError: There is no such topic.
+            AuthorizationError: We may not see it.
+        """
+        return frozenset((await self._leaders(topic)).keys())
+
+    async def delete_before(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
+        """Delete the records of each partition below an offset; nothing brings them back.
+
+        Returns:
+            The first offset that each partition has now.
+
+        Raises:
+            AuthorizationError: We may not delete from the topic.
+            TransportError: The topic does not allow it, or it failed; some partitions may be done.
+        """
+        starts: dict[int, int] = {}
+        for partition, offset in sorted(offsets.items()):
+            what = f"the records of {topic}/{partition} below offset {offset} to be deleted"
+            starts[partition] = await self._patiently(functools.partial(self._delete, topic, partition, offset), what)
+        return starts
+
+    async def _delete(self, topic: str, partition: int, offset: int) -> int:
+        leader = (await self._leaders(topic))[partition]
+        request = DeleteRecordsRequest([(topic, [(partition, offset)])], round(_PATIENCE * 1000))
+        answer = await self._client.send(leader, request)
+        ((_, ((_, start, code, *_),), *_),) = answer.topics
+        _raise_for(code)
+        return int(start)
+
+    async def _leaders(self, topic: str) -> dict[int, int]:
+        return await self._patiently(functools.partial(self._look_up, topic), f"the partitions of topic {topic!r}")
+
+    async def _look_up(self, topic: str) -> dict[int, int]:
+        node = self._client.get_random_node()
+        answer = await self._client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
+        found = ClusterMetadata()
+        found.update_metadata(answer)
+        if topic in found.unauthorized_topics:
+            raise kafka.TopicAuthorizationFailedError(topic)
+        partitions = found.partitions_for_topic(topic)
+        if not partitions:
+            raise TransportError(f"topic {topic!r} does not exist: create it, or check its name")
+        return {partition: found.leader_for_partition(KafkaPartition(topic, partition)) for partition in partitions}
+
+    # Offsets of a group without members -----------------------------------------------
+
+    async def committed(self, group_id: str, topic: str, partitions: Collection[int]) -> dict[int, Committed]:
+        """The group's committed offsets; partitions without one are left out.
+
+        Raises:
+            AuthorizationError: We may not read with the group.
+            TransportError: They were not told.
+        """
+
+        async def fetch() -> dict[int, Committed]:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            answer = await self._client.send(node, OffsetFetchRequest(group_id, [(topic, sorted(partitions))]))
+            _raise_for(getattr(answer, "error_code", 0))
+            found = {}
+            for _, stored in answer.topics:
+                for partition, offset, metadata, code in stored:
+                    _raise_for(code)
+                    if offset >= 0:
+                        found[partition] = Committed(offset, metadata or "")
+            return found
+
+        return await self._patiently(fetch, f"the committed offsets of {topic}", group_id)
+
+    async def commit(self, group_id: str, topic: str, offsets: Mapping[int, Committed], *, retention: float) -> None:
+        """Commit for a group that nobody is a member of.
+
+        Args:
+            group_id: The group.
+            topic: The topic.
+            offsets: By partition.
+            retention: Seconds that the broker keeps them, whatever its own `offsets.retention.minutes` says.
+
+        Raises:
+            AuthorizationError: We may not read with the group.
+            TransportError: They were not stored; or the group has members.
+        """
+        stored = [(partition, due.offset, due.metadata) for partition, due in offsets.items()]
+
+        async def send() -> None:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            request = OffsetCommitRequest(group_id, -1, "", round(retention * 1000), [(topic, stored)])
+            answer = await self._client.send(node, request)
+            for _, partitions in answer.topics:
+                for _, code in partitions:
+                    _raise_for(code)
+
+        await self._patiently(send, f"that the offsets of {topic} are stored", group_id)
+
+    # What goes wrong ------------------------------------------------------------------
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "") -> T:
+        """Ask, and again while what is wrong passes."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + _PATIENCE
+        while True:
+            try:
+                async with asyncio.timeout_at(give_up):
+                    return await ask()
+            except TransportError:
+                raise
+            except (kafka.KafkaError, TimeoutError) as error:
+                if not getattr(error, "retriable", False) or loop.time() + _PAUSE > give_up:
+                    raise _translated(error, what, group_id) from error
+            await asyncio.sleep(_PAUSE)
+
+
+def _raise_for(code: int) -> None:
+    if code:
+        raise kafka.for_code(code)
+
+
+def _translated(error: BaseException, what: str, group_id: str) -> TransportError:
+    if isinstance(error, kafka.PolicyViolationError):
+        return TransportError(
+            f"the brokers refused {what} ({reason(error)}): a topic that is only compacted keeps its records; set "
+            "cleanup.policy of a dead-letter topic to delete"
+        )
+    return request_error(error, what, group_id)

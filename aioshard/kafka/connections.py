@@ -1,0 +1,106 @@
+"""What consumer, producer and reader share of aiokafka's client underneath: its connections and look-ups, in private.
+
+Each attribute stands in the table of the canary tests. `client` is an `AIOKafkaClient` throughout.
+"""
+# ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from aiokafka.client import ConnectionGroup
+from aiokafka.conn import CloseReason
+
+__all__ = ["CLOSE_GRACE", "close_client", "end_tasks", "is_connected", "pace_look_ups", "refuse_useless_connections"]
+
+CLOSE_GRACE = 1.0
+"""Seconds for tasks and connections to end once they were told to."""
+
+
+def is_connected(client: Any) -> bool:
+    """Whether a connection to any broker is open."""
+    return any(connection.connected() for connection in client._conns.values())
+
+
+def refuse_useless_connections(client: Any) -> None:
+    """Make the client close a connection to a broker that named no versions, instead of using it.
+
+    A broker that is just starting may answer so. The client would keep the connection and fail with
+    every request on it, silently and until the connection has been idle for minutes.
+    """
+    any_connection = client._get_conn
+
+    async def usable_connection(node: Any, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False) -> Any:
+        connection = await any_connection(node, group=group, no_hint=no_hint)
+        if connection is None or connection._versions:
+            return connection
+        client._conns.pop((node, group), None)
+        connection.close(reason=CloseReason.OUT_OF_SYNC)
+        return None
+
+    client._get_conn = usable_connection
+
+
+def pace_look_ups(client: Any, pause: float) -> None:
+    """Leave at least *pause* seconds between two look-ups of topics that the client asks for.
+
+    aiokafka's producer asks again at once while a partition has no leader: 2,000 times a second for a topic that was
+    deleted, each with a line in the log.
+    """
+    loop = asyncio.get_running_loop()
+    due = 0.0
+
+    def wake() -> None:
+        if not client._md_update_waiter.done():
+            client._md_update_waiter.set_result(None)
+
+    def force_metadata_update() -> asyncio.Future[bool]:
+        nonlocal due
+        if client._md_update_fut is None:
+            client._md_update_fut = loop.create_future()
+            when = max(loop.time(), due)
+            due = when + pause
+            if when > loop.time():
+                loop.call_at(when, wake)
+            else:
+                wake()
+        return asyncio.shield(client._md_update_fut)
+
+    client.force_metadata_update = force_metadata_update
+
+
+async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    """End *tasks*, the client's own and every connection, whatever state they are in.
+
+    Everything is told to end before the first await, so that even a second cancellation leaves nothing. Takes at most
+    twice `CLOSE_GRACE`.
+    """
+    ending = [task for task in (client._sync_task, *tasks) if task is not None]
+    for task in ending:
+        task.cancel()
+    closing = []
+    for connection in list(client._conns.values()):
+        transport = connection._writer and connection._writer.transport
+        closed = connection.close(reason=CloseReason.SHUTDOWN)
+        if closed is not None:
+            closing.append((closed, transport))
+    client._conns.clear()
+    await end_tasks(ending)
+    if closing:
+        await asyncio.wait([closed for closed, _ in closing], timeout=CLOSE_GRACE)
+    for closed, transport in closing:
+        if not closed.done() and transport is not None:
+            transport.abort()
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, whatever they end with; for `CLOSE_GRACE` at most."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    if not ending:
+        return
+    done, _ = await asyncio.wait(ending, timeout=CLOSE_GRACE)
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # Retrieved, so that the loop does not complain about it.

@@ -1,0 +1,358 @@
+"""Publishing for an app: the producer port on aiokafka's idempotent producer."""
+
+import asyncio
+import copy
+import functools
+import logging
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from aiokafka import errors as kafka
+from aiokafka.partitioner import murmur2
+
+from aioshard.errors import AuthorizationError, ClientLostError, TransportError
+from aioshard.kafka.options import producer_options
+from aioshard.kafka.sending import RefusedError, SendingClient, connect
+from aioshard.kafka.translate import missing_topic, nothing_acknowledged, publish_error, reason, too_large
+from aioshard.ports import Message
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["KafkaProducer"]
+
+logger = logging.getLogger("aioshard.kafka.producer")
+
+_PATIENCE = 30.0
+"""Seconds after which a message that was not acknowledged is given up. The client itself would try for ever."""
+_REQUEST_TIMEOUT = 10.0
+"""Seconds after which a broker that does not answer counts as gone; a few attempts fit into `_PATIENCE`."""
+_QUIET = 5.0
+"""Seconds that a message waits until that is trouble."""
+_TOPIC_TIMEOUT = 5.0
+"""Seconds for a topic to appear that the brokers do not know."""
+_SAME_PARTITION = 100
+"""Messages without a key that go to one partition before another is chosen: they share batches."""
+_REMEMBERED_KEYS = 10_000
+
+_OF_THE_WHOLE_BATCH = (
+    kafka.TopicAuthorizationFailedError,
+    kafka.ClusterAuthorizationFailedError,
+    kafka.OutOfOrderSequenceNumber,
+    kafka.InvalidProducerEpoch,
+    kafka.InvalidProducerIdMapping,
+    kafka.UnknownProducerId,
+)
+"""Refusals that no single record of a batch is the reason of."""
+_TOO_LARGE = (kafka.MessageSizeTooLargeError, kafka.RecordListTooLargeError)
+_FINAL = frozenset({17, 32, 43, 44, 76, 87})
+"""Codes of refusals that stay as they are: the topic's name, the timestamp, the format, a policy, the compression, the
+record itself (a topic that is compacted takes none without a key)."""
+
+
+class _Topic:
+    """A topic that something was published to."""
+
+    __slots__ = ("failed_at", "failure", "line", "lines", "partitions", "same", "same_left")
+
+    def __init__(self) -> None:
+        self.line = asyncio.Lock()
+        """Whoever publishes waits here, in the order of the calls, until it is known where to."""
+        self.lines: dict[int, asyncio.Lock] = {}
+        """The same for each partition, until the message is in a batch."""
+        self.partitions = 0
+        """How many; 0 is not known."""
+        self.same = 0
+        self.same_left = 0
+        self.failure: TransportError | None = None
+        self.failed_at = 0.0
+
+
+class _Waiting:
+    """A message that is not acknowledged."""
+
+    __slots__ = ("since", "topic")
+
+    def __init__(self, topic: str, since: float) -> None:
+        self.topic = topic
+        self.since = since
+
+
+class KafkaProducer:
+    """Publishes through aiokafka's idempotent producer; implements `aioshard.ports.Producer`.
+
+    The first message connects; so does the first one after the client was lost or nothing was acknowledged for 30 s.
+
+    Invariants:
+        * A message that the brokers refuse does not keep later ones of its partition from being stored.
+        * Nothing that was given up is tried again behind the back of its caller.
+    """
+
+    def __init__(self, settings: "Settings") -> None:
+        """Check the options; connects to nothing.
+
+        Raises:
+            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+        """
+        self._settings = settings
+        self._options = producer_options(settings, request_timeout=_REQUEST_TIMEOUT)
+        self._client: SendingClient | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._failure: TransportError | None = None
+        """What the last attempt to connect ended with."""
+        self._failed_at = 0.0
+        self._topics: dict[str, _Topic] = {}
+        self._waiting: dict[_Waiting, None] = {}
+        """What is not acknowledged, the oldest first."""
+        self._acknowledged_at = 0.0
+        self._endings: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Producer.trouble`; a message has waited for 5 s."""
+        oldest = next(iter(self._waiting), None)
+        if oldest is None or (waited := time.monotonic() - oldest.since) < _QUIET:
+            return None
+        told = (
+            f"{len(self._waiting)} message(s) wait to be acknowledged by the brokers, the oldest, for topic "
+            f"{oldest.topic!r}, for {waited:.0f} s"
+        )
+        if self._client is None or not self._client.connected:
+            return f"{told}; no connection to a broker of {self._settings.bootstrap_servers} is open"
+        if self._acknowledged_at < oldest.since:
+            return f"{told}; nothing was acknowledged since"
+        return f"{told}; others were acknowledged meanwhile: are enough replicas of its partition in sync?"
+
+    async def publish(self, message: Message) -> int:
+        """See `Producer.publish`. Gives up after 30 s, and on a topic that does not exist after 5 s.
+
+        Raises:
+            ClientLostError: The producer is closed, or its client ended by itself.
+            ConnectError: No broker could be reached.
+            AuthenticationError: The brokers refused our credentials, or we their certificate.
+            AuthorizationError: The brokers do not allow the topic.
+            MessageTooLargeError: Its topic does not take a message of this size.
+            TransportError: Not acknowledged for another reason; see `retriable`.
+        """
+        waiting = _Waiting(message.topic, time.monotonic())
+        self._waiting[waiting] = None
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                offset = await self._deliver(message, waiting.since)
+        except TimeoutError:
+            raise self._given_up(waiting) from None
+        finally:
+            del self._waiting[waiting]
+        self._acknowledged_at = time.monotonic()
+        return offset
+
+    async def close(self) -> None:
+        """See `Producer.close`; takes at most 2 s."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        if self._client is not None:
+            self._discard(self._client, _closed())
+        if self._endings:
+            await asyncio.wait(self._endings)
+
+    # One message ------------------------------------------------------------------------
+
+    async def _deliver(self, message: Message, since: float) -> int:
+        size = _size(message)
+        if size > self._options["max_request_size"]:
+            raise too_large(message.topic, size, ", since no broker reads it as one request")
+        alone = False
+        while True:
+            client, acknowledgement = await self._send(message, since, alone=alone)
+            try:
+                return int((await acknowledgement).offset)
+            except RefusedError as refusal:
+                if refusal.records == 1 or refusal.error in _OF_THE_WHOLE_BATCH:
+                    raise _refused(refusal, message) from refusal
+                # It may be another record of its batch that the broker does not take, or the batch as a whole.
+                alone = True
+            except kafka.KafkaError as error:
+                raise self._failed(client, error, message.topic) from error
+
+    async def _send(self, message: Message, since: float, *, alone: bool) -> tuple[SendingClient, asyncio.Future[Any]]:
+        """Put a message into a batch, behind all that were published before it; returns its acknowledgement."""
+        topic = self._topics.get(message.topic)
+        if topic is None:
+            topic = self._topics[message.topic] = _Topic()
+        async with topic.line:
+            client = await self._connected(message.topic, since)
+            partition = await self._partition(client, topic, message, since)
+            line = topic.lines.get(partition)
+            if line is None:
+                line = topic.lines[partition] = asyncio.Lock()
+        # Nothing is awaited between the two lines, so nobody overtakes.
+        async with line:
+            try:
+                acknowledgement = await client.add(message, partition, alone=alone)
+            except kafka.KafkaError as error:
+                raise self._failed(client, error, message.topic) from error
+        return client, acknowledgement
+
+    async def _partition(self, client: SendingClient, topic: _Topic, message: Message, since: float) -> int:
+        wanted = message.partition
+        if not topic.partitions:
+            topic.partitions = client.partition_count(message.topic)
+        if not topic.partitions or (wanted is not None and wanted >= topic.partitions):
+            topic.partitions = await self._look_up(client, topic, message.topic, since)
+        count = topic.partitions
+        if wanted is not None:
+            if not 0 <= wanted < count:
+                absent = TransportError(
+                    f"topic {message.topic!r} has partitions 0 to {count - 1} and not {wanted}: add partitions to it"
+                )
+                absent.retriable = False
+                raise absent
+            return wanted
+        if message.key is not None:
+            return _hash(message.key) % count
+        topic.same_left -= 1
+        if topic.same_left < 0 or topic.same >= count:
+            led = client.led_partitions(message.topic)
+            topic.same = random.choice(led) if led else random.randrange(count)  # noqa: S311 - spreads load
+            topic.same_left = _SAME_PARTITION
+        return topic.same
+
+    async def _look_up(self, client: SendingClient, topic: _Topic, name: str, since: float) -> int:
+        """Ask how many partitions a topic has; who waited while others found out that it is not there need not ask."""
+        if topic.failure is not None and topic.failed_at >= since:
+            raise copy.copy(topic.failure)
+        give_up: float | None = None
+        while True:
+            answered = await client.look_up(name)
+            if client is not self._client:
+                raise (
+                    _closed() if self._closed else ClientLostError(f"topic {name!r} was not found: the client is lost")
+                )
+            count = client.partition_count(name)
+            if count:
+                return count
+            give_up = time.monotonic() + _TOPIC_TIMEOUT if give_up is None and answered else give_up
+            if client.may_not_see(name):
+                topic.failure = publish_error(kafka.TopicAuthorizationFailedError(name), name)
+            elif give_up is not None and time.monotonic() > give_up:
+                topic.failure = missing_topic(name, _TOPIC_TIMEOUT)
+            else:
+                continue
+            topic.failed_at = time.monotonic()
+            raise topic.failure
+
+    # The client -------------------------------------------------------------------------
+
+    async def _connected(self, topic: str, since: float) -> SendingClient:
+        """The client; who waited while others could not connect need not try."""
+        while True:
+            if self._closed:
+                raise _closed()
+            client = self._client
+            if client is not None:
+                if client.lost is None:
+                    return client
+                self._discard(client, _lost(client, topic))
+            if self._failure is not None and self._failed_at >= since:
+                raise copy.copy(self._failure)
+            if self._connecting is None:
+                self._connecting = asyncio.create_task(self._connect(topic), name="connect the producer")
+            await asyncio.wait([self._connecting])
+
+    async def _connect(self, topic: str) -> None:
+        try:
+            client = await connect(self._settings, self._options, topic)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what those who publish are told
+            told = f"the Kafka producer could not be started: {reason(error)}"
+            self._failure = error if isinstance(error, TransportError) else TransportError(told)
+            self._failed_at = time.monotonic()
+        else:
+            client.client.cluster.add_listener(self._forget_partitions)
+            self._forget_partitions()
+            self._client = client
+            logger.debug("the producer is connected to the brokers of %s", self._settings.bootstrap_servers)
+        finally:
+            self._connecting = None
+
+    def _forget_partitions(self, _cluster: object = None) -> None:
+        """After each look-up: topics may have got partitions, or have gone."""
+        for topic in self._topics.values():
+            topic.partitions = 0
+
+    def _discard(self, client: SendingClient, error: TransportError) -> None:
+        """Fail what waits for a client with *error* and close it; the next message connects."""
+        if client is self._client:
+            self._client = None
+        client.give_up(error)
+        ending = asyncio.create_task(client.tear_down(), name="close a lost producer")
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    # What goes wrong --------------------------------------------------------------------
+
+    def _given_up(self, waiting: _Waiting) -> TransportError:
+        """What a message ends with that was not acknowledged in time."""
+        if self._acknowledged_at > waiting.since:
+            return TransportError(
+                f"a message for topic {waiting.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
+                "were: check that its partition has a leader and enough replicas in sync"
+            )
+        error = nothing_acknowledged(self._settings.bootstrap_servers, _PATIENCE)
+        if self._client is not None:
+            # What it still has would be sent when the brokers are back, beside what is then published again.
+            logger.warning("%s; the producer connects anew", error)
+            self._discard(self._client, error)
+        return error
+
+    def _failed(self, client: SendingClient, error: kafka.KafkaError, topic: str) -> TransportError:
+        """What a message ends with whose batch did not come to a broker."""
+        if client.lost is not None:
+            lost = _lost(client, topic)
+            if client is self._client:
+                logger.warning("%s", lost)
+                self._discard(client, lost)
+            return lost
+        # Its number was used up all the same.
+        client.forget_producer_id()
+        if not client.partition_count(topic):
+            return missing_topic(topic, _REQUEST_TIMEOUT)
+        return publish_error(error, topic)
+
+
+def _refused(refusal: RefusedError, message: Message) -> TransportError:
+    if refusal.error in _TOO_LARGE:
+        return too_large(message.topic, _size(message))
+    error = publish_error(refusal, message.topic)
+    if not isinstance(error, AuthorizationError):
+        error.retriable = refusal.code not in _FINAL
+    return error
+
+
+def _lost(client: SendingClient, topic: str) -> TransportError:
+    cause = client.lost
+    cause = (cause and cause.__cause__) or cause or kafka.ProducerClosed()
+    denied = publish_error(cause, topic)
+    if isinstance(denied, AuthorizationError):
+        return denied
+    return ClientLostError(f"the Kafka producer ended by itself ({reason(cause)}); the next message connects anew")
+
+
+def _closed() -> ClientLostError:
+    return ClientLostError("the message was not acknowledged: the producer is closed")
+
+
+def _size(message: Message) -> int:
+    """Bytes of a message as a broker counts them, but for a few."""
+    headers = sum(len(name) + len(content or b"") for name, content in message.headers)
+    return len(message.key or b"") + len(message.value or b"") + headers
+
+
+@functools.lru_cache(maxsize=_REMEMBERED_KEYS)
+def _hash(key: bytes) -> int:
+    """What Java's partitioner makes of a key; in Python it takes as long as the rest of publishing."""
+    hashed: int = murmur2(key) & 0x7FFFFFFF
+    return hashed

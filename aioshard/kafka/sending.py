@@ -1,0 +1,259 @@
+"""aiokafka's idempotent producer, with what it lacks to live on after a refusal; its private attributes stay in here.
+
+What it does by itself, seen on a real broker, and what is done here instead:
+
+* a batch that the broker refuses (too large, not allowed) has used up its sequence numbers, and every later batch
+  of its partition fails with OutOfOrderSequenceNumber, for ever: here it asks for a new producer id;
+* the broker's explanation of a refusal is thrown away, and refusals that it does not know all look the same;
+* a batch whose callers have all given up is sent again and again, for ever: here it ends with the next failure;
+* a key and a value that are both None, which Kafka stores, are refused by an assertion;
+* stopping waits for brokers that are gone.
+"""
+# ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiokafka import AIOKafkaProducer
+from aiokafka import errors as kafka
+from aiokafka.producer.sender import Sender, SendProduceReqHandler
+from aiokafka.producer.transaction_manager import NO_PRODUCER_EPOCH, NO_PRODUCER_ID, PidAndEpoch
+from aiokafka.structs import TopicPartition
+from aiokafka.util import create_future
+
+from aioshard.errors import AuthorizationError, SettingsError
+from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.connections import close_client, is_connected, pace_look_ups, refuse_useless_connections
+from aioshard.kafka.translate import publish_error, reason
+from aioshard.ports import Message
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["RefusedError", "SendingClient", "connect"]
+
+_LONG = 86_400.0
+"""Seconds without end, for a time-out that must be a number; who waits has one of its own."""
+_EXPLAINED = 8
+"""The version of a response from which on the broker explains refusals."""
+
+
+class RefusedError(Exception):
+    """What a broker answered to a batch that it did not take.
+
+    Attributes:
+        error: aiokafka's class for the answer; `UnknownError` for what it has none for.
+        code: The broker's number for it.
+        explanation: The broker's own words; may be empty.
+        records: How many records were in the batch.
+    """
+
+    def __init__(self, error: type[kafka.KafkaError], code: int, explanation: str, records: int) -> None:
+        super().__init__(error, code, explanation, records)
+        self.error = error
+        self.code = code
+        self.explanation = explanation
+        self.records = records
+
+    def __str__(self) -> str:
+        name = f"error {self.code}" if self.error is kafka.UnknownError else self.error.message
+        return f"{name}: {self.explanation}" if self.explanation else str(name)
+
+
+class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
+    """One life of aiokafka's producer, connected by `start`; after `tear_down` it is gone.
+
+    Used from one event loop.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Make a client; nothing connects yet.
+
+        Args:
+            options: aiokafka's, with `enable_idempotence`.
+
+        Raises:
+            ValueError: An option has a value that aiokafka does not take.
+            RuntimeError: A compression needs a package that is missing.
+        """
+        super().__init__(**options)
+        backoff: float = self.client._retry_backoff
+        self._sender: Any = _Sender(
+            self.client,
+            acks=-1,
+            txn_manager=self._txn_manager,
+            message_accumulator=self._message_accumulator,
+            retry_backoff_ms=round(backoff * 1000),
+            request_timeout_ms=self._request_timeout_ms,
+        )
+        refuse_useless_connections(self.client)
+        pace_look_ups(self.client, backoff)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a connection to any broker is open."""
+        return is_connected(self.client)
+
+    @property
+    def lost(self) -> BaseException | None:
+        """Why nothing is sent any more, whatever the brokers do; None while the client lives."""
+        for task in (self._sender.sender_task, self.client._sync_task):
+            if task is not None and task.done():
+                error: BaseException | None = None if task.cancelled() else task.exception()
+                return error or kafka.ProducerClosed()
+        return None
+
+    def partition_count(self, topic: str) -> int:
+        """How many partitions a topic has, as last told; 0 when it is not known."""
+        return len(self.client.cluster.partitions_for_topic(topic) or ())
+
+    def led_partitions(self, topic: str) -> list[int]:
+        """The partitions of a topic that have a leader now, as last told."""
+        return sorted(self.client.cluster.available_partitions_for_topic(topic) or ())
+
+    def may_not_see(self, topic: str) -> bool:
+        """Whether the brokers refused to tell of a topic when they were last asked."""
+        return topic in self.client.cluster.unauthorized_topics
+
+    async def look_up(self, topic: str) -> bool:
+        """Ask the brokers for a topic, and for all others in use; whether they answered."""
+        self.client.add_topic(topic)
+        return bool(await self.client.force_metadata_update())
+
+    async def add(self, message: Message, partition: int, *, alone: bool = False) -> asyncio.Future[Any]:
+        """Add a message to the batch that is sent next to its partition, or wait until there is one with room.
+
+        Waits without a deadline. Cancelling the future that is returned does no harm.
+
+        Args:
+            message: Its own partition is not looked at.
+            partition: Where to, which exists.
+            alone: Whether it gets a batch of its own. Nothing else may be added to the partition meanwhile.
+
+        Raises:
+            Exception: What `give_up` was told.
+        """
+        accumulator = self._message_accumulator
+        at = TopicPartition(message.topic, partition)
+        timestamp = None if message.timestamp is None else round(message.timestamp * 1000)
+        if alone and (pending := accumulator._batches.get(at)):
+            pending[-1]._builder.close()
+        added: asyncio.Future[Any] = await accumulator.add_message(
+            at, message.key, message.value, _LONG, timestamp_ms=timestamp, headers=list(message.headers)
+        )
+        if alone:
+            accumulator._batches[at][-1]._builder.close()
+        return added
+
+    def forget_producer_id(self) -> None:
+        """Ask for a new producer id before anything else is sent, and count from 0 again.
+
+        Batches that are being sent keep the id they have; of each partition that is one at most, so order is kept.
+        """
+        self._sender.forget_producer_id()
+
+    def give_up(self, error: Exception) -> None:
+        """Fail everything that waits, and all that is added from now on, with *error*."""
+        accumulator = self._message_accumulator
+        waiting = [batch for batches in accumulator._batches.values() for batch in batches]
+        waiting += accumulator._pending_batches
+        accumulator.fail_all(error)
+        for batch in waiting:
+            waiter = batch._drain_waiter
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # Retrieved, so that the loop does not complain about it.
+
+    async def tear_down(self) -> None:
+        """End every task and connection, whatever state they are in; takes at most 2 s."""
+        self._closed = True
+        await close_client(self.client, [self._sender.sender_task, *self._sender.requests])
+
+
+class _Sender(Sender):  # type: ignore[misc]
+    """Sends with `_Request`, and knows its requests."""
+
+    def __init__(self, client: Any, **options: Any) -> None:
+        super().__init__(client, **options)
+        self.requests: set[asyncio.Task[Any]] = set()
+
+    async def _send_produce_req(self, node_id: int, batches: Mapping[Any, Any]) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - for mypy
+        self.requests.add(task)
+        try:
+            request = _Request(self, batches)
+            await request.do(node_id)
+        finally:
+            self.requests.discard(task)
+        self._in_flight.remove(node_id)
+        for partition in batches:
+            self._muted_partitions.remove(partition)
+        if any(batch.future.done() and batch.future.exception() is not None for batch in batches.values()):
+            self.forget_producer_id()  # Before the next batch of the partition is given its number.
+
+    def forget_producer_id(self) -> None:
+        transactions = self._txn_manager
+        if transactions.has_pid():
+            transactions._pid_and_epoch = PidAndEpoch(NO_PRODUCER_ID, NO_PRODUCER_EPOCH)
+            transactions._pid_waiter = create_future()
+            transactions._sequence_numbers.clear()
+
+
+class _Request(SendProduceReqHandler):  # type: ignore[misc]
+    """One request to one broker: at most one batch of each of its partitions."""
+
+    def handle_response(self, response: Any) -> None:
+        """Let the batches that are refused fail with what the broker said, before they fail without it."""
+        for topic, answers in response.topics:
+            for partition, code, *rest in answers:
+                batch = self._batches.get(TopicPartition(topic, partition))
+                error = kafka.for_code(code)
+                if not code or batch is None or error is kafka.DuplicateSequenceNumber or self._can_retry(error, batch):
+                    continue
+                explanation = ""
+                if response.API_VERSION >= _EXPLAINED:
+                    *_, explained, told = rest
+                    explanation = "; ".join(filter(None, [told, *(text for _, text in explained if text != told)]))
+                batch.failure(RefusedError(error, code, explanation, batch.record_count))
+        super().handle_response(response)
+
+    def _can_retry(self, error: Any, batch: Any) -> bool:
+        wanted = any(not message.done() for message, _ in batch._msg_futures) or not batch._msg_futures
+        return wanted and bool(error.retriable)
+
+
+async def connect(settings: "Settings", options: Mapping[str, Any], topic: str) -> SendingClient:
+    """A client that is connected and has a producer id; takes at most three times `CONNECT_TIMEOUT`.
+
+    Args:
+        settings: Names for the sentences.
+        options: The producer's.
+        topic: What is to be published to; for the sentence when the user may write to no topic at all.
+
+    Raises:
+        ConnectError: No broker could be reached.
+        AuthenticationError: The brokers refused our credentials, or we their certificate.
+        AuthorizationError: The brokers do not let this user publish.
+        TransportError: They did not give us a producer id.
+        SettingsError: The client refused an option.
+    """
+    server = await find_broker(settings, options)
+    try:
+        client = SendingClient({**options, "bootstrap_servers": server})
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT):
+            await client.start()
+    except (TimeoutError, kafka.KafkaError) as error:
+        advertised = [(broker.host, broker.port) for broker in client.client.cluster.brokers()]
+        await client.tear_down()
+        refused = publish_error(error, topic)
+        if isinstance(refused, AuthorizationError):
+            raise refused from error
+        raise await why_unreachable(settings, options, advertised) from None
+    except BaseException:
+        await client.tear_down()
+        raise
+    return client

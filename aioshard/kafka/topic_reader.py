@@ -1,0 +1,178 @@
+"""One topic read once, from its start to the end that it had when the reading began; without a group."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Collection, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aiokafka import AIOKafkaConsumer
+from aiokafka import errors as kafka
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from aioshard.errors import TransportError
+from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.options import consumer_options
+from aioshard.kafka.translate import request_error
+from aioshard.ports import LogRange
+from aioshard.records import Record
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["TopicReader"]
+
+_POLL_MS = 500
+_STALLED = 30.0
+"""Seconds without progress after which we give up. The consumer itself tries for ever."""
+_CLOSE_TIMEOUT = 3.0
+
+
+class TopicReader:
+    """Reads partitions of a topic side by side. Owned by one event loop.
+
+    Example:
+        ```python
+        async with TopicReader(settings, "orders.dlt", partitions) as reader:
+            async for records in reader.read():
+                ...
+        ```
+    """
+
+    def __init__(self, settings: "Settings", topic: str, partitions: Collection[int]) -> None:
+        """Make a reader; nothing connects yet.
+
+        Args:
+            settings: The brokers, and with `isolation_level` whether records of open transactions are read.
+            topic: The topic; it must exist.
+            partitions: Which of its partitions.
+
+        Raises:
+            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+        """
+        self.topic = topic
+        self.ranges: dict[int, LogRange] = {}
+        """Start and end of each partition as they were when the reader was opened."""
+        self._partitions = [KafkaPartition(topic, partition) for partition in sorted(partitions)]
+        self._settings = settings
+        options = consumer_options(settings, "")
+        # Where retention passes us while we read, we go on behind it.
+        self._options = options | {"group_id": None, "group_instance_id": None, "auto_offset_reset": "earliest"}
+        self._consumer: Any = None
+
+    async def __aenter__(self) -> Self:
+        """Connect, and take note of the ends.
+
+        Raises:
+            TransportError: No broker answers, or one refuses us or the topic.
+        """
+        server = await find_broker(self._settings, self._options)
+        self._consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
+        try:
+            await self._connect()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self._close()
+
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await self._consumer.start()
+        except (TimeoutError, kafka.KafkaError):
+            raise await why_unreachable(self._settings, self._options, []) from None
+        try:
+            async with asyncio.timeout(_STALLED):
+                # One after the other: a start never lies behind an end that was asked for before it.
+                starts = await self._consumer.beginning_offsets(self._partitions)
+                ends = await self._consumer.end_offsets(self._partitions)
+        except (TimeoutError, kafka.KafkaError) as error:
+            raise request_error(error, f"the offsets of topic {self.topic!r}", "") from error
+        self.ranges = {one.partition: LogRange(starts[one], ends[one]) for one in self._partitions}
+
+    async def _close(self) -> None:
+        with contextlib.suppress(TimeoutError, kafka.KafkaError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await self._consumer.stop()
+
+    async def read(self, start: Mapping[int, int] | None = None) -> AsyncIterator[list[Record]]:
+        """Give all records in some chunks, those of one partition in offset order.
+
+        Args:
+            start: Where to begin in a partition, instead of at its start.
+
+        Raises:
+            TransportError: They cannot be read.
+        """
+        begin = {number: max(bounds.start, (start or {}).get(number, 0)) for number, bounds in self.ranges.items()}
+        left = {one for one in self._partitions if begin[one.partition] < self.ranges[one.partition].end}
+        consumer = self._consumer
+        consumer.assign(left)
+        for one in left:
+            consumer.seek(one, begin[one.partition])
+        progress = _Progress(begin)
+        while left:
+            records = await self._poll()
+            for one in sorted(left):
+                position = await consumer.position(one)
+                progress.note(one.partition, position)
+                if position >= self.ranges[one.partition].end:
+                    consumer.pause(one)
+                    left.remove(one)
+            if records:
+                yield records
+                progress.note_life()
+            elif progress.stalled:
+                named = ", ".join(f"{one.topic}/{one.partition}" for one in sorted(left))
+                raise TransportError(
+                    f"{named} could not be read on for {_STALLED:g} s: check that the brokers run, and that each "
+                    "partition has a leader"
+                )
+
+    async def _poll(self) -> list[Record]:
+        try:
+            batches = await self._consumer.getmany(timeout_ms=_POLL_MS)
+        except kafka.KafkaError as error:
+            raise request_error(error, f"the records of topic {self.topic!r}", "") from error
+        return [
+            _record(found)
+            for one, batch in batches.items()
+            for found in batch
+            if found.offset < self.ranges[one.partition].end
+        ]
+
+
+class _Progress:
+    """Whether positions move."""
+
+    def __init__(self, positions: Mapping[int, int]) -> None:
+        self._positions = dict(positions)
+        self.note_life()
+
+    def note(self, partition: int, position: int) -> None:
+        """Take note of a position."""
+        if self._positions.get(partition) != position:
+            self._positions[partition] = position
+            self.note_life()
+
+    def note_life(self) -> None:
+        """Begin to count anew."""
+        self._since = time.monotonic()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether nothing has moved for too long."""
+        return time.monotonic() - self._since > _STALLED
+
+
+def _record(found: Any) -> Record:
+    headers = tuple((name, value) for name, value in found.headers)
+    timestamp = -1 if found.timestamp is None else found.timestamp
+    return Record(found.topic, found.partition, found.offset, found.key, found.value, headers, timestamp / 1000)
