@@ -1,35 +1,29 @@
 """Records to one topic in batches, each acknowledged once."""
 
 import asyncio
-import contextlib
-import inspect
 import logging
 import random
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from aiokafka import AIOKafkaProducer
 from aiokafka import errors as kafka
 from aiokafka.partitioner import DefaultPartitioner
 
 from aioshard.cli.rows import Row
-from aioshard.errors import AuthorizationError, TransportError
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
-from aioshard.kafka.security import security_options
-from aioshard.kafka.translate import reason
+from aioshard.errors import TransportError
+from aioshard.kafka.connecting import CONNECT_TIMEOUT
+from aioshard.kafka.options import Compression, producer_options
+from aioshard.kafka.sending import RefusedError, SendingClient, connect
+from aioshard.kafka.translate import missing_topic, nothing_acknowledged, publish_error, too_large
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
 __all__ = ["Compression", "Publisher", "silence_client"]
 
-Compression = Literal["none", "gzip", "lz4", "snappy", "zstd"]
-
-_BATCH_BYTES = 64 * 1024
 _STALLED = 30.0
 """Seconds without an acknowledgement after which we give up. The idempotent producer itself tries for ever."""
-_CLOSE_TIMEOUT = 3.0
 _REMEMBERED_KEYS = 100_000
 
 _partition_of = DefaultPartitioner()
@@ -55,8 +49,8 @@ class Publisher:
         """Records that the brokers have confirmed."""
         self._settings = settings
         self._topic = topic
-        self._options = _options(settings, compression)
-        self._producer: Any = None
+        self._options = producer_options(settings, compression=compression, request_timeout=_STALLED)
+        self._producer: SendingClient
         self._partitions: list[int] = []
         self._placed: dict[bytes, int] = {}
         self._keyless = 0
@@ -72,10 +66,9 @@ class Publisher:
         Raises:
             TransportError: No broker answers, one refuses us, or there is no such topic. All within 10 s.
         """
-        server = await find_broker(self._settings, self._options)
-        self._producer = AIOKafkaProducer(**(self._options | {"bootstrap_servers": server}))
+        self._producer = await connect(self._settings, self._options, self._topic)
         try:
-            await self._connect()
+            await self._look_up()
         except BaseException:
             await self._close()
             raise
@@ -87,38 +80,20 @@ class Publisher:
         """Close; what was not flushed is not waited for."""
         await self._close()
 
-    async def _connect(self) -> None:
-        producer = self._producer
+    async def _look_up(self) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                await producer.start()
-        except (TimeoutError, kafka.KafkaError) as error:
-            refused = self._denied(error)
-            if refused is not None:
-                raise refused from error
-            advertised = [(broker.host, broker.port) for broker in producer.client.cluster.brokers()]
-            raise await why_unreachable(self._settings, self._options, advertised) from None
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                self._partitions = sorted(await producer.partitions_for(self._topic))
+                self._partitions = sorted(await self._producer.partitions_for(self._topic))
         except TimeoutError:
-            raise TransportError(
-                f"topic {self._topic!r} does not exist, and the brokers did not create it on use within "
-                f"{CONNECT_TIMEOUT:g} s: create it, or check its name"
-            ) from None
+            raise missing_topic(self._topic, CONNECT_TIMEOUT) from None
         except kafka.KafkaError as error:
-            raise self._denied(error) or TransportError(
-                f"the partitions of topic {self._topic!r} were not told: {reason(error)}"
-            ) from error
+            raise publish_error(error, self._topic) from error
         self._keyless = random.choice(self._partitions)  # noqa: S311 - spreads load
 
     async def _close(self) -> None:
         for flying in self._flying:
             flying.cancel()
-        with contextlib.suppress(TimeoutError, kafka.KafkaError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT):
-                await self._producer.stop()
-        await self._producer.client.close()
+        await self._producer.tear_down()
 
     # Records --------------------------------------------------------------------------
 
@@ -204,43 +179,14 @@ class Publisher:
             raise self._failure
 
     def _stalled(self) -> TransportError:
-        return TransportError(
-            f"the brokers of {self._settings.bootstrap_servers} acknowledged nothing for {_STALLED:g} s: "
-            "check that they run, and that enough replicas of each partition are in sync"
-        )
+        return nothing_acknowledged(self._settings.bootstrap_servers, _STALLED)
 
     def _refused(self, error: BaseException) -> TransportError:
-        return self._denied(error) or TransportError(
-            f"the brokers did not take records for topic {self._topic!r}: {reason(error)}"
-        )
-
-    def _denied(self, error: BaseException) -> AuthorizationError | None:
-        # aiokafka wraps refusals that it does not expect in a KafkaError of their repr.
-        if "TopicAuthorizationFailed" not in repr(error) and "ClusterAuthorizationFailed" not in repr(error):
-            return None
-        return AuthorizationError(
-            f"the brokers do not allow this user to write to topic {self._topic!r}: grant WRITE and DESCRIBE on it, "
-            "and before Kafka 3.0 IDEMPOTENT_WRITE on the cluster"
-        )
+        if isinstance(error, RefusedError) and error.error is kafka.MessageSizeTooLargeError:
+            return too_large(self._topic, None)
+        return publish_error(error, self._topic)
 
 
 def silence_client() -> None:
     """Keep the client's own log lines off the terminal where no logging is configured: errors are told as sentences."""
     logging.getLogger("aiokafka").addHandler(logging.NullHandler())
-
-
-def _options(settings: "Settings", compression: Compression) -> dict[str, Any]:
-    known = inspect.signature(AIOKafkaProducer.__init__).parameters
-    # What is for consumers, such as fetch_min_bytes, has no meaning here.
-    extra = {name: value for name, value in settings.client_options.items() if name in known}
-    return {
-        "bootstrap_servers": settings.require_bootstrap_servers(),
-        "client_id": settings.client_id or "aioshard",
-        "enable_idempotence": True,
-        "compression_type": None if compression == "none" else compression,
-        "max_batch_size": _BATCH_BYTES,
-        "metadata_max_age_ms": round(settings.metadata_max_age * 1000),
-        "request_timeout_ms": round(_STALLED * 1000),
-        **security_options(settings),
-        **extra,
-    }

@@ -57,8 +57,9 @@ class RefusedError(Exception):
         self.records = records
 
     def __str__(self) -> str:
-        name = f"error {self.code}" if self.error is kafka.UnknownError else self.error.message
-        return f"{name}: {self.explanation}" if self.explanation else str(name)
+        if self.error is kafka.UnknownError:
+            return f"error {self.code}: {self.explanation or 'without an explanation'}"
+        return f"{self.error.message}: {self.explanation or self.error.description}"
 
 
 class SendingClient(AIOKafkaProducer):  # type: ignore[misc]

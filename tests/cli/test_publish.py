@@ -353,7 +353,6 @@ async def test_a_broker_that_dies_ends_it_although_the_producer_would_try_for_ev
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "_STALLED", 0.5)
-    monkeypatch.setattr(publishing, "_CLOSE_TIMEOUT", 0.5)
     publisher = Publisher(Settings(**broker.settings), topic)
     async with publisher:
         await publisher.publish([(b"k", b"v")])
