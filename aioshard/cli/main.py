@@ -37,6 +37,7 @@ COMMANDS = {
     "broker": ("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
     "publish": ("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
     "demo": ("aioshard.cli.demo", "Process a year of flights and check every figure."),
+    "dlt": ("aioshard.cli.dlt", "Show, replay and drop dead letters."),
     "health": ("aioshard.cli.health", "Ask a running app for its health."),
     "explain": ("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
 }

@@ -1,13 +1,18 @@
-"""The command line in this process: quicker than a process of its own, and measured by coverage."""
+"""The command line in this process: quicker than a process of its own, and measured by coverage; and records for it."""
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from aioshard.cli.main import main
+from aioshard.ports import Message
+from tests.support.shared_kafka import SharedKafka
+
+DEADLINE = 30.0
 
 
 class Ended(NamedTuple):
@@ -39,3 +44,35 @@ def aioshard(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         return Ended(code, *capsys.readouterr())
 
     return run
+
+
+Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
+
+
+@pytest.fixture
+async def publish(kafka: SharedKafka) -> AsyncIterator[Publish]:
+    """Publishes messages one after the other and returns partition and offset of each."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, acks="all")
+
+    async def send(*messages: Message) -> list[tuple[int, int]]:
+        places = []
+        async with asyncio.timeout(DEADLINE):
+            for message in messages:
+                timestamp = None if message.timestamp is None else round(message.timestamp * 1000)
+                stored = await producer.send_and_wait(
+                    message.topic,
+                    message.value,
+                    key=message.key,
+                    partition=message.partition,
+                    timestamp_ms=timestamp,
+                    headers=list(message.headers),
+                )
+                places.append((stored.partition, stored.offset))
+        return places
+
+    async with asyncio.timeout(DEADLINE):
+        await producer.start()
+    try:
+        yield send
+    finally:
+        await producer.stop()

@@ -1,0 +1,148 @@
+"""Which records of a side topic a command is about: its filters as options."""
+
+import functools
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple, TypeVar, cast
+
+import click
+
+from aioshard.cli.tables import bytes_as_text
+from aioshard.records import Record
+from aioshard.serde.side_records import Coordinates, Failure
+
+__all__ = ["Selection", "coordinates", "filters", "is_key", "moment"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_AGO = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def moment(text: str) -> float:
+    """Seconds since the epoch of a moment that an option names.
+
+    Raises:
+        BadParameter: *text* names none.
+    """
+    ago = _AGO.fullmatch(text)
+    try:
+        if ago is not None:
+            return time.time() - timedelta(**{_UNITS[ago["unit"]]: float(ago["number"])}).total_seconds()
+        # Without an offset it is in the zone of this machine.
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise click.BadParameter(
+            f"{text!r} was found, a moment was expected: 2026-01-31, 2026-01-31T12:30, 2026-01-31T12:30:00+02:00, or "
+            "how long ago, as 90s, 30m, 6h, 2d or 1w"
+        ) from None
+
+
+def coordinates(text: str) -> Coordinates:
+    """The record that an option names.
+
+    Raises:
+        BadParameter: *text* names none.
+    """
+    found = Coordinates.parse(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} was found, TOPIC/PARTITION/OFFSET was expected, such as orders/0/41")
+    return found
+
+
+class Selection(NamedTuple):
+    """What all has to hold of a record; without any, every record is meant."""
+
+    partitions: frozenset[int] = frozenset()
+    """Of the side topic."""
+    handler: str | None = None
+    group: str | None = None
+    error: str | None = None
+    topic: str | None = None
+    """Where the record came from."""
+    key: str | None = None
+    records: frozenset[Coordinates] = frozenset()
+    since: float | None = None
+    until: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is left out."""
+        return self != Selection()
+
+    def takes(self, original: Record, failure: Failure) -> bool:
+        """Whether a record is meant; that its partition of the side topic is, the reader sees to."""
+        return (
+            self.handler in {None, failure.handler}
+            and self.group in {None, failure.group}
+            and self.error in {None, failure.error}
+            and self.topic in {None, original.topic}
+            and (self.key is None or is_key(original.key, self.key))
+            and (not self.records or Coordinates.of(original) in self.records)
+            and (self.since is None or failure.failed_at >= self.since)
+            and (self.until is None or failure.failed_at < self.until)
+        )
+
+
+def is_key(key: bytes | None, given: str) -> bool:
+    """Whether *given* names a key: as its text, or as commands show it."""
+    return key is not None and (key == given.encode("utf-8", "surrogateescape") or bytes_as_text(key) == given)
+
+
+_OPTIONS = (
+    click.option(
+        "--partition", "partitions", type=click.IntRange(0), multiple=True, help="Partition of TOPIC; may be repeated."
+    ),
+    click.option("--handler", metavar="NAME", help="Handler that failed."),
+    click.option("--group", metavar="ID", help="Consumer group whose handler failed."),
+    click.option("--error", metavar="CLASS", help="Class of the exception."),
+    click.option("--topic", "source", metavar="SOURCE", help="Topic that the record came from."),
+    click.option("--key", metavar="KEY", help="Key of the record, as text or as shown."),
+    click.option(
+        "--record",
+        "records",
+        type=coordinates,
+        metavar="TOPIC/PARTITION/OFFSET",
+        multiple=True,
+        help="Where the record came from; may be repeated.",
+    ),
+    click.option("--since", type=moment, metavar="TIME", help="Failed at this moment or later; 6h is six hours ago."),
+    click.option("--until", type=moment, metavar="TIME", help="Failed before this moment."),
+)
+
+
+def filters(command: F) -> F:
+    """The options that make a `Selection`; the command gets it as `selection`."""
+
+    @functools.wraps(command)
+    def selecting(
+        *arguments: Any,
+        partitions: tuple[int, ...],
+        handler: str | None,
+        group: str | None,
+        error: str | None,
+        source: str | None,
+        key: str | None,
+        records: tuple[Coordinates, ...],
+        since: float | None,
+        until: float | None,
+        **others: Any,
+    ) -> Any:
+        selection = Selection(
+            partitions=frozenset(partitions),
+            handler=handler,
+            group=group,
+            error=error,
+            topic=source,
+            key=key,
+            records=frozenset(records),
+            since=since,
+            until=until,
+        )
+        return command(*arguments, selection=selection, **others)
+
+    taken: Any = selecting
+    for option in reversed(_OPTIONS):
+        taken = option(taken)
+    return cast("F", taken)
