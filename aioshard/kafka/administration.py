@@ -8,14 +8,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aiokafka import errors as kafka
+from aiokafka.admin.config_resource import ConfigResourceType
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.cluster import ClusterMetadata
-from aiokafka.protocol.admin import DeleteRecordsRequest
+from aiokafka.protocol.admin import DeleteRecordsRequest, DescribeConfigsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from aioshard.errors import TransportError
+from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.connecting import find_broker, why_unreachable
 from aioshard.kafka.options import client_options
 from aioshard.kafka.translate import reason, request_error
@@ -112,10 +113,32 @@ class Administration:
             TransportError: The topic does not allow it, or it failed; some partitions may be done.
         """
         starts: dict[int, int] = {}
+        denied = f"delete records of topic {topic!r}: grant DELETE on it"
         for partition, offset in sorted(offsets.items()):
-            what = f"the records of {topic}/{partition} below offset {offset} to be deleted"
-            starts[partition] = await self._patiently(functools.partial(self._delete, topic, partition, offset), what)
+            what = f"delete the records of {topic}/{partition} below offset {offset}"
+            starts[partition] = await self._patiently(
+                functools.partial(self._delete, topic, partition, offset), what, denied=denied
+            )
         return starts
+
+    async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
+        """Settings of a topic, those of the broker among them where it has none of its own.
+
+        Raises:
+            AuthorizationError: We may not see them.
+            TransportError: They were not told.
+        """
+
+        async def ask() -> dict[str, str]:
+            node = self._client.get_random_node()
+            resource = (ConfigResourceType.TOPIC, topic, sorted(names))
+            answer = await self._client.send(node, DescribeConfigsRequest([resource]))
+            ((code, _, _, _, entries),) = answer.resources
+            _raise_for(code)
+            return {name: value for name, value, *_ in entries}
+
+        denied = f"see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS on it"
+        return await self._patiently(ask, f"tell the settings of topic {topic!r}", denied=denied)
 
     async def _delete(self, topic: str, partition: int, offset: int) -> int:
         leader = (await self._leaders(topic))[partition]
@@ -126,7 +149,7 @@ class Administration:
         return int(start)
 
     async def _leaders(self, topic: str) -> dict[int, int]:
-        return await self._patiently(functools.partial(self._look_up, topic), f"the partitions of topic {topic!r}")
+        return await self._patiently(functools.partial(self._look_up, topic), f"tell the partitions of topic {topic!r}")
 
     async def _look_up(self, topic: str) -> dict[int, int]:
         node = self._client.get_random_node()
@@ -162,7 +185,7 @@ class Administration:
                         found[partition] = Committed(offset, metadata or "")
             return found
 
-        return await self._patiently(fetch, f"the committed offsets of {topic}", group_id)
+        return await self._patiently(fetch, f"tell the committed offsets of {topic}", group_id)
 
     async def commit(self, group_id: str, topic: str, offsets: Mapping[int, Committed], *, retention: float) -> None:
         """Commit for a group that nobody is a member of.
@@ -187,23 +210,30 @@ class Administration:
                 for _, code in partitions:
                     _raise_for(code)
 
-        await self._patiently(send, f"that the offsets of {topic} are stored", group_id)
+        await self._patiently(send, f"store the offsets of {topic}", group_id)
 
     # What goes wrong ------------------------------------------------------------------
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "") -> T:
-        """Ask, and again while what is wrong passes."""
+    async def _patiently(
+        self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "", *, denied: str | None = None
+    ) -> T:
+        """Ask, and again while what is wrong passes.
+
+        Args:
+            ask: Asks once.
+            what: What the brokers did not do, for the sentence.
+            group_id: For the sentence when the group is not allowed.
+            denied: What this user may not do, for the sentence when the topic is not allowed.
+        """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + _PATIENCE
         while True:
             try:
                 async with asyncio.timeout_at(give_up):
                     return await ask()
-            except TransportError:
-                raise
             except (kafka.KafkaError, TimeoutError) as error:
                 if not getattr(error, "retriable", False) or loop.time() + _PAUSE > give_up:
-                    raise _translated(error, what, group_id) from error
+                    raise _translated(error, what, group_id, denied) from error
             await asyncio.sleep(_PAUSE)
 
 
@@ -212,10 +242,17 @@ def _raise_for(code: int) -> None:
         raise kafka.for_code(code)
 
 
-def _translated(error: BaseException, what: str, group_id: str) -> TransportError:
+def _translated(error: BaseException, what: str, group_id: str, denied: str | None) -> TransportError:
+    if isinstance(error, kafka.TopicAuthorizationFailedError) and denied is not None:
+        return AuthorizationError(f"the brokers do not allow this user to {denied}")
     if isinstance(error, kafka.PolicyViolationError):
         return TransportError(
-            f"the brokers refused {what} ({reason(error)}): a topic that is only compacted keeps its records; set "
-            "cleanup.policy of a dead-letter topic to delete"
+            f"the brokers refused to {what}: a topic that is only compacted keeps its records; set cleanup.policy of "
+            "a dead-letter topic to delete"
         )
-    return request_error(error, what, group_id)
+    known = request_error(error, what, group_id)
+    return (
+        known
+        if isinstance(known, AuthorizationError)
+        else TransportError(f"the brokers did not {what}: {reason(error)}")
+    )

@@ -163,8 +163,9 @@ class KafkaProducer:
 
     async def _deliver(self, message: Message, since: float) -> int:
         size = _size(message)
-        if size > self._options["max_request_size"]:
-            raise too_large(message.topic, size, ", since no broker reads it as one request")
+        limit = self._options["max_request_size"]
+        if size > limit:
+            raise too_large(message.topic, size, limit)
         alone = False
         while True:
             client, acknowledgement = await self._send(message, since, alone=alone)
@@ -243,6 +244,7 @@ class KafkaProducer:
             else:
                 continue
             topic.failed_at = time.monotonic()
+            client.forget_topic(name)
             raise topic.failure
 
     # The client -------------------------------------------------------------------------

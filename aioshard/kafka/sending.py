@@ -4,7 +4,7 @@ What it does by itself, seen on a real broker, and what is done here instead:
 
 * a batch that the broker refuses (too large, not allowed) has used up its sequence numbers, and every later batch
   of its partition fails with OutOfOrderSequenceNumber, for ever: here it asks for a new producer id;
-* the broker's explanation of a refusal is thrown away, and refusals that it does not know all look the same;
+* a refusal does not say whether it is meant for one record, or for all that happened to be in the same batch;
 * a batch whose callers have all given up is sent again and again, for ever: here it ends with the next failure;
 * a key and a value that are both None, which Kafka stores, are refused by an assertion;
 * stopping waits for brokers that are gone.
@@ -35,8 +35,12 @@ __all__ = ["RefusedError", "SendingClient", "connect"]
 
 _LONG = 86_400.0
 """Seconds without end, for a time-out that must be a number; who waits has one of its own."""
-_EXPLAINED = 8
-"""The version of a response from which on the broker explains refusals."""
+_EXPLAINED = {
+    76: "UNSUPPORTED_COMPRESSION_TYPE: The broker does not know the compression",
+    87: "INVALID_RECORD: The record itself is not taken; a topic that is compacted takes none without a key",
+    89: "THROTTLING_QUOTA_EXCEEDED: The quota is used up",
+}
+"""Codes that aiokafka does not know."""
 
 
 class RefusedError(Exception):
@@ -45,21 +49,19 @@ class RefusedError(Exception):
     Attributes:
         error: aiokafka's class for the answer; `UnknownError` for what it has none for.
         code: The broker's number for it.
-        explanation: The broker's own words; may be empty.
         records: How many records were in the batch.
     """
 
-    def __init__(self, error: type[kafka.KafkaError], code: int, explanation: str, records: int) -> None:
-        super().__init__(error, code, explanation, records)
+    def __init__(self, error: type[kafka.KafkaError], code: int, records: int) -> None:
+        super().__init__(error, code, records)
         self.error = error
         self.code = code
-        self.explanation = explanation
         self.records = records
 
     def __str__(self) -> str:
         if self.error is kafka.UnknownError:
-            return f"error {self.code}: {self.explanation or 'without an explanation'}"
-        return f"{self.error.message}: {self.explanation or self.error.description}"
+            return _EXPLAINED.get(self.code, f"error {self.code}")
+        return f"{self.error.message}: {self.error.description}".rstrip(".")
 
 
 class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
@@ -121,6 +123,11 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         """Ask the brokers for a topic, and for all others in use; whether they answered."""
         self.client.add_topic(topic)
         return bool(await self.client.force_metadata_update())
+
+    def forget_topic(self, topic: str) -> None:
+        """Ask no more for a topic that is not there; without any topic aiokafka would ask for all there are."""
+        if len(self.client._topics) > 1:
+            self.client._topics.discard(topic)
 
     async def add(self, message: Message, partition: int, *, alone: bool = False) -> asyncio.Future[Any]:
         """Add a message to the batch that is sent next to its partition, or wait until there is one with room.
@@ -205,18 +212,14 @@ class _Request(SendProduceReqHandler):  # type: ignore[misc]
     """One request to one broker: at most one batch of each of its partitions."""
 
     def handle_response(self, response: Any) -> None:
-        """Let the batches that are refused fail with what the broker said, before they fail without it."""
+        """Let the batches that are refused fail with what we want to know, before they fail without it."""
         for topic, answers in response.topics:
-            for partition, code, *rest in answers:
+            for partition, code, *_ in answers:
                 batch = self._batches.get(TopicPartition(topic, partition))
                 error = kafka.for_code(code)
                 if not code or batch is None or error is kafka.DuplicateSequenceNumber or self._can_retry(error, batch):
                     continue
-                explanation = ""
-                if response.API_VERSION >= _EXPLAINED:
-                    *_, explained, told = rest
-                    explanation = "; ".join(filter(None, [told, *(text for _, text in explained if text != told)]))
-                batch.failure(RefusedError(error, code, explanation, batch.record_count))
+                batch.failure(RefusedError(error, code, batch.record_count))
         super().handle_response(response)
 
     def _can_retry(self, error: Any, batch: Any) -> bool:

@@ -109,17 +109,22 @@ def publish_error(error: BaseException, topic: str) -> TransportError:
     return TransportError(f"the brokers did not take records for topic {topic!r}: {reason(error)}")
 
 
-def too_large(topic: str, size: int | None, told: str = "") -> MessageTooLargeError:
+def too_large(topic: str, size: int | None, limit: int | None = None) -> MessageTooLargeError:
     """A message that its topic, or a whole request, has no room for.
 
     Args:
         topic: Where it should have gone.
-        size: Its bytes, as far as they are known.
-        told: Who refused it, where that was not the broker because of the topic's limit.
+        size: Its bytes; None where it is one of many.
+        limit: The bytes of a request, where that is what it does not fit into.
     """
-    what = "a batch" if size is None else f"a message of {size} bytes"
+    what = "a batch of messages" if size is None else f"a message of {size} bytes"
+    if limit is not None:
+        return MessageTooLargeError(
+            f"{what} for topic {topic!r} does not fit into one request, which brokers read up to {limit} bytes: "
+            "publish less at once"
+        )
     return MessageTooLargeError(
-        f"{what} is too large for topic {topic!r}{told}: raise max.message.bytes of the topic, or publish less"
+        f"{what} is too large for topic {topic!r}: raise max.message.bytes of the topic, or publish less at once"
     )
 
 
