@@ -1,14 +1,15 @@
 """Every exception of the package; each message says what was found, what was expected and what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from aioshard.records import TopicPartition
+from aioshard.records import Record, TopicPartition
 
 __all__ = [
     "AioshardError",
     "AttemptTimeoutError",
     "AuthenticationError",
     "AuthorizationError",
+    "BatchError",
     "CancelledRunError",
     "ClientLostError",
     "CommitError",
@@ -77,6 +78,44 @@ class TaskCancelledError(AioshardError):
 
 class StateError(AioshardError):
     """A call came at a time when it cannot be served, such as starting an app twice."""
+
+
+# What a handler says ------------------------------------------------------------------
+
+
+class BatchError(AioshardError):
+    """Some records of a batch failed: raise it in a batch handler. The records that it does not name are complete.
+
+    Each record that it names has failed one attempt, with the error given for it.
+
+    Attributes:
+        errors: The error of each record that failed.
+
+    Raises:
+        HandlerError: It names no record, or what is given for one is no exception. Raised in a handler, that fails
+            the whole batch.
+
+    Example:
+        >>> one, two = (Record("clicks", 0, offset, None, b"", (), 0.0) for offset in (7, 8))
+        >>> print(BatchError({two: ValueError("no user")}))
+        1 record(s) of the batch failed: clicks/0/8 (ValueError)
+    """
+
+    def __init__(self, errors: Mapping[Record, BaseException]) -> None:
+        self.errors = dict(errors)
+        if not self.errors:
+            raise HandlerError("BatchError names no record: raise it only when at least one record of the batch failed")
+        for record, error in self.errors.items():
+            if not isinstance(record, Record) or not isinstance(error, BaseException):
+                raise HandlerError(
+                    f"BatchError was given {record!r}: {error!r}; expected are records of the batch, and for each the "
+                    "exception with which it failed"
+                )
+        failed = tuple(
+            f"{record.topic}/{record.partition}/{record.offset} ({type(error).__name__})"
+            for record, error in self.errors.items()
+        )
+        super().__init__(f"{len(failed)} record(s) of the batch failed: {_some_of(failed)}")
 
 
 # What the brokers answered ------------------------------------------------------------

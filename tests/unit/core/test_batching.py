@@ -1,0 +1,80 @@
+"""What a batch may hold, and what its handler may say of it."""
+
+from typing import Any
+
+import pytest
+
+from aioshard.core.batching import Batch
+from aioshard.errors import BatchError, HandlerError
+from aioshard.records import Record
+
+
+def record(offset: int) -> Record:
+    return Record("clicks", 0, offset, b"key", b"value", (), 0.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_records": 0},
+        {"max_records": 2.5},
+        {"max_records": True},
+        {"max_bytes": 0},
+        {"max_bytes": "1 MiB"},
+        {"linger": -0.1},
+        {"linger": float("inf")},
+        {"linger": float("nan")},
+        {"linger": "50 ms"},
+    ],
+    ids=str,
+)
+def test_a_batch_that_cannot_be_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(HandlerError, match=next(iter(options))):
+        Batch(**options)
+
+
+def test_a_batch_need_not_linger() -> None:
+    assert Batch(linger=0).linger == 0
+
+
+def test_what_failed_together_comes_in_smaller_batches_and_at_last_alone() -> None:
+    batch = Batch(max_records=4_000)
+
+    assert [batch.size_after(failures, attempts=6) for failures in range(8)] == [4_000, 500, 62, 7, 1, 1, 1, 1]
+
+
+def test_the_last_attempt_is_alone_however_few_there_are() -> None:
+    batch = Batch(max_records=4_000)
+
+    assert [batch.size_after(failures, attempts=3) for failures in range(3)] == [4_000, 500, 1]
+    assert [batch.size_after(failures, attempts=1) for failures in range(2)] == [4_000, 1]
+
+
+def test_a_small_batch_does_not_shrink_to_nothing() -> None:
+    assert [Batch(max_records=3).size_after(failures, attempts=10) for failures in range(4)] == [3, 1, 1, 1]
+
+
+def test_a_batch_error_keeps_the_error_of_each_record_it_names() -> None:
+    first, second = ValueError("no user"), KeyError("x")
+
+    error = BatchError({record(1): first, record(2): second})
+
+    assert error.errors == {record(1): first, record(2): second}
+    assert str(error) == "2 record(s) of the batch failed: clicks/0/1 (ValueError), clicks/0/2 (KeyError)"
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [{}, {record(1): "text"}, {record(1): ValueError}, {7: ValueError()}],
+    ids=["nothing", "no exception", "a class", "an offset"],
+)
+def test_a_batch_error_that_says_nothing_is_refused(errors: dict[Any, Any]) -> None:
+    with pytest.raises(HandlerError, match="BatchError"):
+        BatchError(errors)
+
+
+def test_the_message_of_a_large_batch_error_stays_readable() -> None:
+    text = str(BatchError({record(offset): ValueError() for offset in range(500)}))
+
+    assert text.startswith("500 record(s)")
+    assert len(text) < 500
