@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.opening import Limits
@@ -19,7 +20,7 @@ from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateE
 from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
-from aioshard.ports import Message, Producer, ProducerFactory, Transport, TransportFactory
+from aioshard.ports import Clients, ProducerFactory, SideTopics, SideTopicsFactory, TransportFactory
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -29,18 +30,6 @@ __all__ = ["App"]
 logger = logging.getLogger("aioshard.app")
 
 Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
-
-
-class _NoProducer:
-    """For an app that was started with a client and no producer."""
-
-    trouble: str | None = None
-
-    async def publish(self, message: Message) -> int:
-        raise StateError(f"nothing can be published to topic {message.topic!r}: the app was started without a producer")
-
-    async def close(self) -> None:
-        """There is nothing to close."""
 
 
 class App(Handlers, Controls):
@@ -244,7 +233,7 @@ class App(Handlers, Controls):
         Raises:
             StartError: As `serve`.
         """
-        await self._start(self._make_transport(), self._make_producer)
+        await self._start(kafka_clients(self._settings, self.group_id))
         return self
 
     async def __aexit__(
@@ -265,19 +254,22 @@ class App(Handlers, Controls):
 
     @contextlib.asynccontextmanager
     async def started(
-        self, make_transport: TransportFactory, make_producer: ProducerFactory | None = None
+        self,
+        make_transport: TransportFactory,
+        make_producer: ProducerFactory | None = None,
+        make_side_topics: SideTopicsFactory | None = None,
     ) -> AsyncIterator[Self]:
         """As `async with app:`, with another client: the test kit's in-memory broker.
 
-        Without *make_producer*, nothing can be published.
+        Without *make_producer*, nothing can be published; without *make_side_topics*, nothing be parked.
         """
-        await self._start(make_transport, make_producer or _NoProducer)
+        await self._start(with_producer_or_none(make_transport, make_producer, make_side_topics))
         try:
             yield self
         finally:
             await self._end()
 
-    async def _start(self, make_transport: TransportFactory, make_producer: ProducerFactory) -> None:
+    async def _start(self, clients: Clients) -> None:
         if self._exit is not None:
             message = f"app {self.group_id!r} is already running: an app runs once at a time"
             raise StateError(message)
@@ -288,12 +280,18 @@ class App(Handlers, Controls):
         self._stop = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
         try:
-            producer = make_producer()
+            producer = clients.producer()
             self._exit.push_async_callback(producer.close)
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
             specs = [registration.spec(lambda: self._state, producer.publish) for registration in self]
-            self._engine = Engine(specs, self._options(), make_transport, producer, self._describe)
+            self._engine = Engine(
+                specs,
+                self._options(),
+                clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
+                producer,
+                self._describe,
+            )
             await self._engine.start()
         except BaseException:
             await self._end(quietly=True)
@@ -320,23 +318,10 @@ class App(Handlers, Controls):
     def _describe(self, engine: Engine, epoch: Epoch) -> str:
         return explain_partition(engine, epoch, engine.clock(), show_keys=self._settings.show_keys)
 
-    def _make_transport(self) -> TransportFactory:
-        settings = self._settings
-        settings.require_bootstrap_servers()
-
-        def make() -> Transport:
-            from aioshard.kafka.client import AiokafkaTransport  # noqa: PLC0415 - imported on use
-
-            return AiokafkaTransport(settings, self.group_id)
-
-        return make
-
-    def _make_producer(self) -> Producer:
-        try:
-            from aioshard.kafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
-        except ImportError:
-            return _NoProducer()
-        return KafkaProducer(self._settings)
+    def _closing(self, side_topics: SideTopics) -> SideTopics:
+        assert self._exit is not None  # noqa: S101 - the app is being started
+        self._exit.push_async_callback(side_topics.close)
+        return side_topics
 
     def _options(self) -> Options:
         settings = self._settings

@@ -16,6 +16,7 @@ __all__ = [
     "RECORD_OVERHEAD",
     "Allowance",
     "AllowanceOf",
+    "Clients",
     "Committed",
     "Fault",
     "FetchedBatch",
@@ -347,3 +348,11 @@ def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[
     if headers:
         size += sum(len(name) + len(content or b"") for name, content in headers)
     return size
+
+
+class Clients(NamedTuple):
+    """Makes what an app talks to Kafka with."""
+
+    transport: TransportFactory
+    producer: ProducerFactory
+    side_topics: SideTopicsFactory

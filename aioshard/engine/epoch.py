@@ -49,6 +49,8 @@ class Outcome(enum.Enum):
     SKIPPED = "skipped"
     DEAD_LETTERED = "dead_lettered"
     PARKED = "parked"
+    RETURNED = "returned"
+    """A parked record was run again and is parked again: its end is to come."""
 
 
 class Detour(NamedTuple):

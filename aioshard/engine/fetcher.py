@@ -5,153 +5,23 @@ import bisect
 import logging
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from aioshard.core.flow import Usage, minimum
-from aioshard.core.sharding import ShardKey, shard_number
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.shards import Shards
+from aioshard.engine.feed import Feed
 from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
 from aioshard.ports import Fault, FetchedBatch, Transport
-from aioshard.records import Record, TopicPartition
+from aioshard.records import TopicPartition
 
-__all__ = ["Feed", "Fetcher", "Pump"]
+__all__ = ["Fetcher", "Pump"]
 
 logger = logging.getLogger("aioshard.engine.fetcher")
 
 _POLL_TIMEOUT = 1.0
 _LOOK_INTERVAL = 0.5
-_ENOUGH = 1_000
-_ENOUGH_PER_WORKER = 4
-"""A handler wants so many records queued, and no more: enough to keep its workers busy until the pump comes again."""
-
-
-class Feed:
-    """Where the records of a handler go: its sharding function and its shards."""
-
-    def __init__(
-        self,
-        shard_key: Callable[[Record], ShardKey],
-        shards: list[Shards],
-        *,
-        fixed: bool,
-        workers: int,
-        unkeyed: Callable[[Delivery, Exception, Shards], None],
-        sure: bool = False,
-    ) -> None:
-        """Make a feed.
-
-        Args:
-            shard_key: From a record to its shard key.
-            shards: One that serves all keys on demand, or N fixed ones.
-            fixed: Whether they are fixed: a record's shard is the hash of its key then.
-            workers: How many serve them.
-            unkeyed: Told about a delivery for which the sharding function failed.
-            sure: Whether the sharding function is ours: it neither raises nor gives what has no hash.
-        """
-        self.shards = shards
-        self._shard_key = shard_key
-        self._fixed = fixed
-        self._unkeyed = unkeyed
-        self._sure = sure
-        self._turn = 0
-        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers)
-
-    @property
-    def wanted(self) -> int:
-        """How many more records are wanted, so that the workers have enough to choose from.
-
-        What waits behind an occupied shard is not counted, so a hot key leaves the others room. Fixed shards
-        always want more: what one of them has is of no use to the others.
-        """
-        return self._enough if self._fixed else self._enough - self.shards[0].unseen
-
-    def when_wanted(self, wake: Callable[[], None]) -> int:
-        """Have *wake* called when a worker finds nothing to do.
-
-        Returns:
-            After how many completions at the latest more is wanted.
-        """
-        self.shards[0].on_idle = wake
-        return self._enough // 2 - self.wanted
-
-    async def put(self, deliveries: list[Delivery], waiting: deque[Delivery]) -> None:
-        """Give each delivery its shard key and queue it; waits only where a fixed shard is full.
-
-        Args:
-            deliveries: In order.
-            waiting: Takes up those of fixed shards, and keeps the ones that are not queued yet.
-        """
-        shard_key = self._shard_key
-        if self._sure and not self._fixed:
-            for delivery in deliveries:
-                delivery.key = shard_key(delivery.record)
-            await self.shards[0].put(deliveries)
-            return
-        broken: list[tuple[Delivery, Exception]] = []
-        for delivery in deliveries:
-            try:
-                key = shard_key(delivery.record)
-                delivery.key = self._number(key) if self._fixed else key
-                hash(key)
-            except Exception as error:  # noqa: BLE001 - the user's function; the record fails, nothing else
-                broken.append((delivery, error))
-        if broken:
-            deliveries = self._without(deliveries, broken)
-        if not self._fixed:
-            await self.shards[0].put(deliveries)
-            return
-        waiting.extend(deliveries)
-        await self.put_waiting(waiting)
-
-    async def put_waiting(self, waiting: deque[Delivery]) -> None:
-        """Queue what waits for fixed shards; when it is cancelled, the first one has not been queued."""
-        while waiting:
-            number = waiting[0].key
-            assert isinstance(number, int)  # noqa: S101 - set by put
-            await self.shards[number].put((waiting[0],))
-            waiting.popleft()
-
-    def _number(self, key: ShardKey) -> int:
-        if key is None:
-            self._turn = (self._turn + 1) % len(self.shards)
-            return self._turn
-        return shard_number(key, len(self.shards))
-
-    def _without(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
-        """Records without a shard key cannot run in order: each has failed, and no other attempt makes sense."""
-        for delivery, error in broken:
-            delivery.key = None
-            logger.error("the sharding function failed for record %r: %s", delivery, error, exc_info=error)
-            self._unkeyed(delivery, error, self.shards[0])
-        without = {delivery for delivery, _ in broken}
-        return [delivery for delivery in deliveries if delivery not in without]
-
-    def close(self, epoch: Epoch, running: Collection[Delivery] = ()) -> None:
-        """Close the gate of an epoch: nothing new of it starts, and its drain begins; see `Epoch.close`."""
-        epoch.close(running)
-        for shards in self.shards:
-            shards.close(epoch)
-
-    def purge(self, epoch: Epoch) -> None:
-        """Forget the deliveries of an epoch that ended."""
-        for shards in self.shards:
-            shards.purge(epoch)
-
-    def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
-        """Remove and return what is queued of an epoch from offset *first* on."""
-        return [delivery for shards in self.shards for delivery in shards.give_back(epoch, first)]
-
-    def unblock(self, delivery: Delivery) -> None:
-        """Let a delivery run that is halted or waits for its next attempt."""
-        any(shards.unblock(delivery) for shards in self.shards)
-
-    def reopen(self, epoch: Epoch) -> None:
-        """Go on with the deliveries of an epoch whose gate has opened."""
-        for shards in self.shards:
-            shards.reopen(epoch)
 
 
 class Fetcher:

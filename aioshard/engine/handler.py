@@ -7,15 +7,18 @@ from typing import NamedTuple
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
-from aioshard.engine.fetcher import Feed
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.feed import Feed
+from aioshard.engine.parking import Parking
 from aioshard.engine.probing import Probing
 from aioshard.engine.recourse import DeadLettering, Halting, Publish, Skipping
 from aioshard.engine.settling import Counters, Recourse, Settlement
 from aioshard.engine.shards import Shards
 from aioshard.engine.worker import Invoke, Worker
+from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record
 
-__all__ = ["HandlerSpec", "Running", "serve"]
+__all__ = ["HandlerSpec", "Running", "Surroundings", "serve"]
 
 
 class HandlerSpec(NamedTuple):
@@ -50,45 +53,49 @@ class Running(NamedTuple):
     feed: Feed
     workers: list[Worker]
     counters: Counters
+    parking: Parking | None
+    """Where `on_failure=Park(...)`."""
 
 
-def serve(
-    spec: HandlerSpec, *, group_id: str, publish: Publish, max_buffered_records: int, clock: Callable[[], float]
-) -> Running:
+class Surroundings(NamedTuple):
+    """What the handlers of an engine have in common."""
+
+    group_id: str
+    publish: Publish
+    make_side_topics: SideTopicsFactory
+    buffer: Buffer
+    clock: Callable[[], float]
+    """Loop time."""
+
+
+def serve(spec: HandlerSpec, around: Surroundings) -> Running:
     """Make what serves a handler; nothing runs yet."""
     if spec.shards is None:
         shards = [Shards()]
         served = shards * spec.concurrency
     else:
-        bound = max(max_buffered_records // spec.shards, 1)
+        bound = max(around.buffer.bounds.records // spec.shards, 1)
         shards = served = [Shards(bound) for _ in range(spec.shards)]
     counters = Counters()
-    recourse: Recourse
-    probing = Probing(shards, lambda: True)
-    match spec.on_failure:
-        case "halt":
-            recourse = Halting()
-        case "skip":
-            recourse = Skipping()
-        case DeadLetter():
-            recourse = letters = DeadLettering(
-                spec.on_failure, publish, group=group_id, handler=spec.name, counters=counters
-            )
-            probing = Probing(shards, lambda: letters.affordable)
-        case Park():
-            raise NotImplementedError
+    parking = _parking(spec, around, shards, len(served))
+    recourse, probing = _recourse(spec, around, shards, counters)
     settlement = Settlement(
-        spec.retry, recourse, counters=counters, clock=clock, paused=lambda d, why: probing.pause(d.epoch, why)
+        spec.retry,
+        parking or recourse,
+        counters=counters,
+        clock=around.clock,
+        paused=lambda delivery, why: probing.pause(delivery.epoch, why),
     )
     workers = [
         Worker(
             f"{spec.name} worker {number}",
             part,
-            call=spec.call,
-            invoke=spec.invoke,
+            call=spec.call if parking is None else None,
+            invoke=spec.invoke if parking is None else parking.wrap(_invocation(spec)),
             settlement=settlement,
-            clock=clock,
+            clock=around.clock,
             timeout=spec.timeout,
+            divert=None if parking is None else parking.divert,
         )
         for number, part in enumerate(served)
     ]
@@ -99,5 +106,42 @@ def serve(
         workers=len(workers),
         unkeyed=settlement.unkeyed,
         sure=spec.sure_key,
+        aside=parking,
     )
-    return Running(spec, feed, workers, counters)
+    return Running(spec, feed, workers, counters, parking)
+
+
+def _recourse(
+    spec: HandlerSpec, around: Surroundings, shards: list[Shards], counters: Counters
+) -> tuple[Recourse, Probing]:
+    match spec.on_failure:
+        case DeadLetter() as policy:
+            letters = DeadLettering(policy, around.publish, group=around.group_id, handler=spec.name, counters=counters)
+            return letters, Probing(shards, lambda: letters.affordable)
+        case "skip":
+            return Skipping(), Probing(shards, lambda: True)
+        case _:
+            return Halting(), Probing(shards, lambda: True)
+
+
+def _parking(spec: HandlerSpec, around: Surroundings, shards: list[Shards], workers: int) -> Parking | None:
+    if not isinstance(spec.on_failure, Park):
+        return None
+    return Parking(
+        spec.on_failure,
+        group=around.group_id,
+        handler=spec.name,
+        shards=shards,
+        shard_key=spec.shard_key,
+        fixed=spec.shards is not None,
+        workers=workers,
+        publish=around.publish,
+        side_topics=around.make_side_topics(),
+        buffer=around.buffer,
+        clock=around.clock,
+    )
+
+
+def _invocation(spec: HandlerSpec) -> Invoke:
+    call = spec.call
+    return spec.invoke if call is None else lambda delivery: call(delivery.record)

@@ -1,5 +1,6 @@
 """Where an assignment goes on: each partition in place, or in a new epoch at a position that is committed first."""
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, Protocol
@@ -141,7 +142,7 @@ class Opening:
         known = {topic for topic in topics if await self._group_knows(topic, membership)}
         if self._owner.client.membership() != membership:
             return []
-        resolved = []
+        found, resolved = [], []
         for topic_partition in partitions:
             ours = committed[topic_partition]
             offset = ours.offset if ours else None
@@ -163,8 +164,30 @@ class Opening:
                     logger.warning(message, ours.offset, topic_partition, origin.offset)
                 resolved.append(epoch)
             else:
-                self._owner.open(epoch, membership)
+                found.append(epoch)
+        await self._restore([*found, *resolved])
+        if self._owner.client.membership() != membership:
+            return []
+        for epoch in found:
+            self._owner.open(epoch, membership)
         return resolved
+
+    async def _restore(self, epochs: Collection[Epoch]) -> None:
+        """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
+
+        Raises:
+            TransportError: That cannot be found out now; the epochs are closed still.
+        """
+        client = self._owner.client
+        numbers = {topic: len(await client.partitions(topic)) for topic in {e.topic_partition.topic for e in epochs}}
+        feeds = {epoch: self._owner.fetchers[epoch.topic_partition].feed for epoch in epochs}
+        found = await asyncio.gather(
+            *(feed.restore(epoch, numbers[epoch.topic_partition.topic]) for epoch, feed in feeds.items()),
+            return_exceptions=True,
+        )
+        for error in found:
+            if error is not None:
+                raise error
 
     async def _group_knows(self, topic: str, membership: Membership) -> bool:
         """Whether the group had committed on a topic before this generation's members began to."""

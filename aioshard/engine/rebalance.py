@@ -11,7 +11,8 @@ from aioshard.core.ownership import Claim
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch, Gate, Rerun
-from aioshard.engine.fetcher import Feed, Fetcher
+from aioshard.engine.feed import Feed
+from aioshard.engine.fetcher import Fetcher
 from aioshard.engine.opening import Limits, Opening
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
@@ -162,11 +163,12 @@ class Rebalance:
         for epoch in epochs:
             if epoch.is_open:
                 self.fetchers[epoch.topic_partition].feed.close(epoch, running)
+        draining = [both for epoch in epochs for both in self._with_side(epoch)]
         with anyio.move_on_after(timeout):
-            for epoch in epochs:
+            for epoch in draining:
                 if epoch.drained is not None:
                     await epoch.drained.wait()
-        late = {delivery for epoch in epochs for delivery in epoch.stop_draining()}
+        late = {delivery for epoch in draining for delivery in epoch.stop_draining()}
         ran_on = 0
         for worker in self._outside.workers:
             still = late.intersection(worker.deliveries)
@@ -174,6 +176,10 @@ class Rebalance:
             if still:
                 worker.interrupt()
         return ran_on
+
+    def _with_side(self, epoch: Epoch) -> list[Epoch]:
+        fetcher = self.fetchers.get(epoch.topic_partition)
+        return fetcher.feed.with_side(epoch) if fetcher is not None else [epoch]
 
     def claim_of(self, topic_partition: TopicPartition) -> Claim | None:
         """What speaks for going on with a partition where we were, when it was taken from us just before."""
@@ -189,6 +195,7 @@ class Rebalance:
     def end(self, epoch: Epoch, reason: str) -> None:
         """End an ownership; what of it is incomplete is dropped, and what runs is told to end."""
         dropped = len(epoch.tracker)
+        ended = self._with_side(epoch)
         self._committer.disown(epoch)
         self._reruns[epoch.topic_partition] = epoch.end()
         self.fetchers.pop(epoch.topic_partition).feed.purge(epoch)
@@ -196,7 +203,7 @@ class Rebalance:
         self._opened_in.pop(epoch, None)
         self._claims.pop(epoch.topic_partition, None)
         for worker in self._outside.workers:
-            if any(delivery.epoch is epoch for delivery in worker.deliveries):
+            if any(delivery.epoch in ended for delivery in worker.deliveries):
                 worker.interrupt()
         logger.log(
             logging.WARNING if dropped else logging.INFO,

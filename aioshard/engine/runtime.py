@@ -12,8 +12,9 @@ from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.fetcher import Feed, Pump
-from aioshard.engine.handler import HandlerSpec, Running, serve
+from aioshard.engine.feed import Feed
+from aioshard.engine.fetcher import Pump
+from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
 from aioshard.engine.opening import Limits
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
@@ -21,7 +22,7 @@ from aioshard.engine.watch import StuckWatch, TimeoutWatch, TroubleWatch
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
-from aioshard.ports import Producer, Transport, TransportFactory
+from aioshard.ports import Clients, Producer, Transport
 from aioshard.records import TopicPartition
 
 __all__ = ["Engine", "Options"]
@@ -56,7 +57,7 @@ class Engine:
         self,
         specs: Sequence[HandlerSpec],
         options: Options,
-        make_transport: TransportFactory,
+        clients: Clients,
         producer: Producer,
         describe: Callable[["Engine", Epoch], str],
     ) -> None:
@@ -65,7 +66,7 @@ class Engine:
         Args:
             specs: The handlers.
             options: Times and sizes.
-            make_transport: Makes a client, again after each loss.
+            clients: Make the client, again after each loss, and what reads parked records.
             producer: Publishes what handlers and failures send elsewhere; whoever gives it closes it.
             describe: What is known of a partition that does not advance, for the log.
         """
@@ -83,23 +84,15 @@ class Engine:
         self.producer = producer
         self.pauses: dict[TopicPartition | str, str] = {}
         """What the application has paused, partitions and the names of handlers, and why in a sentence."""
-        self._make_transport = make_transport
+        self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
         self._settled_once = False
         """Whether this client has been given partitions, and all of them were opened."""
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
-        self.handlers = tuple(
-            serve(
-                spec,
-                group_id=options.limits.group_id,
-                publish=producer.publish,
-                max_buffered_records=options.max_buffered_records,
-                clock=self.clock,
-            )
-            for spec in specs
-        )
+        around = Surroundings(options.limits.group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
+        self.handlers = tuple(serve(spec, around) for spec in specs)
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
         self.committer.refused = self._commit_refused
         self.rebalance = Rebalance(
@@ -174,6 +167,9 @@ class Engine:
             if handler.spec.timeout is not None:
                 watch = TimeoutWatch(handler.workers, handler.spec.timeout, self.clock)
                 self._tasks.start(watch.run(), f"{handler.spec.name} time-outs")
+            if handler.parking is not None:
+                self._tasks.start(handler.parking.read(), f"{handler.spec.name} reads what is parked")
+                self._tasks.start(handler.parking.replay(), f"{handler.spec.name} runs again what is parked")
         self._supervisor = self._tasks.start(self._supervise(), "client")
         if self.options.start_timeout is None:
             return

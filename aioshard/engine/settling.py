@@ -45,6 +45,8 @@ class Counters:
                 self.dead_lettered += 1
             case Outcome.PARKED:
                 self.parked += 1
+            case Outcome.RETURNED:
+                pass
 
     def may_warn(self, now: float) -> bool:
         """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""

@@ -94,6 +94,11 @@ class Shards:
             await self._bounded.queue.put(delivery)
             self.notify()
 
+    def put_first(self, deliveries: Sequence[Delivery]) -> None:
+        """Queue deliveries before everything that no worker has looked at, whatever the bound."""
+        self._front.extendleft(reversed(deliveries))
+        self.notify()
+
     # Serving ------------------------------------------------------------------
 
     def take(self) -> Delivery | None:

@@ -16,6 +16,7 @@ from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.loop import VirtualTimeLoop
 from aioshard.testing.producer import InMemoryProducer
+from aioshard.testing.side_topics import InMemorySideTopics
 from aioshard.testing.transport import InMemoryTransport, Latency
 
 __all__ = ["TestClient"]
@@ -93,7 +94,11 @@ class TestClient:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(_test_settings(self.app, self._speed))
             await stack.enter_async_context(
-                self.app.started(self._make_transport, lambda: InMemoryProducer(self.broker))
+                self.app.started(
+                    self._make_transport,
+                    lambda: InMemoryProducer(self.broker),
+                    lambda: InMemorySideTopics(self.broker),
+                )
             )
             self._exit = stack.pop_all()
         return self

@@ -23,7 +23,7 @@ async def publish_numbered(client: TestClient, count: int, keys: int = 10, parti
 
 async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     async with asyncio.timeout(timeout):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
             await asyncio.sleep(0.05)
 
 
@@ -326,7 +326,7 @@ def test_a_halted_record_is_released_by_skipping_it_from_a_thread() -> None:
         async with TestClient(app) as client:
             await publish_numbered(client, 4, keys=1)
             async with asyncio.timeout(10):
-                while handler_statistics(app).halted != 1:
+                while handler_statistics(app).halted != 1:  # noqa: ASYNC110 - nothing tells
                     await asyncio.sleep(0.01)
             await asyncio.to_thread(app.skip, "orders", 0, 1)
             await client.settle()

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from aioshard.engine.epoch import Block
-from aioshard.engine.fetcher import Feed
+from aioshard.engine.feed import Feed
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
 from tests.engine.deliveries import add, make_epoch, never, start

@@ -1,0 +1,164 @@
+"""The parked records of one partition: in order per shard key, and when each key is due."""
+
+import bisect
+import heapq
+import itertools
+import operator
+from collections.abc import Hashable, Iterator
+from typing import Self
+
+from aioshard.core.sharding import ShardKey
+
+__all__ = ["NEVER", "ParkedEntry", "ParkedKeys"]
+
+NEVER = 253_402_300_799.0
+"""When a key is due that waits for somebody to release it: the last second of the year 9999."""
+
+
+class ParkedEntry:
+    """One parked record, without its payload: that is in the side topic."""
+
+    __slots__ = ("due", "key", "offset", "replays", "stored_at")
+
+    def __init__(self, offset: int, key: ShardKey, stored_at: int, due: float, replays: int) -> None:
+        self.offset = offset
+        """In its own partition."""
+        self.key: Hashable = _Alone(offset) if key is None else key
+        """Its shard key; without one it is parked alone."""
+        self.stored_at = stored_at
+        """Its offset in the side topic."""
+        self.due = due
+        """Seconds since the epoch at which its key is to be run again; that of the key's first record counts."""
+        self.replays = replays
+        """How often it was run again."""
+
+
+class _Alone(tuple[int]):
+    """The identity of a record that asks for no order; equal to no shard key of a user."""
+
+    __slots__ = ()
+
+    def __new__(cls, offset: int) -> Self:
+        return super().__new__(cls, (offset,))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alone) and tuple.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash((_Alone, self[0]))
+
+
+class ParkedKeys:
+    """Which keys of a partition are parked, and what waits behind the first record of each.
+
+    Pure, owned by whoever parks. Memory grows with the number of parked records (about 200 bytes each), not
+    with their size.
+
+    Invariants:
+        * The records of a key are in the order of their offsets.
+        * A key is due at most once at a time: `take_due` does not give it again before `add` or `postpone`.
+
+    Example:
+        >>> parked = ParkedKeys()
+        >>> parked.add(ParkedEntry(7, b"a", stored_at=0, due=60.0, replays=0))
+        >>> parked.add(ParkedEntry(9, b"a", stored_at=1, due=61.0, replays=0))
+        >>> b"a" in parked, len(parked), parked.take_due(now=59.0)
+        (True, 2, None)
+        >>> parked.take_due(now=60.0).offset, parked.take_due(now=70.0)
+        (7, None)
+        >>> parked.remove(7).offset, parked.take_due(now=70.0).offset
+        (7, 9)
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, list[ParkedEntry]] = {}
+        self._by_offset: dict[int, ParkedEntry] = {}
+        self._due: list[tuple[float, int, Hashable]] = []
+        self._waiting: dict[Hashable, float] = {}
+        """Of the keys that wait: when they are due. Others are being run again."""
+        self._tie_break = itertools.count()
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a record of this shard key is parked."""
+        return key in self._by_key
+
+    def __len__(self) -> int:
+        """How many records are parked."""
+        return len(self._by_offset)
+
+    def __iter__(self) -> Iterator[ParkedEntry]:
+        return iter(self._by_offset.values())
+
+    @property
+    def keys(self) -> int:
+        """How many keys are parked."""
+        return len(self._by_key)
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next key is due; None when none waits."""
+        while self._due and self._waiting.get(self._due[0][2]) != self._due[0][0]:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def get(self, offset: int) -> ParkedEntry | None:
+        """The record at an offset of its own partition; None when it is not parked."""
+        return self._by_offset.get(offset)
+
+    def head(self, key: Hashable) -> ParkedEntry | None:
+        """The first parked record of a key."""
+        entries = self._by_key.get(key)
+        return entries[0] if entries else None
+
+    def add(self, entry: ParkedEntry) -> None:
+        """Take a record in, at its place; one of the same offset is replaced."""
+        known = self._by_offset.get(entry.offset)
+        if known is not None:
+            known.stored_at, known.due, known.replays = entry.stored_at, entry.due, entry.replays
+            if self.head(known.key) is known and known.key in self._waiting:
+                self.postpone(known.key, known.due)
+            return
+        self._by_offset[entry.offset] = entry
+        entries = self._by_key.get(entry.key)
+        if entries is None:
+            self._by_key[entry.key] = [entry]
+            self.postpone(entry.key, entry.due)
+            return
+        bisect.insort(entries, entry, key=operator.attrgetter("offset"))
+        if entries[0] is entry and entry.key in self._waiting:
+            self.postpone(entry.key, entry.due)
+
+    def remove(self, offset: int) -> ParkedEntry | None:
+        """Take a record out; the next one of its key is due at once when it was the first.
+
+        Returns:
+            It, or None when it was not parked.
+        """
+        entry = self._by_offset.pop(offset, None)
+        if entry is None:
+            return None
+        entries = self._by_key[entry.key]
+        first = entries[0] is entry
+        entries.remove(entry)
+        if not entries:
+            del self._by_key[entry.key]
+            self._waiting.pop(entry.key, None)
+        elif first:
+            self.postpone(entry.key, 0.0)
+        return entry
+
+    def postpone(self, key: Hashable, due: float) -> None:
+        """Have a key wait until *due*, seconds since the epoch."""
+        if key not in self._by_key:
+            return
+        self._waiting[key] = due
+        heapq.heappush(self._due, (due, next(self._tie_break), key))
+
+    def take_due(self, now: float) -> ParkedEntry | None:
+        """The first record of a key that is due, which then waits no longer; None when none is."""
+        due = self.next_due
+        if due is None or due > now:
+            return None
+        key = heapq.heappop(self._due)[2]
+        del self._waiting[key]
+        return self._by_key[key][0]

@@ -1,0 +1,202 @@
+"""What is parked of one partition: read from its side topic, run again when it is due."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+
+from aioshard.core.parking import ParkedEntry, ParkedKeys
+from aioshard.core.sharding import ShardKey
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.ports import FetchedBatch, Message, record_size
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    ParkedRecord,
+    ReleaseRequest,
+    Removed,
+    read_parked,
+    released,
+    tombstone,
+)
+
+__all__ = ["Lot", "Replay"]
+
+_WHO = "parking"
+
+
+class Replay(Delivery):
+    """A parked record that is run again; it belongs to the lot's own epoch, which nothing is committed for."""
+
+    __slots__ = ("entry", "lot")
+
+    def __init__(self, record: Record, key: ShardKey, size: int, *, lot: "Lot", entry: ParkedEntry, now: float) -> None:
+        super().__init__(record, lot.replays, key, size, now)
+        self.offset = lot.replays.tracker.position
+        self.lot = lot
+        self.entry = entry
+
+
+class Lot:
+    """The parked records of one partition while it is ours.
+
+    A replay is a delivery like any other, but not of the partition's epoch: its offset was committed long ago. It
+    belongs to an epoch of its own that opens, closes and ends with that of the partition, so that a drain waits for
+    it and a result that comes too late changes nothing.
+
+    Invariants:
+        * What is parked is what the side topic says: of records that this process parked, what was acknowledged.
+        * A record that the partition delivers again is not parked: it comes by itself, in order.
+    """
+
+    def __init__(
+        self, source: Epoch, stored_in: TopicPartition, buffer: Buffer, shard_key: Callable[[Record], ShardKey]
+    ) -> None:
+        """Make what is known of a partition's parked records; nothing is, yet."""
+        self.source = source
+        """The epoch of the partition."""
+        self.stored_in = stored_in
+        """Where its parked records are kept."""
+        self.replays = Epoch(stored_in, source.number, 0, buffer)
+        """The epoch of what is run again."""
+        self.keys = ParkedKeys()
+        self.writing: set[int] = set()
+        """Offsets of what is on its way to the side topic."""
+        self.restored = False
+        """Whether everything was read that was there when the partition became ours."""
+        self.failures: dict[Hashable, Failure] = {}
+        """What the first record of each key failed with."""
+        self._start = source.tracker.position
+        self._read_to = 0
+        self._requests: list[Coordinates] = []
+        self._fetched: dict[int, Record] = {}
+        self._shard_key = shard_key
+
+    def identity(self, record: Record) -> ShardKey:
+        """The shard key of a record; None when it has none, and is parked alone."""
+        try:
+            key = self._shard_key(record)
+            hash(key)
+        except Exception:  # noqa: BLE001 - the user's function; it has been reported where the record came in
+            return None
+        return key
+
+    # What is read -------------------------------------------------------------------
+
+    def read(self, record: Record) -> Message | None:
+        """Take note of a record of the side topic; returns what is to be written in answer to it, if anything."""
+        if record.offset < self._read_to:
+            return None  # read anew for another partition that is kept in the same place
+        self._read_to = record.offset + 1
+        found = read_parked(record)
+        ours = self.source.topic_partition
+        if found is None or TopicPartition(found.coordinates.topic, found.coordinates.partition) != ours:
+            return None
+        match found:
+            case ParkedRecord():
+                return self._parked(found, record.offset)
+            case Removed():
+                entry = self.keys.get(found.coordinates.offset)
+                # What we have parked since comes later in the side topic than this.
+                if entry is not None and entry.stored_at < record.offset:
+                    self.remove(entry.offset)
+            case ReleaseRequest() if self.restored:
+                return self._release(found.coordinates)
+            case ReleaseRequest():
+                self._requests.append(found.coordinates)
+        return None
+
+    def _parked(self, found: ParkedRecord, stored_at: int) -> Message | None:
+        offset = found.coordinates.offset
+        known = self.keys.get(offset)
+        if offset in self.writing or (known is not None and known.stored_at >= stored_at):
+            return None
+        if known is None and self.restored:
+            # A process that does not know yet that the partition is ours has written it; or it is gone already.
+            return tombstone(self.stored_in.topic, found.coordinates)
+        due = found.due if known is None else known.due
+        self.add(ParkedEntry(offset, self.identity(found.original), stored_at, due, found.replays), found.failure)
+        return None
+
+    def _release(self, coordinates: Coordinates) -> Message:
+        entry = self.keys.get(coordinates.offset)
+        if entry is not None:
+            self.release(entry.key)
+        return released(self.stored_in.topic, coordinates)
+
+    def finish_restoring(self) -> Iterator[Message]:
+        """Everything was read: what the partition delivers again is not parked, and releases are answered.
+
+        Returns:
+            What is to be written.
+        """
+        self.restored = True
+        for entry in [entry for entry in self.keys if entry.offset >= self._start]:
+            self.remove(entry.offset)
+            yield tombstone(self.stored_in.topic, Coordinates(*self.source.topic_partition, entry.offset))
+        for coordinates in self._requests:
+            yield self._release(coordinates)
+        self._requests.clear()
+
+    # What is parked -----------------------------------------------------------------
+
+    def add(self, entry: ParkedEntry, failure: Failure) -> None:
+        """A record is parked, and acknowledged."""
+        self.keys.add(entry)
+        self.failures.setdefault(entry.key, failure)
+
+    def remove(self, offset: int) -> None:
+        """A record is not parked any more."""
+        entry = self.keys.remove(offset)
+        if entry is not None and entry.key not in self.keys:
+            self.failures.pop(entry.key, None)
+
+    def release(self, key: Hashable) -> None:
+        """Run a key again now, unless that is being done."""
+        head = self.keys.head(key)
+        if head is not None and head.offset not in self.replaying:
+            self.keys.postpone(key, 0.0)
+
+    @property
+    def replaying(self) -> set[int]:
+        """The offsets of what is being run again."""
+        return {delivery.entry.offset for delivery in self.replays.tracker.values() if isinstance(delivery, Replay)}
+
+    # What is run again --------------------------------------------------------------
+
+    def replay(self, entry: ParkedEntry, record: Record, key: ShardKey, now: float) -> Replay:
+        """Make the delivery of a parked record, tracked by the lot's epoch."""
+        size = record_size(record.key, record.value, record.headers)
+        replay = Replay(record, key, size, lot=self, entry=entry, now=now)
+        batch = FetchedBatch(self.stored_in, [record], [size], replay.offset + 1)
+        self.replays.take_in(batch, [replay])
+        return replay
+
+    def fetched(self, stored_at: int) -> Record | None:
+        """A record of the side topic, when it came with what was read last."""
+        return self._fetched.pop(stored_at, None)
+
+    def answers(self, message: Message) -> bool:
+        """Whether an answer that could not be written before is still right: the record may have been parked since."""
+        coordinates = Coordinates.parse((message.key or b"").decode())
+        if coordinates is None:
+            return True
+        return coordinates.offset not in self.writing and self.keys.get(coordinates.offset) is None
+
+    def keep(self, records: Iterable[Record]) -> None:
+        """Keep what was read, in place of what was read before."""
+        self._fetched = {record.offset: record for record in records}
+
+    def close(self, running: set[Delivery]) -> None:
+        """The gate of the partition has closed: what runs again is waited for, and nothing else is started."""
+        if self.replays.is_open:
+            self.replays.pause(_WHO, "its partition is being taken away")
+            self.replays.close(running)
+
+    def open(self) -> None:
+        """The gate of the partition has opened."""
+        self.replays.pauses.pop(_WHO, None)
+        self.replays.open()
+
+    def end(self) -> None:
+        """The partition is not ours any more."""
+        self.replays.end()

@@ -1,0 +1,360 @@
+"""`on_failure=Park(...)`: failed records and what follows them under their key wait in a side topic."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+import anyio
+
+from aioshard.core.parking import NEVER, ParkedEntry
+from aioshard.core.recourse import Park
+from aioshard.core.sharding import ShardKey, shard_number
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Detour, Epoch, Gate, Outcome
+from aioshard.engine.parked import Lot, Replay
+from aioshard.engine.recourse import Publish, failure_of
+from aioshard.engine.settling import Verdict
+from aioshard.engine.shards import Shards
+from aioshard.errors import SideTopicError, TransportError
+from aioshard.ports import Message, SideTopics, record_size
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, tombstone
+
+__all__ = ["Parking"]
+
+logger = logging.getLogger("aioshard.engine.parking")
+
+_POLL_TIMEOUT = 1.0
+_BACKOFF = 1.0
+_NO_PROGRESS = 5.0
+"""Seconds without a record after which reading what is parked has failed, and is begun anew."""
+_MOST_PARKED = 100_000
+"""Parked records of one partition; each costs memory here, so that more are refused until some are gone."""
+_LONGEST_WAIT = 60.0
+
+
+class Parking:
+    """The parked records of one handler, over all partitions that are ours.
+
+    Workers ask `divert` before they start a delivery, and `decide` when its attempts are used up. The feed tells
+    when a partition comes, closes, opens and ends. Two tasks: `read` follows the side topic, `replay` runs again what
+    is due. Owned by the event loop.
+
+    Invariants:
+        * While a key is parked, nothing of it starts but its first parked record (I4).
+        * A record that is parked is complete when the brokers have acknowledged that (I2), and one that was run
+          again is taken out of the side topic before the next one of its key starts.
+    """
+
+    def __init__(
+        self,
+        policy: Park,
+        *,
+        group: str,
+        handler: str,
+        shards: Sequence[Shards],
+        shard_key: Callable[[Record], ShardKey],
+        fixed: bool,
+        workers: int,
+        publish: Publish,
+        side_topics: SideTopics,
+        buffer: Buffer,
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Make the parking of one handler; `read` and `replay` are its tasks.
+
+        Args:
+            policy: Topic, delay and attempts.
+            group: Named in the headers of what is parked, as is the handler.
+            handler: The handler's name.
+            shards: Of the handler.
+            shard_key: From a record to its shard key.
+            fixed: Whether they are fixed: deliveries carry a shard's number as key then.
+            workers: How many serve the shards.
+            publish: Writes to the side topic.
+            side_topics: Reads it; closed by whoever gives it.
+            buffer: What is held of all partitions.
+            clock: Loop time.
+            wall: Seconds since the epoch.
+        """
+        self.policy = policy
+        self.trouble: str | None = None
+        """Why the side topic cannot be read now."""
+        self._group = group
+        self._handler = handler
+        self._shards = shards
+        self._shard_key = shard_key
+        self._fixed = fixed
+        self._at_once = max(2 * workers, 16)
+        self._publish = publish
+        self._side = side_topics
+        self._buffer = buffer
+        self._clock = clock
+        self._wall = wall
+        self._lots: dict[Epoch, Lot] = {}
+        self._ensured = 0
+        self._progress = asyncio.Event()
+        self._due = asyncio.Event()
+        self._epoch_time = wall() - clock()
+        self._behind = Detour(f"its key is parked, and it is written to {policy.topic} behind it", self._park_behind)
+        self._first = Detour(f"it is parked in {policy.topic}", self._park)
+        self._again = Detour(f"it is parked in {policy.topic} again", self._park_again)
+        self._finished = Detour(f"it is taken out of {policy.topic}, its run succeeded", self._remove)
+
+    def _now(self) -> float:
+        """Seconds since the epoch by the loop's clock, which virtual time moves too."""
+        return self._epoch_time + self._clock()
+
+    @property
+    def lots(self) -> Collection[Lot]:
+        """One for each partition that is ours."""
+        return self._lots.values()
+
+    # Workers ------------------------------------------------------------------------
+
+    def divert(self, delivery: Delivery) -> None:
+        """Give a delivery a detour when its key is parked, and take it back when that is over."""
+        lot = self._lots.get(delivery.epoch)
+        if lot is None or isinstance(delivery, Replay):
+            return
+        if delivery.detour is self._behind:
+            if lot.identity(delivery.record) not in lot.keys:
+                delivery.detour = None
+        elif delivery.detour is None and lot.keys.keys and lot.identity(delivery.record) in lot.keys:
+            delivery.divert(self._behind)
+
+    def decide(self, delivery: Delivery) -> Verdict:
+        """See `Recourse.decide`."""
+        return self._again if isinstance(delivery, Replay) else self._first
+
+    def wrap(self, invoke: Callable[[Delivery], Awaitable[object]]) -> Callable[[Delivery], Awaitable[object]]:
+        """Have the run of a parked record end with taking it out of the side topic."""
+
+        async def run(delivery: Delivery) -> object:
+            result = await invoke(delivery)
+            if isinstance(delivery, Replay):
+                delivery.divert(self._finished)  # if it fails, only this is done again
+                await self._remove(delivery)
+            return result
+
+        return run
+
+    async def _park(self, delivery: Delivery) -> Outcome:
+        failure = failure_of(delivery, self._group, self._handler)
+        return await self._store(delivery, failure, self._now() + self.policy.delay)
+
+    async def _park_behind(self, delivery: Delivery) -> Outcome:
+        lot = self._lots[delivery.epoch]
+        key = lot.identity(delivery.record)
+        head = lot.keys.head(key)
+        assert head is not None  # noqa: S101 - `divert` has just looked
+        return await self._store(delivery, lot.failures[key], head.due)
+
+    async def _store(self, delivery: Delivery, failure: Failure, due: float) -> Outcome:
+        lot = self._lots[delivery.epoch]
+        if len(lot.keys) >= _MOST_PARKED:
+            raise SideTopicError(
+                f"{len(lot.keys)} records of {delivery.epoch.topic_partition} are parked, the most that a process "
+                "keeps track of: release or drop some"
+            )
+        record = delivery.record
+        lot.writing.add(record.offset)
+        try:
+            stored_at = await self._publish(park(self.policy.topic, record, failure, due=due))
+        finally:
+            lot.writing.discard(record.offset)
+        lot.add(ParkedEntry(record.offset, lot.identity(record), stored_at, due, 0), failure)
+        self._due.set()
+        return Outcome.PARKED
+
+    async def _park_again(self, delivery: Delivery) -> Outcome:
+        assert isinstance(delivery, Replay)  # noqa: S101 - decided so
+        lot, entry = delivery.lot, delivery.entry
+        replays = entry.replays + 1
+        over = self.policy.attempts is not None and replays >= self.policy.attempts
+        due = NEVER if over else self._now() + self.policy.delay
+        failure = failure_of(delivery, self._group, self._handler)
+        if lot.keys.get(entry.offset) is None:
+            return Outcome.RETURNED  # somebody dropped it
+        lot.writing.add(entry.offset)
+        try:
+            message = park(self.policy.topic, delivery.record, failure, due=due, replays=replays)
+            entry.stored_at = await self._publish(message)
+        finally:
+            lot.writing.discard(entry.offset)
+        entry.replays, entry.due = replays, due
+        lot.failures[entry.key] = failure
+        lot.keys.postpone(entry.key, due)
+        self._due.set()
+        return Outcome.RETURNED
+
+    async def _remove(self, delivery: Delivery) -> Outcome:
+        assert isinstance(delivery, Replay)  # noqa: S101 - decided so
+        await self._publish(tombstone(self.policy.topic, Coordinates.of(delivery.record)))
+        delivery.lot.remove(delivery.entry.offset)
+        self._due.set()
+        return Outcome.PROCESSED
+
+    # Partitions ---------------------------------------------------------------------
+
+    async def restore(self, epoch: Epoch, partitions: int) -> None:
+        """Find out what of a partition is parked, before anything of it is handed out.
+
+        Args:
+            epoch: New, and closed.
+            partitions: How many the topic has.
+
+        Raises:
+            TransportError: That cannot be found out now.
+        """
+        if partitions > self._ensured:
+            await self._side.ensure(self.policy.topic, partitions)
+            self._ensured = partitions
+        stored_in = TopicPartition(self.policy.topic, epoch.topic_partition.partition)
+        others = {lot.stored_in for lot in self._lots.values()} - {stored_in}
+        lot = self._lots[epoch] = Lot(epoch, stored_in, self._buffer, self._shard_key)
+        # Anew from its start, also for another topic's partition of the same number: to that one nothing is new.
+        self._side.watch(others)
+        self._side.watch(others | {stored_in})
+        end = await self._side.end(stored_in)
+        while self._side.position(stored_in) < end:
+            before = self._side.position(stored_in)
+            self._progress.clear()
+            with anyio.move_on_after(_NO_PROGRESS):
+                await self._progress.wait()
+            if self._side.position(stored_in) <= before:
+                raise TransportError(
+                    f"the parked records of {epoch.topic_partition} could not be read from {stored_in}: "
+                    f"{self.trouble or 'nothing came'}"
+                )
+        await asyncio.gather(*(self._publish(message) for message in lot.finish_restoring()))
+        if lot.keys.keys:
+            message = "%s: %d record(s) of %d key(s) are parked in %s"
+            logger.info(message, epoch.topic_partition, len(lot.keys), lot.keys.keys, self.policy.topic)
+
+    def side_of(self, epoch: Epoch) -> Epoch | None:
+        """The epoch of what is run again of a partition."""
+        lot = self._lots.get(epoch)
+        return lot.replays if lot is not None else None
+
+    def close(self, epoch: Epoch, running: Collection[Delivery]) -> None:
+        """The gate of a partition has closed."""
+        lot = self._lots.get(epoch)
+        if lot is not None:
+            lot.close(set(running))
+            for shards in self._shards:
+                shards.close(lot.replays)
+
+    def reopen(self, epoch: Epoch) -> None:
+        """The gate of a partition has opened."""
+        lot = self._lots.get(epoch)
+        if lot is not None:
+            if epoch.is_open and not lot.replays.is_open:
+                lot.open()
+            for shards in self._shards:
+                shards.reopen(lot.replays)
+            self._due.set()
+
+    def purge(self, epoch: Epoch) -> None:
+        """The epoch of a partition has ended."""
+        lot = self._lots.pop(epoch, None)
+        if lot is not None:
+            lot.end()
+            for shards in self._shards:
+                shards.purge(lot.replays)
+            self._side.watch({other.stored_in for other in self._lots.values()})
+            self._due.set()
+
+    # Tasks --------------------------------------------------------------------------
+
+    async def read(self) -> None:
+        """Follow the side topic until cancelled: what is parked, dropped, and asked to be released."""
+        while True:
+            try:
+                for record in await self._side.poll(_POLL_TIMEOUT):
+                    await self._read(record)
+                self.trouble = None
+            except TransportError as error:
+                if self.trouble is None:
+                    logger.error("topic %s cannot be read or answered: %s", self.policy.topic, error)  # noqa: TRY400
+                self.trouble = str(error)
+                await asyncio.sleep(_BACKOFF)
+            self._progress.set()
+
+    async def _read(self, record: Record) -> None:
+        for lot in list(self._lots.values()):
+            if lot.stored_in == record.topic_partition:
+                answer = lot.read(record)
+                if answer is not None:
+                    await self._answer(lot, answer)
+        self._due.set()
+
+    async def _answer(self, lot: Lot, message: Message) -> None:
+        while lot.replays.gate is not Gate.ENDED and lot.answers(message):
+            try:
+                await self._publish(message)
+            except TransportError as error:
+                self.trouble = str(error)
+                await asyncio.sleep(_BACKOFF)
+            else:
+                return
+
+    async def replay(self) -> None:
+        """Run again what is due, until cancelled."""
+        while True:
+            self._due.clear()
+            for lot in list(self._lots.values()):
+                await self._replay_due(lot)
+            with anyio.move_on_after(self._until_due()):
+                await self._due.wait()
+
+    def _until_due(self) -> float:
+        dues = [due for lot in self._lots.values() if lot.restored and (due := lot.keys.next_due) is not None]
+        running = sum(len(lot.replays.tracker) for lot in self._lots.values())
+        if not dues or running >= self._at_once:
+            return _LONGEST_WAIT  # what ends wakes us
+        return min(max(min(dues) - self._now(), 0.01), _LONGEST_WAIT)
+
+    async def _replay_due(self, lot: Lot) -> None:
+        while lot.restored and lot.source.gate is Gate.OPEN and lot.replays.gate is Gate.OPEN:
+            if sum(len(other.replays.tracker) for other in self._lots.values()) >= self._at_once:
+                return
+            entry = lot.keys.take_due(self._now())
+            if entry is None:
+                lot.keep(())
+                return
+            record = await self._fetch(lot, entry)
+            if lot.keys.get(entry.offset) is not entry:
+                continue
+            if record is None or not lot.replays.is_open or not self._fits(record):
+                lot.keys.postpone(entry.key, self._now() + _BACKOFF)
+                continue
+            key = lot.identity(record)
+            number = self._number(key, entry.offset) if self._fixed else 0
+            replay = lot.replay(entry, record, number if self._fixed else key, self._clock())
+            self._shards[number].put_first([replay])
+
+    def _number(self, key: ShardKey, offset: int) -> int:
+        return offset % len(self._shards) if key is None else shard_number(key, len(self._shards))
+
+    def _fits(self, record: Record) -> bool:
+        """Whether there is room for a record, or nothing of ours that it could wait for."""
+        buffer = self._buffer
+        size = record_size(record.key, record.value, record.headers)
+        return buffer.bytes + size <= buffer.bounds.bytes or not any(len(lot.replays.tracker) for lot in self.lots)
+
+    async def _fetch(self, lot: Lot, entry: ParkedEntry) -> Record | None:
+        """A parked record as it was; None when it cannot be had now, or another was written in its place."""
+        stored = lot.fetched(entry.stored_at)
+        if stored is None:
+            try:
+                found = await self._side.read(lot.stored_in, entry.stored_at)
+            except TransportError as error:
+                self.trouble = str(error)
+                return None
+            lot.keep(found)
+            stored = lot.fetched(entry.stored_at)
+        parked = None if stored is None else read_parked(stored)
+        return parked.original if isinstance(parked, ParkedRecord) else None
