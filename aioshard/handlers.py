@@ -20,6 +20,7 @@ from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.recourse import Publish
+from aioshard.engine.stack import ThreadRun
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
@@ -91,6 +92,7 @@ async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimi
     ended: asyncio.Future[None] = loop.create_future()
     # Who comes first, the thread or a cancellation, decides whether the function runs: `setdefault` is atomic.
     first: dict[str, str] = {}
+    thread = ThreadRun()
 
     def end() -> None:
         if not ended.done():
@@ -98,9 +100,11 @@ async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimi
 
     def work() -> None:
         if first.setdefault("came", "thread") == "thread":
+            thread.begins()
             try:
                 _refuse_awaitable(call())
             finally:
+                thread.ends()
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                     loop.call_soon_threadsafe(end)
 

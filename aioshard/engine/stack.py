@@ -1,0 +1,361 @@
+"""Where a run stands: the stack of what a coroutine awaits, through tasks and threads; read from any thread.
+
+Nothing here calls code of the application, and nothing here raises: what is read may change meanwhile, and the
+answer is then that of one moment, or shorter.
+"""
+
+import asyncio
+import gc
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import (
+    AsyncGeneratorType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+)
+from typing import Any, NamedTuple, TypeGuard
+
+from aioshard.observe import Frame, Stack
+
+__all__ = ["ThreadRun", "stack_of"]
+
+_LONGEST = 64
+"""Frames of one stack."""
+_MOST_TASKS = 3
+_DEEPEST = 4
+"""Of several tasks that are awaited at once so many are shown, and so many levels of tasks that await tasks."""
+
+_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", "uvloop")
+_INSTALLED = ("site-packages", "dist-packages")
+_AIOSHARD = str(Path(__file__).resolve().parents[1]) + os.sep
+_ANYIO = "anyio"
+"""Stands between the engine and a handler in a thread."""
+
+_GENERATORS: dict[type, tuple[str, str]] = {
+    CoroutineType: ("cr_frame", "cr_await"),
+    GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    AsyncGeneratorType: ("ag_frame", "ag_await"),
+}
+_WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
+"""What stands between a coroutine and what it awaits, and does not tell it; the garbage collector knows."""
+
+
+class ThreadRun:
+    """Which thread runs something; a coroutine of ours that waits for a thread has one among its local variables."""
+
+    __slots__ = ("ident",)
+
+    def __init__(self) -> None:
+        self.ident: int | None = None
+
+    def begins(self) -> None:
+        """This thread runs it."""
+        self.ident = threading.get_ident()
+
+    def ends(self) -> None:
+        """No thread runs it any more."""
+        self.ident = None
+
+
+class _Walk(NamedTuple):
+    """What was found along a chain of awaits."""
+
+    frames: list[FrameType]
+    """Outermost first."""
+    future: "asyncio.Future[Any] | None"
+    """What the last of them waits for."""
+    executing: bool
+    """Whether the last of them was executing at that moment."""
+
+
+_NOWHERE = Stack(frames=(), waits_in=None, executing=False, name=None, thread=None, tasks=(), more_tasks=0)
+
+
+def stack_of(awaited: object) -> Stack:
+    """The stack of what is awaited: a coroutine, a task or another future.
+
+    Args:
+        awaited: What a worker awaits; None has no frames.
+
+    Returns:
+        A stack without frames when nothing could be found out.
+    """
+    try:
+        return _stack(awaited, set(), 0)
+    except Exception:  # noqa: BLE001 - it changed under the reader, or is of a kind that nobody has seen
+        return _NOWHERE
+
+
+def _stack(awaited: object, seen: set[int], depth: int) -> Stack:
+    seen.add(id(awaited))
+    name: str | None = None
+    if _is_task(awaited):
+        name = awaited.get_name()
+        awaited = awaited.get_coro()
+    walk = _walk(awaited)
+    thread = _thread_of(walk)
+    if thread is not None:
+        return _stack_of_thread(thread, name)
+    home = _home_of(walk.frames)
+    tasks, more = _awaited_tasks(walk, seen, depth)
+    return Stack(
+        frames=tuple(_described(frame, home) for frame in walk.frames),
+        waits_in=_called_by_own(walk.frames, home) or _kind_of(walk.future),
+        executing=walk.executing,
+        name=name,
+        thread=None,
+        tasks=tasks,
+        more_tasks=more,
+    )
+
+
+# Coroutines ---------------------------------------------------------------------------------
+
+
+def _walk(awaited: object) -> _Walk:
+    frames: list[FrameType] = []
+    for _ in range(2 * _LONGEST):
+        if awaited is None or len(frames) >= _LONGEST:
+            break
+        if _is_future(awaited):
+            return _Walk(frames, awaited, executing=False)
+        names = _attributes_of(awaited)
+        if names is None:
+            awaited = _inside(awaited)
+            continue
+        frame: FrameType | None = getattr(awaited, names[0])
+        following = getattr(awaited, names[1])
+        if frame is not None:
+            frames.append(frame)
+            if following is None and (called := _called_from(frame)) is not None:
+                return _Walk(frames + called, None, executing=True)
+        awaited = following
+    return _Walk(frames, None, executing=False)
+
+
+def _attributes_of(awaited: object) -> tuple[str, str] | None:
+    """Where a coroutine or generator tells its frame and what it awaits; None for what is neither."""
+    kind = type(awaited)
+    if kind in _GENERATORS:
+        return _GENERATORS[kind]
+    # Compiled coroutines, such as Cython's, have the same attributes; a property of a user's class is not called.
+    told = [name for name, of in kind.__dict__.items() if isinstance(of, GetSetDescriptorType | MemberDescriptorType)]
+    return next((names for names in _GENERATORS.values() if names[0] in told and names[1] in told), None)
+
+
+def _inside(wrapper: object) -> object:
+    """What an object awaits that does not tell; None when the garbage collector does not know it either."""
+    for referent in gc.get_referents(wrapper):
+        kind = type(referent)
+        if kind in _GENERATORS or kind.__name__ in _WRAPPERS or _is_future(referent):
+            found: object = referent
+            return found
+    return None
+
+
+def _called_from(frame: FrameType) -> list[FrameType] | None:
+    """The frames that *frame* has called, innermost last, when a thread executes it now."""
+    for innermost in sys._current_frames().values():  # noqa: SLF001 - documented in spite of its name
+        called: list[FrameType] = []
+        at: FrameType | None = innermost
+        while at is not None:
+            if at is frame:
+                return called[::-1][:_LONGEST]
+            called.append(at)
+            at = at.f_back
+    return None
+
+
+# What they wait for ---------------------------------------------------------------------------
+
+
+def _awaited_tasks(walk: _Walk, seen: set[int], depth: int) -> tuple[tuple[Stack, ...], int]:
+    """The stacks of the tasks that are waited for and have not ended, and how many more there are."""
+    found = [one for one in _awaited_futures(walk) if not one.done() and id(one) not in seen]
+    if depth >= _DEEPEST:
+        return (), len(found)
+    stacks = tuple(_stack(one, seen, depth + 1) for one in found[:_MOST_TASKS])
+    shown = tuple(stack for stack in stacks if stack.frames or stack.tasks)
+    return shown, len(found) - len(stacks)
+
+
+def _awaited_futures(walk: _Walk) -> Iterable["asyncio.Future[Any]"]:
+    future = walk.future
+    if future is None:
+        return ()
+    if _is_task(future):
+        return (future,)
+    children = getattr(future, "_children", None) if type(future).__module__ == "asyncio.tasks" else None
+    if children is not None:  # gather
+        return tuple(children)
+    shielded = _closed_over(future, "_outer_done_callback", "inner")
+    if _is_future(shielded):
+        return (shielded,)
+    for frame in reversed(walk.frames):
+        if not _is_library(frame):
+            break
+        waited_for = _waited_for_in(frame)
+        if waited_for:
+            return waited_for
+    return ()
+
+
+def _waited_for_in(frame: FrameType) -> tuple["asyncio.Future[Any]", ...]:
+    """What `asyncio.wait_for`, `asyncio.wait` and the task groups of asyncio and anyio wait for."""
+    module, name = _module_of(frame), frame.f_code.co_name
+    if module == "asyncio.tasks" and name in {"wait_for", "_wait"}:
+        local = frame.f_locals
+        candidates: Iterable[object] = (local.get("fut"),) if name == "wait_for" else tuple(local.get("fs") or ())
+    elif module in {"asyncio.taskgroups", "anyio._backends._asyncio"} and name in {"__aexit__", "_aexit"}:
+        candidates = tuple(getattr(frame.f_locals.get("self"), "_tasks", ()))
+    else:
+        return ()
+    return tuple(one for one in candidates if _is_future(one))
+
+
+def _closed_over(future: "asyncio.Future[Any]", function: str, variable: str) -> object:
+    """A variable of the function of asyncio that is called when *future* ends."""
+    for callback, *_ in getattr(future, "_callbacks", None) or ():
+        if type(callback) is FunctionType and callback.__name__ == function and callback.__closure__ is not None:
+            cells = dict(zip(callback.__code__.co_freevars, callback.__closure__, strict=True))
+            if variable in cells:
+                held: object = cells[variable].cell_contents
+                return held
+    return None
+
+
+# Threads --------------------------------------------------------------------------------------
+
+
+def _thread_of(walk: _Walk) -> int | None:
+    """The thread that a coroutine waits for: one of our own, or one of an executor or of anyio."""
+    for frame in walk.frames:
+        if frame.f_code.co_filename.startswith(_AIOSHARD):
+            for value in tuple(frame.f_locals.values()):
+                if type(value) is ThreadRun and value.ident is not None:
+                    return value.ident
+    if walk.future is None:
+        return None
+    source = _closed_over(walk.future, "_call_check_cancel", "source")
+    for ident, innermost in sys._current_frames().items():  # noqa: SLF001 - documented in spite of its name
+        if any(_runs_for(frame, walk.future, source) for frame in _callers(innermost)):
+            return ident
+    return None
+
+
+def _runs_for(frame: FrameType, future: "asyncio.Future[Any]", source: object) -> bool:
+    """Whether a frame is that of a pool's thread which works for *future*, or for the *source* of its result."""
+    match _module_of(frame), frame.f_code.co_qualname:
+        case "concurrent.futures.thread", "_WorkItem.run":
+            return source is not None and getattr(frame.f_locals.get("self"), "future", None) is source
+        case "anyio._backends._asyncio", "WorkerThread.run":
+            return frame.f_locals.get("future") is future
+    return False
+
+
+def _callers(innermost: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _stack_of_thread(ident: int, name: str | None) -> Stack:
+    innermost = sys._current_frames().get(ident)  # noqa: SLF001 - documented in spite of its name
+    frames = [] if innermost is None else list(_callers(innermost))[::-1]
+    home = _home_of(frames)
+    first = next((n for n, frame in enumerate(frames) if _is_own(frame, home)), 0)
+    frames = frames[first:][-_LONGEST:]  # how the thread came there says nothing
+    thread = next((thread.name for thread in threading.enumerate() if thread.ident == ident), str(ident))
+    return Stack(
+        frames=tuple(_described(frame, home) for frame in frames),
+        waits_in=_called_by_own(frames, home),
+        executing=True,
+        name=name,
+        thread=thread,
+        tasks=(),
+        more_tasks=0,
+    )
+
+
+# Frames ---------------------------------------------------------------------------------------
+
+
+def _described(frame: FrameType, home: str) -> Frame:
+    code = frame.f_code
+    return Frame(
+        file=code.co_filename,
+        line=frame.f_lineno or code.co_firstlineno,
+        function=_function_of(frame),
+        own=_is_own(frame, home),
+    )
+
+
+def _function_of(frame: FrameType) -> str:
+    return frame.f_code.co_qualname.replace("<locals>.", "")
+
+
+def _module_of(frame: FrameType) -> str:
+    name = frame.f_globals.get("__name__")
+    return name if type(name) is str else "?"
+
+
+def _called_by_own(frames: Sequence[FrameType], home: str) -> str | None:
+    """The library's function in which the innermost frame of the application is."""
+    called: FrameType | None = None
+    for frame in reversed(frames):
+        if _is_own(frame, home):
+            break
+        called = frame
+    return None if called is None else f"{_module_of(called)}.{_function_of(called)}"
+
+
+def _kind_of(future: "asyncio.Future[Any] | None") -> str | None:
+    if future is None:
+        return None
+    kind = type(future)
+    return f"{kind.__module__.lstrip('_')}.{kind.__qualname__}"
+
+
+def _is_future(one: object) -> TypeGuard["asyncio.Future[Any]"]:
+    # Not `isinstance`, which asks an object of the application for its `__class__`.
+    return issubclass(type(one), asyncio.Future)
+
+
+def _is_task(one: object) -> TypeGuard["asyncio.Task[Any]"]:
+    return issubclass(type(one), asyncio.Task)
+
+
+def _is_installed(file: str) -> bool:
+    return any(f"/{place}/" in file.replace(os.sep, "/") for place in _INSTALLED)
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a frame is of the standard library, of an installed package, or of aioshard."""
+    file = frame.f_code.co_filename
+    return file.startswith((*_STANDARD_LIBRARY, _AIOSHARD)) or _is_installed(file)
+
+
+def _is_own(frame: FrameType, home: str) -> bool:
+    return not _is_library(frame) or bool(home and frame.f_code.co_filename.startswith(home))
+
+
+def _home_of(frames: Sequence[FrameType]) -> str:
+    """The folder of the application where all of it is installed, as a package is: that of the outermost frame."""
+    if not all(_is_library(frame) for frame in frames):
+        return ""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        parts = Path(file).parts
+        if _is_installed(file) and not file.startswith(_AIOSHARD) and _ANYIO not in parts:
+            place = next(n for n, part in enumerate(parts) if part in _INSTALLED)
+            return str(Path(*parts[: place + 2]))
+    return ""
