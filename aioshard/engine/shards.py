@@ -232,6 +232,22 @@ class Shards:
         """Whether nothing will start unless something arrives: what is left is halted, or behind it."""
         return not self._has_work and not self.yielding and not self._held and len(self.halted) == len(self._blocked)
 
+    # For explanations, from any thread ------------------------------------------
+
+    @property
+    def owning(self) -> list[Delivery]:
+        """The deliveries that occupy a shard and are in no worker's hands: blocked, or about to go on."""
+        return [*tuple(self._blocked), *(delivery for *_, delivery in tuple(self._returning))]
+
+    def behind(self, delivery: Delivery) -> int:
+        """How many deliveries wait behind one that occupies its shard, of those that a worker has looked at."""
+        return len(self._occupied.get(delivery.key) or ()) + (self.unseen if self._bounded is not None else 0)
+
+    def due(self, delivery: Delivery) -> float | None:
+        """Loop time of the next attempt of a delivery; None when it waits for none."""
+        timer = self._blocked.get(delivery)
+        return None if timer is None else timer.when()
+
     # Probing --------------------------------------------------------------------
 
     def probe(self, epoch: Epoch) -> Delivery | None:
