@@ -106,7 +106,7 @@ class BatchError(AioshardError):
         if not self.errors:
             raise HandlerError("BatchError names no record: raise it only when at least one record of the batch failed")
         for record, error in self.errors.items():
-            if not isinstance(record, Record) or not isinstance(error, BaseException):
+            if not _is_a_failure(record, error):
                 raise HandlerError(
                     f"BatchError was given {record!r}: {error!r}; expected are records of the batch, and for each the "
                     "exception with which it failed"
@@ -279,6 +279,10 @@ class OffsetRegressionError(AioshardError):
 
     def __init__(self, offset: int, expected: int) -> None:
         super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
+
+
+def _is_a_failure(record: object, error: object) -> bool:
+    return isinstance(record, Record) and isinstance(error, BaseException)
 
 
 def _some_of(records: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from aioshard.engine.probing import Probing
 from aioshard.engine.recourse import DeadLettering, Halting, Publish, Skipping
 from aioshard.engine.settling import Counters, Recourse, Settlement
 from aioshard.engine.shards import Shards
-from aioshard.engine.worker import Invoke, Worker
+from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record
 
@@ -86,8 +86,8 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         clock=around.clock,
         paused=lambda delivery, why: probing.pause(delivery.epoch, why),
     )
-    workers = [
-        Worker(
+    workers: list[Worker] = [
+        RecordWorker(
             f"{spec.name} worker {number}",
             part,
             call=spec.call if parking is None else None,

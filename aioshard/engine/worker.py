@@ -3,7 +3,9 @@
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from aioshard.engine.epoch import Delivery, Gate, Outcome
 from aioshard.engine.settling import Settlement
@@ -11,7 +13,7 @@ from aioshard.engine.shards import Shards
 from aioshard.errors import AttemptTimeoutError, CancelledRunError, SwallowedCancellationError
 from aioshard.records import Record
 
-__all__ = ["Asked", "Divert", "Invoke", "Worker"]
+__all__ = ["RUN_AHEAD", "Asked", "Divert", "Ending", "Invoke", "RecordWorker", "Worker"]
 
 logger = logging.getLogger("aioshard.engine.worker")
 
@@ -21,7 +23,7 @@ Invoke = Callable[[Delivery], Awaitable[object]]
 Divert = Callable[[Delivery], None]
 """Looks at each delivery before it starts, and may give it a detour."""
 
-_RUN_AHEAD = 128
+RUN_AHEAD = 128
 """Records that workers process without letting the loop turn, while handlers never suspend. Heartbeats
 and other tasks wait for as long as that many handlers take."""
 
@@ -40,7 +42,18 @@ class Asked(enum.IntFlag):
     """End when the run does."""
 
 
-class Worker:
+class Ending(NamedTuple):
+    """What a run that raised has come to."""
+
+    failure: BaseException | None
+    """Why its attempt failed; None when it was cancelled, and was no attempt."""
+    interrupted: bool
+    """Whether its cancellation was asked for, so that the next run is a repetition."""
+    fatal: bool
+    """Whether the worker ends too: it is being cancelled, or the interpreter is asked to exit."""
+
+
+class Worker(ABC):
     """One coroutine that serves the shards of a handler.
 
     Cancelling the run (`interrupt`, `time_out`) is not cancelling the worker: the handler sees a
@@ -53,31 +66,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        name: str,
-        shards: Shards,
-        *,
-        call: Callable[[Record], Awaitable[object]] | None,
-        invoke: Invoke,
-        settlement: Settlement,
-        clock: Callable[[], float],
-        timeout: float | None = None,
-        divert: Divert | None = None,
+        self, name: str, *, settlement: Settlement, clock: Callable[[], float], timeout: float | None = None
     ) -> None:
-        """Make a worker; `run` is its task.
-
-        Args:
-            name: For logs and explanations.
-            shards: Where the deliveries are.
-            call: The handler itself where it takes nothing but the record, which spares a call; else None.
-            invoke: Runs an attempt in every other case.
-            settlement: What follows a failed attempt.
-            clock: Loop time.
-            timeout: Seconds that an attempt may take; somebody else watches them (`overdue`).
-            divert: Looks at each delivery first; None where nothing can be diverted before it has failed.
-        """
         self.name = name
         self.delivery: Delivery | None = None
+        """What it runs; of a batch, the first."""
         self.running: Awaitable[object] | None = None
         """What the worker awaits; shows where a handler hangs."""
         self.started = 0.0
@@ -88,15 +81,15 @@ class Worker:
         self._task: asyncio.Task[object] | None = None
         self._asked_before = 0
         self._requests = 0
-        self._shards = shards
-        self._call = call
-        self._invoke = invoke
         self._settlement = settlement
         self._clock = clock
-        self._divert = divert
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Serve until cancelled."""
 
     @property
-    def deliveries(self) -> tuple[Delivery, ...]:
+    def deliveries(self) -> Sequence[Delivery]:
         """What the worker runs now."""
         return () if self.delivery is None else (self.delivery,)
 
@@ -132,6 +125,78 @@ class Worker:
         self.asked |= what
         self._requests += 1
         self._task.cancel()
+
+    def _judge(self, error: BaseException) -> Ending:
+        """Find out whether a run that raised has failed, was cancelled, or takes the worker with it."""
+        task = self._task
+        assert task is not None  # noqa: S101 - set by run
+        asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
+        if asked:
+            ending = self._take_back_requests() or isinstance(error, _EXITS)
+            if asked & Asked.INTERRUPT or ending:
+                return Ending(None, interrupted=True, fatal=ending)
+            return Ending(AttemptTimeoutError(self.timeout or 0.0), interrupted=False, fatal=False)
+        if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
+            return Ending(None, interrupted=False, fatal=True)
+        self._forget_what_the_handler_asked()
+        failure = CancelledRunError() if isinstance(error, asyncio.CancelledError) else error
+        return Ending(failure, interrupted=False, fatal=False)
+
+    def _take_back_requests(self) -> bool:
+        """Take back the cancellations that were asked for; returns whether the worker is being cancelled besides."""
+        assert self._task is not None  # noqa: S101 - set by run
+        self.asked &= Asked.RETIRE
+        left = self._task.cancelling()
+        for _ in range(self._requests):
+            left = self._task.uncancel()
+        self._requests = 0
+        ending = left > self._asked_before
+        if not ending:
+            self._forget_what_the_handler_asked()
+        return ending
+
+    def _forget_what_the_handler_asked(self) -> None:
+        """Take back what a handler asked of its own task, as time-outs of older libraries do, and left so.
+
+        Left in place it would make the next cancellation that a handler raises look like one of the worker.
+        """
+        assert self._task is not None  # noqa: S101 - set by run
+        while self._task.cancelling():
+            self._task.uncancel()
+
+
+class RecordWorker(Worker):
+    """Runs the handler for one record at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        *,
+        call: Callable[[Record], Awaitable[object]] | None,
+        invoke: Invoke,
+        settlement: Settlement,
+        clock: Callable[[], float],
+        timeout: float | None = None,
+        divert: Divert | None = None,
+    ) -> None:
+        """Make a worker; `run` is its task.
+
+        Args:
+            name: For logs and explanations.
+            shards: Where the deliveries are.
+            call: The handler itself where it takes nothing but the record, which spares a call; else None.
+            invoke: Runs an attempt in every other case.
+            settlement: What follows a failed attempt.
+            clock: Loop time.
+            timeout: Seconds that an attempt may take; somebody else watches them (`overdue`).
+            divert: Looks at each delivery first; None where nothing can be diverted before it has failed.
+        """
+        super().__init__(name, settlement=settlement, clock=clock, timeout=timeout)
+        self._shards = shards
+        self._call = call
+        self._invoke = invoke
+        self._divert = divert
 
     async def run(self) -> None:  # noqa: C901 - the hot path: no calls
         """Serve until cancelled."""
@@ -176,7 +241,7 @@ class Worker:
                 counters.processed += 1
             delivery = next_after(delivery)
             ahead += 1
-            if ahead >= _RUN_AHEAD:
+            if ahead >= RUN_AHEAD:
                 ahead = 0
                 if delivery is not None:
                     delivery = await self._let_the_loop_turn(delivery)
@@ -226,25 +291,15 @@ class Worker:
                 interpreter that is asked to exit.
         """
         self.delivery = self.running = None
-        task = self._task
-        assert task is not None  # noqa: S101 - set by run
-        asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
-        if asked:
-            ending = self._take_back_requests()
-            if asked & Asked.INTERRUPT or ending or isinstance(error, _EXITS):
-                delivery.cancelled = delivery.aside = True
-                self._shards.again(delivery)
-                if ending or isinstance(error, _EXITS):
-                    raise error
-                return self._shards.take()
-            return self._failed(delivery, AttemptTimeoutError(self.timeout or 0.0))
-        if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
-            self._shards.again(delivery)
+        ending = self._judge(error)
+        if ending.failure is not None:
+            return self._failed(delivery, ending.failure)
+        if ending.interrupted:
+            delivery.cancelled = delivery.aside = True
+        self._shards.again(delivery)
+        if ending.fatal:
             raise error
-        self._forget_what_the_handler_asked()
-        if isinstance(error, asyncio.CancelledError):
-            return self._failed(delivery, CancelledRunError())
-        return self._failed(delivery, error)
+        return self._shards.take()
 
     def _returned_although_asked(self, delivery: Delivery) -> Delivery | None:
         if self.asked & Asked.INTERRUPT:
@@ -280,28 +335,6 @@ class Worker:
         if delivery.cancelled:
             self._settlement.counters.replayed += 1
         delivery.cancelled = delivery.aside = False
-
-    def _take_back_requests(self) -> bool:
-        """Take back the cancellations that were asked for; returns whether the worker is being cancelled besides."""
-        assert self._task is not None  # noqa: S101 - set by run
-        self.asked &= Asked.RETIRE
-        left = self._task.cancelling()
-        for _ in range(self._requests):
-            left = self._task.uncancel()
-        self._requests = 0
-        ending = left > self._asked_before
-        if not ending:
-            self._forget_what_the_handler_asked()
-        return ending
-
-    def _forget_what_the_handler_asked(self) -> None:
-        """Take back what a handler asked of its own task, as time-outs of older libraries do, and left so.
-
-        Left in place it would make the next cancellation that a handler raises look like one of the worker.
-        """
-        assert self._task is not None  # noqa: S101 - set by run
-        while self._task.cancelling():
-            self._task.uncancel()
 
     def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
         """An attempt failed: another one later, or a detour, or the shard halts."""
