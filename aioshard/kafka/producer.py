@@ -14,6 +14,7 @@ from aiokafka.partitioner import murmur2
 from aioshard.errors import AuthorizationError, ClientLostError, TransportError
 from aioshard.kafka.options import producer_options
 from aioshard.kafka.sending import RefusedError, SendingClient, connect
+from aioshard.kafka.sharing import SharedClient
 from aioshard.kafka.translate import missing_topic, nothing_acknowledged, publish_error, reason, too_large
 from aioshard.ports import Message
 
@@ -97,17 +98,13 @@ class KafkaProducer:
         """
         self._settings = settings
         self._options = producer_options(settings, request_timeout=_REQUEST_TIMEOUT)
-        self._client: SendingClient | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._failure: TransportError | None = None
-        """What the last attempt to connect ended with."""
-        self._failed_at = 0.0
+        self._shared = SharedClient("producer", self._connect)
+        self._asking = ""
+        """The topic of whoever asked for a client last; for a sentence."""
         self._topics: dict[str, _Topic] = {}
         self._waiting: dict[_Waiting, None] = {}
         """What is not acknowledged, the oldest first."""
         self._acknowledged_at = 0.0
-        self._endings: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     @property
     def trouble(self) -> str | None:
@@ -119,7 +116,8 @@ class KafkaProducer:
             f"{len(self._waiting)} message(s) wait to be acknowledged by the brokers, the oldest, for topic "
             f"{oldest.topic!r}, for {waited:.0f} s"
         )
-        if self._client is None or not self._client.connected:
+        client = self._shared.client
+        if client is None or not client.connected:
             return f"{told}; no connection to a broker of {self._settings.bootstrap_servers} is open"
         if self._acknowledged_at < oldest.since:
             return f"{told}; nothing was acknowledged since"
@@ -150,14 +148,9 @@ class KafkaProducer:
 
     async def close(self) -> None:
         """See `Producer.close`; takes at most 2 s."""
-        self._closed = True
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.wait([self._connecting])
-        if self._client is not None:
-            self._discard(self._client, _closed())
-        if self._endings:
-            await asyncio.wait(self._endings)
+        if self._shared.client is not None:
+            self._shared.client.give_up(self._shared.closed_error())
+        await self._shared.close()
 
     # One message ------------------------------------------------------------------------
 
@@ -185,7 +178,7 @@ class KafkaProducer:
         if topic is None:
             topic = self._topics[message.topic] = _Topic()
         async with topic.line:
-            client = await self._connected(message.topic, since)
+            client = await self._usable(message.topic, since)
             partition = await self._partition(client, topic, message, since)
             line = topic.lines.get(partition)
             if line is None:
@@ -229,10 +222,8 @@ class KafkaProducer:
         give_up: float | None = None
         while True:
             answered = await client.look_up(name)
-            if client is not self._client:
-                raise (
-                    _closed() if self._closed else ClientLostError(f"topic {name!r} was not found: the client is lost")
-                )
+            if client is not self._shared.client:
+                raise self._shared.closed_error() if self._shared.closed else _lost(client, name)
             count = client.partition_count(name)
             if count:
                 return count
@@ -249,36 +240,19 @@ class KafkaProducer:
 
     # The client -------------------------------------------------------------------------
 
-    async def _connected(self, topic: str, since: float) -> SendingClient:
-        """The client; who waited while others could not connect need not try."""
-        while True:
-            if self._closed:
-                raise _closed()
-            client = self._client
-            if client is not None:
-                if client.lost is None:
-                    return client
-                self._discard(client, _lost(client, topic))
-            if self._failure is not None and self._failed_at >= since:
-                raise copy.copy(self._failure)
-            if self._connecting is None:
-                self._connecting = asyncio.create_task(self._connect(topic), name="connect the producer")
-            await asyncio.wait([self._connecting])
+    async def _usable(self, topic: str, since: float) -> SendingClient:
+        client = self._shared.client
+        if client is not None and client.lost is not None:
+            self._discard(client, _lost(client, topic))
+        self._asking = topic
+        return await self._shared.get(since)
 
-    async def _connect(self, topic: str) -> None:
-        try:
-            client = await connect(self._settings, self._options, topic)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what those who publish are told
-            told = f"the Kafka producer could not be started: {reason(error)}"
-            self._failure = error if isinstance(error, TransportError) else TransportError(told)
-            self._failed_at = time.monotonic()
-        else:
-            client.client.cluster.add_listener(self._forget_partitions)
-            self._forget_partitions()
-            self._client = client
-            logger.debug("the producer is connected to the brokers of %s", self._settings.bootstrap_servers)
-        finally:
-            self._connecting = None
+    async def _connect(self) -> SendingClient:
+        client = await connect(self._settings, self._options, self._asking)
+        client.client.cluster.add_listener(self._forget_partitions)
+        self._forget_partitions()
+        logger.debug("the producer is connected to the brokers of %s", self._settings.bootstrap_servers)
+        return client
 
     def _forget_partitions(self, _cluster: object = None) -> None:
         """After each look-up: topics may have got partitions, or have gone."""
@@ -287,12 +261,10 @@ class KafkaProducer:
 
     def _discard(self, client: SendingClient, error: TransportError) -> None:
         """Fail what waits for a client with *error* and close it; the next message connects."""
-        if client is self._client:
-            self._client = None
         client.give_up(error)
-        ending = asyncio.create_task(client.tear_down(), name="close a lost producer")
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        if client is self._shared.client:
+            logger.warning("%s; the producer connects anew", error)
+            self._shared.drop(client)
 
     # What goes wrong --------------------------------------------------------------------
 
@@ -304,19 +276,16 @@ class KafkaProducer:
                 "were: check that its partition has a leader and enough replicas in sync"
             )
         error = nothing_acknowledged(self._settings.bootstrap_servers, _PATIENCE)
-        if self._client is not None:
+        if self._shared.client is not None:
             # What it still has would be sent when the brokers are back, beside what is then published again.
-            logger.warning("%s; the producer connects anew", error)
-            self._discard(self._client, error)
+            self._discard(self._shared.client, error)
         return error
 
     def _failed(self, client: SendingClient, error: kafka.KafkaError, topic: str) -> TransportError:
         """What a message ends with whose batch did not come to a broker."""
         if client.lost is not None:
             lost = _lost(client, topic)
-            if client is self._client:
-                logger.warning("%s", lost)
-                self._discard(client, lost)
+            self._discard(client, lost)
             return lost
         # Its number was used up all the same.
         client.forget_producer_id()
@@ -340,11 +309,7 @@ def _lost(client: SendingClient, topic: str) -> TransportError:
     denied = publish_error(cause, topic)
     if isinstance(denied, AuthorizationError):
         return denied
-    return ClientLostError(f"the Kafka producer ended by itself ({reason(cause)}); the next message connects anew")
-
-
-def _closed() -> ClientLostError:
-    return ClientLostError("the message was not acknowledged: the producer is closed")
+    return ClientLostError(f"the Kafka producer ended by itself ({reason(cause)})")
 
 
 def _size(message: Message) -> int:
