@@ -2,6 +2,8 @@
 
 import click
 
+from aioshard.cli.dlt_drop import drop
+from aioshard.cli.dlt_replay import replay
 from aioshard.cli.dlt_show import show
 
 __all__ = ["command"]
@@ -13,3 +15,5 @@ def command() -> None:
 
 
 command.add_command(show)
+command.add_command(replay)
+command.add_command(drop)

@@ -165,19 +165,19 @@ def read_dead_letter(record: Record) -> DeadLetterRecord | None:
     return _read(original, ours, record.key, record.value)
 
 
-def replay(letter: DeadLetterRecord, read: Coordinates) -> Message:
-    """A dead letter as the record that it was, for the topic and the partition that it came from.
+def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None, timestamp: float | None) -> Message:
+    """A dead letter as the record that it was, for the topic that it came from.
 
     Args:
         letter: What was read.
         read: Where it was read; the message names it in the header `REPLAYED`.
+        partition: Where it is to go; that of the original keeps it behind the records that were there before.
+        timestamp: Seconds since the epoch; None is now.
     """
     record = letter.original
     headers = tuple(header for header in record.headers if header[0] != REPLAYED)
-    timestamp = record.timestamp if record.timestamp >= 0 else None
-    return Message(
-        record.topic, record.value, record.key, (*headers, (REPLAYED, _text(str(read)))), record.partition, timestamp
-    )
+    mark = (REPLAYED, _text(str(read)))
+    return Message(record.topic, record.value, record.key, (*headers, mark), partition, timestamp)
 
 
 # Parked records -----------------------------------------------------------------------

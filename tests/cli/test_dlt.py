@@ -1,11 +1,16 @@
 """`aioshard dlt`: dead letters are shown, sent back once, and deleted from the start."""
 
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from aioshard import Settings
+from aioshard.cli.replayed import note_group
+from aioshard.kafka.administration import Administration
+from aioshard.ports import Committed
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter, park
 from tests.support.shared_kafka import SharedKafka
@@ -203,3 +208,357 @@ async def test_brokers_that_are_away_are_a_sentence(aioshard: Aioshard) -> None:
 
     assert ended.code == 1
     assert "none of bootstrap_servers=127.0.0.1:1 could be reached" in ended.errors
+
+
+# Sending back
+
+
+class Replay:
+    """A dead-letter topic and the topic that its records come from."""
+
+    def __init__(self, kafka: SharedKafka, aioshard: Aioshard, publish: Publish, source: str) -> None:
+        self.kafka = kafka
+        self.source = source
+        self.topic = f"{source}.dlt"
+        self.publish = publish
+        self._aioshard = aioshard
+
+    def record(self, number: int, **fields: Any) -> Record:
+        return record(number, topic=self.source, **fields)
+
+    async def write(self, *records: Record, partition: int = 0, **why: Any) -> list[int]:
+        """Writes dead letters into one partition and returns their offsets."""
+        messages = [
+            dead_letter(self.topic, one, failure(one.offset, **why))._replace(partition=partition) for one in records
+        ]
+        return [offset for _, offset in await self.publish(*messages)]
+
+    async def run(self, *options: str, **expected: int) -> Any:
+        """`aioshard dlt replay`, which must end with this code."""
+        ended = await self._aioshard("dlt", "replay", self.topic, *options, "--bootstrap-servers", self.kafka.bootstrap)
+        assert ended.code == expected.get("code", 0), ended
+        return ended
+
+    async def shown(self) -> dict[int, bool]:
+        """Whether the dead letter of each record is done, as `dlt show` says."""
+        ended = await self._aioshard("dlt", "show", self.topic, "--json", "--bootstrap-servers", self.kafka.bootstrap)
+        return {one["record"]["offset"]: one["replayed"] for one in json.loads(ended.output)["dead_letters"]}
+
+    async def arrived(self) -> list[bytes | None]:
+        """The values in the source topic, by partition and offset."""
+        return [one.value for one in await self.kafka.read(self.source)]
+
+
+@pytest.fixture
+async def replay(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic: str) -> Replay:
+    made = Replay(kafka, aioshard, publish, topic)
+    forever = {"retention.ms": "-1"}
+    await kafka.create_topic(made.source, 4, forever)
+    await kafka.create_topic(made.topic, 2, forever)
+    return made
+
+
+async def test_a_dead_letter_goes_back_as_the_record_that_it_was(replay: Replay, kafka: SharedKafka) -> None:
+    """To its partition too: another producer may have placed the key where ours would not."""
+    original = replay.record(41, partition=2, headers=(("trace", b"7"), ("trace", None)), value=None)
+    (offset,) = await replay.write(original)
+
+    ended = await replay.run()
+
+    assert ended.output == f"1 dead letter(s) were sent back: {replay.source} 1\n"
+    (back,) = await kafka.read(replay.source)
+    mark = ("aioshard.replayed", f"{replay.topic}/0/{offset}".encode())
+    assert back == original._replace(offset=0, headers=(*original.headers, mark))
+
+
+async def test_what_was_sent_back_is_not_sent_again(replay: Replay) -> None:
+    await replay.write(replay.record(1), replay.record(2))
+    await replay.run()
+    await replay.write(replay.record(3))
+
+    ended = await replay.run()
+
+    assert ended.output == f"1 dead letter(s) were sent back: {replay.source} 1\n"
+    assert await replay.arrived() == [b"1", b"2", b"3"]
+    assert await replay.shown() == {1: True, 2: True, 3: True}
+
+
+async def test_what_a_filter_chose_is_not_sent_again_by_a_run_without(replay: Replay) -> None:
+    """Also where it is scattered among others, and the run before was one with filters too."""
+    await replay.write(*(replay.record(number) for number in (1, 3)))
+    await replay.write(*(replay.record(number) for number in (2, 4, 6)), error="TimeoutError")
+    await replay.write(replay.record(5, key=b"bob"), replay.record(7, key=b"bob"), partition=1)
+
+    await replay.run("--error", "TimeoutError", "--until", "2023-11-14T22:13:26Z")
+    assert await replay.shown() == {1: False, 3: False, 2: True, 4: True, 6: False, 5: False, 7: False}
+    await replay.run("--key", "bob")
+    assert await replay.shown() == {1: False, 3: False, 2: True, 4: True, 6: False, 5: True, 7: True}
+    ended = await replay.run()
+
+    assert ended.output.splitlines() == [
+        f"3 dead letter(s) were sent back: {replay.source} 3",
+        "2 are done since an earlier run and were left out; --again takes them too",
+    ]
+    assert sorted(filter(None, await replay.arrived())) == [b"1", b"2", b"3", b"4", b"5", b"6", b"7"]
+
+
+async def test_again_sends_what_is_done_too(replay: Replay) -> None:
+    await replay.write(replay.record(1), replay.record(2))
+    await replay.run()
+
+    await replay.run("--again", "--record", f"{replay.source}/0/2")
+
+    assert await replay.arrived() == [b"1", b"2", b"2"]
+
+
+async def test_records_go_back_in_their_order(replay: Replay) -> None:
+    """Whatever the order of their dead letters, as after a change of the number of partitions."""
+    await replay.write(replay.record(8), replay.record(6), replay.record(9))
+    await replay.write(replay.record(5), replay.record(7), partition=1)
+
+    await replay.run()
+
+    assert await replay.arrived() == [b"5", b"6", b"7", b"8", b"9"]
+
+
+async def test_a_record_with_two_dead_letters_goes_back_once(replay: Replay) -> None:
+    """A process that is killed after a dead letter and before the commit writes it again."""
+    await replay.write(replay.record(1), replay.record(2), replay.record(1))
+    await replay.write(replay.record(2), partition=1)
+
+    ended = await replay.run()
+
+    assert ended.output.splitlines() == [
+        f"2 dead letter(s) were sent back: {replay.source} 2",
+        "2 more are of the same records: each record counts once",
+    ]
+    assert await replay.arrived() == [b"1", b"2"]
+    assert (await replay.run()).output == "0 dead letter(s) were sent back\n"
+
+
+async def test_a_limit_sends_so_many_and_the_next_run_goes_on(replay: Replay) -> None:
+    await replay.write(*(replay.record(number) for number in range(5)))
+
+    for expected in ([b"0", b"1"], [b"0", b"1", b"2", b"3"], [b"0", b"1", b"2", b"3", b"4"]):
+        await replay.run("--limit", "2")
+        assert await replay.arrived() == expected
+
+
+async def test_a_dry_run_changes_nothing(replay: Replay) -> None:
+    await replay.write(replay.record(1), replay.record(2))
+
+    ended = await replay.run("--dry-run", "--key", "alice")
+
+    assert ended.output == f"2 dead letter(s) would be sent back: {replay.source} 2\n"
+    assert await replay.arrived() == []
+    assert await replay.shown() == {1: False, 2: False}
+
+
+async def test_many_dead_letters_go_back_in_order(replay: Replay) -> None:
+    """More than are sent at once."""
+    numbers = list(range(2500))
+    messages = [dead_letter(replay.topic, replay.record(number), failure()) for number in numbers]
+    await replay.publish(*messages)
+
+    ended = await replay.run("--json")
+
+    assert json.loads(ended.output) == {
+        "topic": replay.topic,
+        "dry_run": False,
+        "done": {replay.source: 2500},
+        "duplicates": 0,
+        "done_before": 0,
+        "failed": [],
+        "error": None,
+    }
+    assert await replay.arrived() == [b"%d" % number for number in numbers]
+
+
+# What cannot be sent back
+
+
+async def test_a_record_that_its_topic_does_not_take_is_named_and_the_others_go(
+    replay: Replay, kafka: SharedKafka, aioshard: Aioshard, publish: Publish
+) -> None:
+    small = Replay(kafka, aioshard, publish, f"{replay.source}-small")
+    await kafka.create_topic(small.source, 1, {"max.message.bytes": "2000", "retention.ms": "-1"})
+    small.topic = replay.topic
+    (_, offset, _) = await small.write(small.record(1), small.record(2, value=b"x" * 5000), small.record(3))
+
+    ended = await small.run(code=3)
+
+    assert ended.output == f"2 dead letter(s) were sent back: {small.source} 2\n"
+    assert f"Failed: {small.source}/0/2 (dead letter {small.topic}/0/{offset}): a message of" in ended.errors
+    assert await small.arrived() == [b"1", b"3"]
+    assert await small.shown() == {1: True, 2: False, 3: True}
+
+
+async def test_a_topic_that_is_gone_is_a_sentence_and_nothing_is_sent(replay: Replay) -> None:
+    await replay.write(replay.record(1), record(2, topic=f"{replay.source}-gone"))
+
+    ended = await replay.run(code=1)
+
+    assert f"Error: topic '{replay.source}-gone' does not exist" in ended.errors
+    assert await replay.arrived() == []
+    await replay.run("--topic", replay.source)
+    assert await replay.arrived() == [b"1"]
+
+
+async def test_a_record_of_a_partition_that_is_gone_goes_where_its_key_belongs(replay: Replay) -> None:
+    await replay.write(replay.record(1, partition=9))
+
+    await replay.run()
+
+    assert await replay.arrived() == [b"1"]
+
+
+async def test_what_retention_would_delete_unread_is_refused(replay: Replay, kafka: SharedKafka) -> None:
+    short = f"{replay.source}-short"
+    await kafka.create_topic(short, 1, {"retention.ms": "3600000"})
+    await replay.write(record(1, topic=short))
+
+    ended = await replay.run(code=1)
+
+    assert f"topic '{short}' deletes records 3,600 s after their timestamp (retention.ms)" in ended.errors
+    assert await kafka.read(short) == []
+    await replay.run("--timestamp", "now")
+    (back,) = await kafka.read(short)
+    assert back.timestamp == pytest.approx(time.time(), abs=60)
+
+
+async def test_original_timestamps_can_be_insisted_on(replay: Replay, kafka: SharedKafka) -> None:
+    short = f"{replay.source}-short"
+    await kafka.create_topic(short, 1, {"retention.ms": "3600000", "message.timestamp.type": "LogAppendTime"})
+    await replay.write(record(1, topic=short), record(2, topic=short))
+
+    await replay.run("--limit", "1")
+    await replay.run("--timestamp", "original")
+
+    assert len(await kafka.read(short)) == 2
+
+
+# Deleting
+
+
+class Drop:
+    """`aioshard dlt drop` on the topic of a `Replay`."""
+
+    def __init__(self, kafka: SharedKafka, aioshard: Aioshard, topic: str) -> None:
+        self.kafka = kafka
+        self.topic = topic
+        self._aioshard = aioshard
+
+    async def run(self, *options: str) -> Any:
+        return await self._aioshard("dlt", "drop", self.topic, *options, "--bootstrap-servers", self.kafka.bootstrap)
+
+    async def left(self) -> list[tuple[int, int]]:
+        return [(one.partition, one.offset) for one in await self.kafka.read(self.topic)]
+
+
+@pytest.fixture
+async def drop(replay: Replay, kafka: SharedKafka, aioshard: Aioshard) -> Drop:
+    """Of three dead letters in partition 0 and two in partition 1, the first one of each."""
+    await replay.write(*(replay.record(number) for number in (1, 2, 3)))
+    await replay.write(*(replay.record(number, key=b"bob") for number in (4, 5)), partition=1)
+    await replay.run("--record", f"{replay.source}/0/1", "--record", f"{replay.source}/0/4")
+    return Drop(kafka, aioshard, replay.topic)
+
+
+async def test_without_yes_it_only_says_what_would_go(drop: Drop) -> None:
+    ended = await drop.run("--all")
+
+    assert ended == (
+        0,
+        (
+            f"{drop.topic}/0: 3 dead letter(s) below offset 3 would be deleted; 2 of them were neither sent back nor "
+            "processed\n"
+            f"{drop.topic}/1: 2 dead letter(s) below offset 2 would be deleted; 1 of them were neither sent back nor "
+            "processed\n"
+            "Nothing was deleted: --yes deletes, for good.\n"
+        ),
+        "",
+    )
+    assert len(await drop.left()) == 5
+
+
+async def test_what_was_sent_back_can_be_deleted(drop: Drop) -> None:
+    ended = await drop.run("--replayed", "--yes")
+
+    assert ended.output == (
+        f"{drop.topic}/0: 1 dead letter(s) below offset 1 were deleted\n"
+        f"{drop.topic}/1: 1 dead letter(s) below offset 1 were deleted\n"
+    )
+    assert await drop.left() == [(0, 1), (0, 2), (1, 1)]
+    assert (await drop.run("--replayed", "--yes")).output == f"There is nothing to delete in {drop.topic}.\n"
+
+
+async def test_a_partition_can_be_deleted_up_to_an_offset(drop: Drop) -> None:
+    ended = await drop.run("--partition", "0", "--before-offset", "2", "--yes", "--json")
+
+    assert json.loads(ended.output) == {
+        "topic": drop.topic,
+        "deleted": True,
+        "partitions": [{"partition": 0, "before_offset": 2, "dead_letters": 2, "not_replayed": 1}],
+    }
+    assert await drop.left() == [(0, 2), (1, 0), (1, 1)]
+
+
+async def test_everything_can_be_deleted_and_what_comes_later_is_new(drop: Drop, replay: Replay) -> None:
+    await drop.run("--all", "--yes")
+    assert await drop.left() == []
+
+    await replay.write(replay.record(9))
+    await replay.run()
+
+    assert await replay.arrived() == [b"1", b"4", b"9"]
+
+
+async def test_an_offset_outside_the_partition_is_refused(drop: Drop) -> None:
+    ended = await drop.run("--partition", "1", "--before-offset", "3", "--yes")
+
+    assert ended.code == 2
+    assert f"--before-offset 3 is outside {drop.topic}/1: it holds the offsets from 0 to below 2" in ended.errors
+    assert len(await drop.left()) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "say up to where: one of --replayed, --all, or --partition with --before-offset"),
+        (["--all", "--replayed"], "say up to where"),
+        (["--before-offset", "5"], "--before-offset needs exactly one --partition"),
+        (["--before-offset", "5", "--partition", "0", "--partition", "1"], "--before-offset needs exactly one"),
+        (["--all", "--error", "ValueError"], "--error cannot choose what is deleted: Kafka deletes from the start"),
+        (["--until", "1d"], "--until cannot choose what is deleted"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_what_no_broker_can_delete_is_refused(aioshard: Aioshard, options: list[str], sentence: str) -> None:
+    ended = await aioshard("dlt", "drop", "t", *options, "--yes", "--bootstrap-servers", "127.0.0.1:1")
+
+    assert ended.code == 2
+    assert sentence in " ".join(ended.errors.split())
+
+
+async def test_a_compacted_topic_is_a_sentence(
+    aioshard: Aioshard, kafka: SharedKafka, topic: str, publish: Publish
+) -> None:
+    await kafka.create_topic(topic, 1, {"cleanup.policy": "compact"})
+    await publish(dead_letter(topic, record(1), failure()))
+
+    ended = await aioshard("dlt", "drop", topic, "--all", "--yes", "--bootstrap-servers", kafka.bootstrap)
+
+    assert ended.code == 1
+    assert "a topic that is only compacted keeps its records" in ended.errors
+
+
+async def test_notes_of_a_topic_that_was_created_anew_are_left_out(replay: Replay, kafka: SharedKafka) -> None:
+    """A broker drops them with the topic; this one is made to have kept them."""
+    await replay.write(replay.record(1))
+    async with Administration(Settings(bootstrap_servers=kafka.bootstrap)) as administration:
+        await administration.commit(note_group(replay.topic), replay.topic, {0: Committed(500, "")}, retention=86_400.0)
+
+    ended = await replay.run()
+
+    assert f"What is noted of {replay.topic}/0 is about offsets up to 500, past its end 1" in ended.errors
+    assert await replay.arrived() == [b"1"]

@@ -197,7 +197,7 @@ def test_a_replayed_dead_letter_is_the_original_and_says_where_it_was(
     letter = read_dead_letter(stored(dead_letter("dlt", record, failure), offset=offset))
     assert letter is not None
 
-    message = replay(letter, Coordinates("dlt", 0, offset))
+    message = replay(letter, Coordinates("dlt", 0, offset), partition=record.partition, timestamp=record.timestamp)
 
     own = tuple(header for header in record.headers if header[0] != REPLAYED)
     assert message == Message(
