@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from aioshard.core.retry import Retry
@@ -34,17 +34,17 @@ class Counters:
         self.retried = 0
         self._warned_at = -_WARNING_INTERVAL
 
-    def count(self, outcome: Outcome) -> None:
-        """Count a record that is complete."""
+    def count(self, outcome: Outcome, records: int = 1) -> None:
+        """Count records that are complete."""
         match outcome:
             case Outcome.PROCESSED:
-                self.processed += 1
+                self.processed += records
             case Outcome.SKIPPED:
-                self.skipped += 1
+                self.skipped += records
             case Outcome.DEAD_LETTERED:
-                self.dead_lettered += 1
+                self.dead_lettered += records
             case Outcome.PARKED:
-                self.parked += 1
+                self.parked += records
             case Outcome.RETURNED:
                 pass
 
@@ -115,8 +115,7 @@ class Settlement:
         if delivery.detour is not None:
             self._detour_failed(delivery, delivery.detour, error, shards)
             return False
-        delivery.failures += 1
-        note = delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+        note = _note(delivery, error)
         delay = self._retry.delay(error, delivery.failures, self._chance())
         if delay is None:
             return self.give_up(delivery, error, shards)
@@ -126,6 +125,35 @@ class Settlement:
         message = "record %r failed attempt %d and runs again in %.2f s (%s); %d attempts of its handler failed so far"
         logger.log(level, message, delivery, delivery.failures, delay, note, self.counters.retried)
         return False
+
+    def failed_together(
+        self, deliveries: Sequence[Delivery], heads: Sequence[Delivery], error: BaseException, shards: Shards
+    ) -> None:
+        """Settle a failed attempt of several records at once, of which nobody knows which one is to blame.
+
+        So none is given up, however often it has failed: all run again, after the same delay, in smaller batches.
+
+        Args:
+            deliveries: Those that failed.
+            heads: Those among them that hold their shards; the others wait behind them.
+            error: What the attempt raised.
+            shards: Where they are.
+        """
+        notes = [_note(delivery, error) for delivery in deliveries]
+        note = notes[0]
+        self.counters.retried += len(deliveries)
+        delay = self._retry.delay(error, deliveries[0].failures, self._chance()) or 0.0
+        block = Block(halted=False, error=str(note), since=self._clock())
+        for delivery in heads:
+            shards.retry(delivery, block, delay)
+        level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
+        message = "%d records failed together, %r among them, and run again in smaller batches in %.2f s (%s)"
+        logger.log(level, message, len(deliveries), deliveries[0], delay, note)
+
+    def failed_behind(self, delivery: Delivery, error: BaseException) -> None:
+        """A record failed behind one of its shard that failed too: it runs again after that, whatever it was."""
+        _note(delivery, error)
+        self.counters.retried += 1
 
     def give_up(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
         """No attempt follows any more; returns whether a detour follows at once."""
@@ -160,14 +188,12 @@ class Settlement:
 
     def swallowed(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
         """A run that had timed out went on and returned: nobody knows what it did, so its shard halts."""
-        delivery.failures += 1
-        delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+        _note(delivery, error)
         self.halt(delivery, error, shards)
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
         """The sharding function failed for a record: it cannot run in order, and no attempt makes sense."""
-        delivery.failures += 1
-        delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+        _note(delivery, error)
         if self.give_up(delivery, error, shards):
             shards.again(delivery)
 
@@ -179,6 +205,13 @@ class Settlement:
         level = logging.ERROR if self.counters.may_warn(self._clock()) else logging.DEBUG
         message = "record %r stays incomplete and is tried again in %.1f s; %s failed"
         logger.log(level, message, delivery, delay, text)
+
+
+def _note(delivery: Delivery, error: BaseException) -> FailureNote:
+    """Take note of a failed attempt."""
+    delivery.failures += 1
+    delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
+    return delivery.failure
 
 
 def _message_of(error: BaseException) -> str:

@@ -1,0 +1,360 @@
+"""The shards of a handler that takes batches: which deliveries go to it together, and when."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+
+from aioshard.core.batching import Batch
+from aioshard.engine.delivery_batch import DeliveryBatch
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.shards import Shards
+
+__all__ = ["BatchShards"]
+
+_FRESH = 0
+"""The level of what has not failed."""
+_ALONE = -1
+"""The level of what comes alone: it takes a detour, or its attempt is one of the last."""
+
+
+class BatchShards(Shards):
+    """Shards whose deliveries start in batches; `take_batch` stands for `take`, and `end` for `next_after`.
+
+    A batch is formed here, not by a worker: what waits in it for more is queued like anything else, so that a
+    rebalance or giving back finds it. At most one batch is formed for each number of failures; a free worker adds to it
+    what has come, and takes it when it is full or has waited long enough. All idle workers so fill one batch together.
+
+    Invariants:
+        * A delivery of a batch that is being formed occupies its shard, and has not started.
+        * A batch that is being formed waits for at most `linger`; while a partition drains, or there is no room for
+          more, it does not wait at all.
+    """
+
+    def __init__(self, batch: Batch, attempts: int, bound: int | None = None) -> None:
+        """Make shards.
+
+        Args:
+            batch: What one may hold, and how long it waits.
+            attempts: That each record has, for how large a batch with a record that failed may be.
+            bound: For one fixed shard: how many deliveries its queue holds.
+        """
+        super().__init__(bound)
+        self._batch = batch
+        self._attempts = attempts
+        self._forming: dict[int, DeliveryBatch] = {}
+        self._running: set[DeliveryBatch] = set()
+
+    # Forming ------------------------------------------------------------------
+
+    def take_batch(self) -> DeliveryBatch | None:
+        """The batch to run next, or None when none is ready."""
+        while True:
+            self._fill()
+            level = self._ready_level()
+            if level is None:
+                self._wait_for_more()
+                return None
+            if self._forming[level].timer is not None and not self._may_all_start(level):
+                self._dissolve()  # a gate closed while it waited
+                continue
+            batch = self._forming.pop(level)
+            if batch.timer is not None:
+                batch.timer.cancel()
+            self._wait_for_more()
+            self._running.add(batch)
+            return batch
+
+    def _ready_level(self) -> int | None:
+        for level, batch in self._forming.items():
+            if batch.full or batch.overdue or self._drains:
+                return level
+        return None
+
+    def _may_all_start(self, level: int) -> bool:
+        return all(not d.epoch.gate or d.epoch.may_start(d) for d in self._forming[level].deliveries)
+
+    def _wait_for_more(self) -> None:
+        loop = asyncio.get_running_loop()
+        for batch in self._forming.values():
+            if batch.timer is None:
+                batch.timer = loop.call_at(batch.ripe_at, self._ripen, batch)
+
+    def _ripen(self, batch: DeliveryBatch) -> None:
+        batch.overdue = True
+        self.notify()
+
+    @property
+    def _drains(self) -> bool:
+        """Whether a partition waits for something to end: then nothing waits for more."""
+        return any(epoch.drain is not None and not epoch.drain.done for epoch in self._closed)
+
+    def _fill(self) -> None:
+        """Put what may start into the batches that are being formed, oldest first, until one is full."""
+        if (self._returning and not self._fill_with_returning()) or self._is_held_up:
+            return
+        front, arrivals = self._front, self._arrivals
+        while front or arrivals:
+            delivery = front.popleft() if front else arrivals.popleft()
+            epoch = delivery.epoch
+            if epoch.gate and not epoch.may_start(delivery):
+                self._hold(delivery)
+                continue
+            level = self._level_of(delivery) if delivery.starts or delivery.aside else _FRESH
+            if not self._place(delivery, level, self._forming.get(level)):
+                return
+
+    def _place(self, delivery: Delivery, level: int, batch: DeliveryBatch | None) -> bool:
+        """Put a delivery where it belongs: into *batch*, a new one, or behind its key; returns whether to go on."""
+        key, occupied, max_bytes = delivery.key, self._occupied, self._batch.max_bytes
+        if key is not None and key in occupied:
+            if batch is None or key not in batch.keys or occupied[key] or not batch.has_room_for(delivery, max_bytes):
+                return self._wait_behind(delivery)
+        else:
+            if batch is None:
+                batch = self._begin(level, delivery)
+            elif not batch.has_room_for(delivery, max_bytes):
+                batch.full = True
+                self._front.appendleft(delivery)
+                return False
+            if key is not None:
+                occupied[key] = None
+                batch.keys[key] = delivery
+        batch.add(delivery, max_bytes)
+        return not batch.full
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether this is a fixed shard whose head is running, or blocked."""
+        return self._bounded is not None and bool(self._occupied) and not self._forming
+
+    def _wait_behind(self, delivery: Delivery) -> bool:
+        """Put a delivery behind the one that occupies its shard; returns whether others may go on before it."""
+        if self._bounded is not None:
+            self._front.appendleft(delivery)
+            for batch in self._forming.values():
+                batch.full = True  # nothing more can join it
+            return False
+        waiting = self._occupied[delivery.key]
+        if waiting is None:
+            self._occupied[delivery.key] = waiting = deque()
+        waiting.append(delivery)
+        return True
+
+    def _fill_with_returning(self) -> bool:
+        """Put what comes back into batches, with what waits behind it; returns whether none is full by that."""
+        while (delivery := self._take_returning()) is not None:
+            level = self._level_of(delivery)
+            batch = self._forming.get(level)
+            if batch is None:
+                batch = self._begin(level, delivery)
+            elif not batch.has_room_for(delivery, self._batch.max_bytes):
+                batch.full = True
+                self._return(delivery)
+                return False
+            batch.add(delivery, self._batch.max_bytes)
+            if delivery.key is not None:
+                batch.keys[delivery.key] = delivery
+                self._add_behind(batch, level, delivery.key)
+            if batch.full:
+                return False
+        return True
+
+    def _add_behind(self, batch: DeliveryBatch, level: int, key: Hashable) -> None:
+        """Add what waits behind the delivery that occupies *key*, as far as it can go with it."""
+        waiting = self._occupied[key]
+        while waiting:
+            following = waiting[0]
+            if following.epoch.gate and not following.epoch.may_start(following):
+                self._hold(waiting.popleft())
+            elif self._level_of(following) == level and batch.has_room_for(following, self._batch.max_bytes):
+                batch.add(waiting.popleft(), self._batch.max_bytes)
+            else:
+                return
+
+    def _level_of(self, delivery: Delivery) -> int:
+        """With which others a delivery goes: those that have failed as often."""
+        if delivery.detour is not None:
+            return _ALONE
+        failures = delivery.failures
+        return failures if not failures or self._batch.size_after(failures, self._attempts) > 1 else _ALONE
+
+    def _begin(self, level: int, first: Delivery) -> DeliveryBatch:
+        now = asyncio.get_running_loop().time()
+        waits_since = first.arrived if level == _FRESH and not first.starts else now
+        limit = 1 if level == _ALONE else self._batch.size_after(level, self._attempts)
+        batch = self._forming[level] = DeliveryBatch(limit, waits_since + self._batch.linger)
+        batch.overdue = batch.ripe_at <= now
+        return batch
+
+    def _dissolve(self) -> None:
+        """Queue again what is in batches that are being formed, before everything else."""
+        if not self._forming:
+            return
+        batches = list(self._forming.values())
+        self._forming.clear()
+        for batch in batches:
+            if batch.timer is not None:
+                batch.timer.cancel()
+        self._queue_first(
+            [delivery for batch in batches for delivery in batch.deliveries],
+            [key for batch in batches for key in batch.keys],
+        )
+
+    def _queue_first(self, deliveries: list[Delivery], keys: Collection[Hashable]) -> None:
+        """Queue deliveries again, before everything else; their shards are free, and what waited there follows them."""
+        for key in keys:
+            deliveries += self._occupied.pop(key) or ()
+        self.put_first(deliveries)
+
+    def no_room(self) -> None:
+        """Nothing more is taken in for now: what waits for more goes, unless what runs will make room."""
+        if self._forming and not self._running:
+            for batch in self._forming.values():
+                batch.overdue = True
+            self.notify()
+
+    def position_of(self, delivery: Delivery) -> str | None:
+        """What a delivery of a batch that is being formed waits for, in words; None when it is in none."""
+        for batch in tuple(self._forming.values()):
+            if delivery in batch.deliveries:
+                count = len(batch.deliveries)
+                return (
+                    f"it waits for its batch to fill: {count} of {batch.limit} records, linger={self._batch.linger:g} s"
+                )
+        return None
+
+    # Ending -------------------------------------------------------------------
+
+    def end(self, batch: DeliveryBatch, left: Sequence[Delivery] = ()) -> list[Delivery]:
+        """A batch's run has ended.
+
+        Args:
+            batch: What `take_batch` gave.
+            left: Those of it that are not done with, in its order, none of an epoch that ended.
+
+        Returns:
+            Those of *left* that hold their shards; whoever calls decides what becomes of them. The others wait behind
+            them. All other shards go on.
+        """
+        self._running.discard(batch)
+        heads: list[Delivery] = []
+        behind: dict[Hashable, list[Delivery]] = {}
+        for delivery in left:
+            key = delivery.key
+            if key is None:
+                heads.append(delivery)
+            elif key not in behind:
+                heads.append(delivery)
+                behind[key] = []
+            else:
+                behind[key].append(delivery)
+                delivery.epoch.settle(delivery)
+                delivery.epoch.block(key)  # or a drain would start what comes after it
+        occupied = self._occupied
+        for key, first in batch.keys.items():
+            if key in behind:
+                self._put_behind(key, behind[key])
+            elif occupied[key]:
+                self.release(first)
+            else:
+                del occupied[key]
+        self.notify()
+        return heads
+
+    def _put_behind(self, key: Hashable, deliveries: list[Delivery]) -> None:
+        """Have deliveries wait behind the one that occupies *key*, before what waits there."""
+        if deliveries:
+            waiting = self._occupied[key]
+            if waiting is None:
+                self._occupied[key] = waiting = deque()
+            waiting.extendleft(reversed(deliveries))
+
+    def cut(self, batch: DeliveryBatch, out: Callable[[Delivery], bool]) -> None:
+        """Take those for which *out* holds out of a batch that has not started, and what follows them in their shards.
+
+        They come next, by themselves.
+        """
+        stay: list[Delivery] = []
+        leave: dict[Hashable, list[Delivery]] = {}
+        for delivery in batch.deliveries:
+            key = delivery.key
+            if key in leave or out(delivery):
+                leave.setdefault(delivery if key is None else key, []).append(delivery)
+            else:
+                stay.append(delivery)
+        batch.deliveries = stay
+        kept = {delivery.key for delivery in stay}
+        for deliveries in leave.values():
+            key = deliveries[0].key
+            if key in kept and key is not None:
+                self._put_behind(key, deliveries)
+                continue
+            if key is not None:
+                del batch.keys[key]
+                self._put_behind(key, deliveries[1:])
+            self._return(deliveries[0])
+
+    def go_on(self, delivery: Delivery) -> None:
+        """A delivery that holds its shard takes a detour next; a drain waits for it, if it did before."""
+        if not delivery.epoch.gate or delivery.epoch.may_start(delivery):
+            self._return(delivery)
+        else:
+            self.again(delivery)
+
+    def put_back(self, batch: DeliveryBatch) -> None:
+        """A batch's run was cancelled: what is in it runs again, before everything else, if it may."""
+        self._running.discard(batch)
+        runs_again: list[Delivery] = []
+        for delivery in batch.deliveries:
+            epoch = delivery.epoch
+            if not epoch.gate or (epoch.gate is Gate.PAUSED and epoch.may_start(delivery)):
+                runs_again.append(delivery)
+            else:
+                epoch.settle(delivery)
+                epoch.block(delivery.key)  # what is behind it in its partition must not overtake it
+                self._hold(delivery)
+        self._queue_first(runs_again, batch.keys)
+
+    # What `Shards` does, with batches -------------------------------------------
+
+    def close(self, epoch: Epoch) -> None:
+        """See `Shards.close`; what the drain needs goes at once."""
+        super().close(epoch)
+        self._tell_revoked(epoch)
+        self._dissolve()
+        self.notify()
+
+    def purge(self, epoch: Epoch) -> None:
+        """See `Shards.purge`."""
+        self._tell_revoked(epoch)
+        self._dissolve()
+        super().purge(epoch)
+
+    def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
+        """See `Shards.give_back`; what is in a batch that is being formed is queued."""
+        self._dissolve()
+        removed = super().give_back(epoch, first)
+        self.notify()
+        return removed
+
+    def _tell_revoked(self, epoch: Epoch) -> None:
+        for batch in self._running:
+            if any(delivery.epoch is epoch for delivery in batch.deliveries):
+                batch.revoked.set()
+
+    @property
+    def owning(self) -> list[Delivery]:
+        """See `Shards.owning`; those that wait for their batch to fill are among them."""
+        forming = [first for batch in tuple(self._forming.values()) for first in tuple(batch.keys.values())]
+        return super().owning + forming
+
+    @property
+    def at_rest(self) -> bool:
+        """See `Shards.at_rest`."""
+        return not self._forming and super().at_rest
+
+    @property
+    def _has_work(self) -> bool:
+        if self._returning or (self._forming and self._ready_level() is not None):
+            return True
+        return bool(self._front or self._arrivals) and not self._is_held_up

@@ -1,0 +1,247 @@
+"""Workers that run the handler for a batch of records, and settle the outcome of each."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from aioshard.engine.batch_shards import BatchShards
+from aioshard.engine.delivery_batch import DeliveryBatch
+from aioshard.engine.epoch import Delivery, Gate, Outcome
+from aioshard.engine.settling import Settlement
+from aioshard.engine.worker import RUN_AHEAD, Asked, Divert, Worker
+from aioshard.errors import BatchError, CancelledRunError, HandlerError, SwallowedCancellationError
+
+__all__ = ["BatchWorker", "InvokeBatch"]
+
+logger = logging.getLogger("aioshard.engine.batch_worker")
+
+InvokeBatch = Callable[[DeliveryBatch], Awaitable[object]]
+"""Runs one attempt of a batch."""
+
+
+class BatchWorker(Worker):
+    """One coroutine that runs the handler for one batch at a time.
+
+    A run that returns completes all records of its batch, one that raises `BatchError` all that it does not name. Any
+    other exception is one failed attempt of all: they run again in smaller batches, and nothing is given up that was
+    not alone in its batch, since nobody knows which record is to blame.
+
+    What takes a detour (a dead letter, a skip) comes alone; see `BatchShards`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: BatchShards,
+        *,
+        invoke: InvokeBatch,
+        settlement: Settlement,
+        clock: Callable[[], float],
+        timeout: float | None = None,
+        divert: Divert | None = None,
+    ) -> None:
+        """Make a worker; `run` is its task.
+
+        Args:
+            name: For logs and explanations.
+            shards: Where the batches are.
+            invoke: Runs an attempt.
+            settlement: What follows a failed attempt.
+            clock: Loop time.
+            timeout: Seconds that an attempt of a whole batch may take; somebody else watches them (`overdue`).
+            divert: Looks at each delivery before it starts; None where nothing can be diverted before it has failed.
+        """
+        super().__init__(name, settlement=settlement, clock=clock, timeout=timeout)
+        self._shards = shards
+        self._invoke = invoke
+        self._divert = divert
+        self._batch: DeliveryBatch | None = None
+
+    @property
+    def deliveries(self) -> Sequence[Delivery]:
+        """What the worker runs now."""
+        batch = self._batch
+        return () if batch is None else batch.deliveries
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        self._task = asyncio.current_task()
+        shards = self._shards
+        ahead = 0
+        while True:
+            batch = shards.take_batch()
+            if batch is None:
+                await shards.wait()
+                continue
+            if self._divert is not None:
+                self._divert_some(batch, self._divert)
+            ahead += len(batch.deliveries)
+            if batch.deliveries:
+                await self._run(batch)
+            else:
+                shards.end(batch)
+            if ahead >= RUN_AHEAD:
+                ahead = 0
+                await self._let_the_loop_turn()
+
+    async def _let_the_loop_turn(self) -> None:
+        """Yield between two batches, for handlers that never suspend."""
+        self._shards.yielding += 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._shards.yielding -= 1
+
+    def _divert_some(self, batch: DeliveryBatch, divert: Divert) -> None:
+        for delivery in batch.deliveries:
+            divert(delivery)
+        if len(batch.deliveries) > 1 and any(delivery.detour is not None for delivery in batch.deliveries):
+            self._shards.cut(batch, lambda delivery: delivery.detour is not None)
+
+    async def _run(self, batch: DeliveryBatch) -> None:
+        """Run the handler for a batch, or the detour of one that is alone, and settle what comes of it."""
+        head = batch.deliveries[0]
+        self._batch, self.delivery, self.started = batch, head, self._clock()
+        self._start(batch)
+        outcome = Outcome.PROCESSED
+        try:
+            if head.detour is not None:
+                self.running = detour = head.detour.take(head)
+                outcome = await detour
+            else:
+                self.running = running = self._invoke(batch)
+                await running
+        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            self._ended_badly(batch, error)
+            return
+        asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
+        if asked:
+            self._swallowed(batch, asked)
+            return
+        self._forget_what_the_handler_asked()
+        self._ended(batch, (), outcome)
+
+    def _start(self, batch: DeliveryBatch) -> None:
+        """Take note that the deliveries of a batch start."""
+        for delivery in batch.deliveries:
+            epoch = delivery.epoch
+            if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
+                epoch.highest_started = delivery.offset
+            if delivery.detour is not None:
+                continue
+            delivery.starts += 1
+            if delivery.aside:
+                self._settlement.counters.replayed += delivery.cancelled
+                delivery.cancelled = False
+                delivery.aside = delivery.then is not None
+
+    # How it ends ------------------------------------------------------------------
+
+    def _ended(
+        self, batch: DeliveryBatch, failed: Collection[Delivery], outcome: Outcome = Outcome.PROCESSED
+    ) -> list[Delivery]:
+        """Complete what of a batch has not failed, and let its shards go on.
+
+        Returns:
+            Those of *failed* that hold their shards: what becomes of them is still to be decided.
+        """
+        self._batch = self.delivery = self.running = None
+        left: list[Delivery] = []
+        done = 0
+        for delivery in batch.deliveries:
+            if delivery in failed:
+                if delivery.epoch.gate is not Gate.ENDED:
+                    left.append(delivery)
+            elif delivery.then is not None and delivery.detour is None:
+                if delivery.epoch.gate is not Gate.ENDED:
+                    delivery.divert(delivery.then)
+                    left.append(delivery)
+            elif delivery.epoch.complete(delivery):
+                done += 1
+        self._settlement.counters.count(outcome, done)
+        heads = self._shards.end(batch, left)
+        for delivery in heads:
+            if delivery not in failed:
+                self._shards.go_on(delivery)
+        return [delivery for delivery in heads if delivery in failed]
+
+    def _ended_badly(self, batch: DeliveryBatch, error: BaseException) -> None:
+        """The handler raised: settle it.
+
+        Raises:
+            BaseException: *error* itself, when it is the worker that is being cancelled, or the
+                interpreter that is asked to exit.
+        """
+        ending = self._judge(error)
+        if ending.failure is None:
+            self._put_back(batch, interrupted=ending.interrupted)
+            if ending.fatal:
+                raise error
+        elif isinstance(ending.failure, BatchError) and batch.deliveries[0].detour is None:
+            self._failed_in_part(batch, ending.failure)
+        else:
+            self._failed(batch, ending.failure)
+
+    def _put_back(self, batch: DeliveryBatch, *, interrupted: bool) -> None:
+        self._batch = self.delivery = self.running = None
+        if interrupted:
+            for delivery in batch.deliveries:
+                delivery.cancelled = delivery.aside = True
+        self._shards.put_back(batch)
+
+    def _swallowed(self, batch: DeliveryBatch, asked: Asked) -> None:
+        """The handler returned although its run was told to end: that completes nothing (I8)."""
+        ending = self._take_back_requests()
+        if asked & Asked.INTERRUPT:
+            message = "the handler of %s swallowed its cancellation; what it was given stays incomplete"
+            logger.warning(message, batch)
+            self._put_back(batch, interrupted=True)
+        else:
+            error = SwallowedCancellationError(self.timeout or 0.0)
+            if len(batch.deliveries) > 1:
+                self._failed(batch, error)
+            else:
+                for delivery in self._ended(batch, batch.deliveries):
+                    self._settlement.swallowed(delivery, error, self._shards)
+        if ending:
+            raise asyncio.CancelledError
+
+    def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
+        """An attempt of all failed, and nobody knows which of them is to blame, unless it was alone."""
+        if len(batch.deliveries) == 1:
+            self._settle(batch, {batch.deliveries[0]: error})
+            return
+        alive = [delivery for delivery in batch.deliveries if delivery.epoch.gate is not Gate.ENDED]
+        heads = self._ended(batch, frozenset(batch.deliveries))
+        if alive:
+            self._settlement.failed_together(alive, heads, error, self._shards)
+
+    def _failed_in_part(self, batch: DeliveryBatch, error: BatchError) -> None:
+        """The handler has named what failed; the rest is complete."""
+        by_place = {(*d.record.topic_partition, d.record.offset): d for d in batch.deliveries}
+        failed: dict[Delivery, BaseException] = {}
+        for record, reason in error.errors.items():
+            delivery = by_place.get((*record.topic_partition, record.offset))
+            if delivery is None:
+                message = (
+                    f"BatchError names {record.topic}/{record.partition}/{record.offset}, which is not in its batch of "
+                    f"{len(by_place)} record(s): name records of the list that the handler was given"
+                )
+                self._failed(batch, HandlerError(message))
+                return
+            failed[delivery] = CancelledRunError() if isinstance(reason, asyncio.CancelledError) else reason
+        self._settle(batch, failed)
+
+    def _settle(self, batch: DeliveryBatch, failed: Mapping[Delivery, BaseException]) -> None:
+        """Each of *failed* has failed by itself; the rest is complete.
+
+        Of one shard only the first is settled now. Those behind it run again after it, whatever they failed with:
+        it may have been the reason.
+        """
+        heads = dict.fromkeys(self._ended(batch, failed))
+        for delivery, error in failed.items():
+            if delivery not in heads and delivery.epoch.gate is not Gate.ENDED:
+                self._settlement.failed_behind(delivery, error)
+        for delivery in heads:
+            if self._settlement.failed(delivery, failed[delivery], self._shards):
+                self._shards.go_on(delivery)
