@@ -56,6 +56,10 @@ def pace_look_ups(client: Any, pause: float) -> None:
 
     def force_metadata_update() -> asyncio.Future[bool]:
         nonlocal due
+        if client._sync_task is not None and client._sync_task.done():
+            nobody_asks: asyncio.Future[bool] = loop.create_future()
+            nobody_asks.set_result(False)
+            return nobody_asks
         if client._md_update_fut is None:
             client._md_update_fut = loop.create_future()
             when = max(loop.time(), due)
@@ -85,6 +89,8 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
         if closed is not None:
             closing.append((closed, transport))
     client._conns.clear()
+    if client._md_update_fut is not None and not client._md_update_fut.done():
+        client._md_update_fut.set_result(False)  # Noone else will: who waits for it would wait for ever.
     await end_tasks(ending)
     if closing:
         await asyncio.wait([closed for closed, _ in closing], timeout=CLOSE_GRACE)

@@ -1,0 +1,92 @@
+"""Topics that must be compacted: created where there are none, looked at where there are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from aiokafka import errors as kafka
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from aioshard.errors import AuthorizationError, SideTopicError, TransportError
+from aioshard.kafka.reading import ReadingClient
+from aioshard.kafka.translate import reason
+
+__all__ = ["ensure_compacted"]
+
+_CONFIGURATION = {"cleanup.policy": "compact", "segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
+"""Compacted soon: a segment is closed every hour at the latest, and cleaned when a tenth of the log is superseded."""
+_POLICY = "cleanup.policy"
+
+
+async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], topic: str, partitions: int) -> None:
+    """Create a compacted topic, or see to it that the one that exists is compacted and has enough partitions.
+
+    Args:
+        client: Looks at it, without creating anything.
+        options: A client's; for one that administers, for as long as this takes.
+        topic: Its name.
+        partitions: How many it needs.
+
+    Raises:
+        SideTopicError: It is not compacted, or has too few partitions.
+        AuthorizationError: We may not create it, or not look at it.
+        TransportError: It could not be found out, or not be created.
+    """
+    count = await client.partition_count(topic)
+    admin = AIOKafkaAdminClient(**options)
+    try:
+        await admin.start()
+        if not count:
+            await _create(admin, topic, partitions)
+            count = await client.partition_count(topic) or partitions
+        await _check(admin, topic, count, partitions)
+    except kafka.KafkaError as error:
+        failed = TransportError(f"the brokers did not say whether topic {topic!r} is compacted: {reason(error)}")
+        failed.retriable = bool(error.retriable)
+        raise failed from error
+    finally:
+        await admin.close()
+
+
+async def _create(admin: Any, topic: str, partitions: int) -> None:
+    """Create a topic with the brokers' own number of replicas; one that exists by now is as good."""
+    wanted = NewTopic(topic, partitions, 1, topic_configs=_CONFIGURATION)
+    wanted.replication_factor = -1  # aiokafka does not take it as an argument.
+    answer = await admin.create_topics([wanted])
+    ((_, code, *told),) = answer.topic_errors
+    error = kafka.for_code(code)
+    if not code or error is kafka.TopicAlreadyExistsError:
+        return
+    if error in (kafka.TopicAuthorizationFailedError, kafka.ClusterAuthorizationFailedError):
+        raise AuthorizationError(
+            f"topic {topic!r} does not exist and the brokers do not allow this user to create it: grant CREATE on it, "
+            f"or create it with {partitions} partitions and cleanup.policy=compact"
+        )
+    failed = TransportError(f"topic {topic!r} could not be created: {told[0] if told and told[0] else reason(error())}")
+    failed.retriable = bool(error.retriable)
+    raise failed
+
+
+async def _check(admin: Any, topic: str, count: int, partitions: int) -> None:
+    if count < partitions:
+        raise SideTopicError(
+            f"topic {topic!r} has {count} partitions and needs {partitions}, as many as the topic whose records it "
+            f"keeps: add {partitions - count}"
+        )
+    wanted = ConfigResource(ConfigResourceType.TOPIC, topic, configs={_POLICY: ""})
+    (answer,) = await admin.describe_configs([wanted])
+    ((code, told, _, _, entries),) = answer.resources
+    error = kafka.for_code(code)
+    if error is kafka.TopicAuthorizationFailedError:
+        raise AuthorizationError(
+            f"the brokers do not allow this user to look at the configuration of topic {topic!r}: grant "
+            "DESCRIBE_CONFIGS on it"
+        )
+    if code:
+        raise error(told)
+    policy = next((str(value) for name, value, *_ in entries if name == _POLICY), "")
+    if policy.strip() != "compact":
+        raise SideTopicError(
+            f"topic {topic!r} has cleanup.policy={policy}: what it keeps would be deleted by its age. Set "
+            "cleanup.policy=compact on it, without delete, or name another topic"
+        )
