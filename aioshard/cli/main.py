@@ -38,6 +38,7 @@ COMMANDS = {
     "publish": ("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
     "demo": ("aioshard.cli.demo", "Process a year of flights and check every figure."),
     "dlt": ("aioshard.cli.dlt", "Show, replay and drop dead letters."),
+    "park": ("aioshard.cli.park", "Show, release and drop parked records."),
     "health": ("aioshard.cli.health", "Ask a running app for its health."),
     "explain": ("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
 }

@@ -1,0 +1,119 @@
+"""What a side topic of parked records holds, by key."""
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from aioshard.cli.progress import Progress
+from aioshard.cli.selection import Selection
+from aioshard.cli.sides import SideTopic
+from aioshard.records import Record
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    ParkedRecord,
+    ReleaseEnded,
+    ReleaseRequest,
+    Removed,
+    read_parked,
+)
+
+__all__ = ["Parked", "ParkedKey", "ParkedTopic"]
+
+
+class Parked(NamedTuple):
+    """A parked record, without its value."""
+
+    at: Coordinates
+    """Where it came from."""
+    key: bytes | None
+    failure: Failure
+    due: float
+    replays: int
+
+
+class ParkedKey(NamedTuple):
+    """The parked records of one key and partition; a record without a key is alone.
+
+    Invariants:
+        * The first one of `records` comes first when the key is run again.
+    """
+
+    records: tuple[Parked, ...]
+    requested: bool
+    """Whether somebody has asked for its release, and nobody has answered yet."""
+
+    @property
+    def first(self) -> Parked:
+        """The record that failed; the others wait behind it."""
+        return self.records[0]
+
+
+class ParkedTopic:
+    """Reads what is parked in an open side topic. Owned by one command."""
+
+    def __init__(self, side: SideTopic) -> None:
+        self.strange = 0
+        """Records that say nothing of parking."""
+        self._side = side
+        self._parked: dict[Coordinates, Parked] = {}
+        self._requests: set[Coordinates] = set()
+        self._read = 0
+
+    def __len__(self) -> int:
+        """How many records are parked."""
+        return len(self._parked)
+
+    async def read(self) -> None:
+        """Read the topic from its start to its end.
+
+        Raises:
+            TransportError: It cannot be read.
+        """
+        async with Progress(f"reading {self._side.name}", lambda: self._read):
+            async for records in self._side.reader.read():
+                for record in records:
+                    self._take(record)
+
+    def _take(self, record: Record) -> None:
+        self._read += 1
+        match read_parked(record):
+            case ParkedRecord() as parked:
+                key, failure = parked.original.key, parked.failure
+                self._parked[parked.coordinates] = Parked(parked.coordinates, key, failure, parked.due, parked.replays)
+            case Removed(coordinates):
+                self._parked.pop(coordinates, None)
+            case ReleaseRequest(coordinates):
+                self._requests.add(coordinates)
+            case ReleaseEnded(coordinates):
+                self._requests.discard(coordinates)
+            case None:
+                self.strange += 1
+
+    def keys(self, selection: Selection) -> list[ParkedKey]:
+        """The keys of which a record is selected, with all their records; the one that waits longest comes first."""
+        chosen = {_identity(one) for one in self._parked.values() if _is_selected(one, selection)}
+        by_key: dict[object, list[Parked]] = {}
+        for one in sorted(self._parked.values(), key=operator.attrgetter("at")):
+            identity = _identity(one)
+            if identity in chosen:
+                by_key.setdefault(identity, []).append(one)
+        keys = [ParkedKey(tuple(records), self._is_requested(records)) for records in by_key.values()]
+        return sorted(keys, key=lambda key: (key.first.failure.failed_at, key.first.at))
+
+    def _is_requested(self, records: Iterable[Parked]) -> bool:
+        return any(one.at in self._requests for one in records)
+
+    def records(self, selection: Selection) -> Iterator[Parked]:
+        """The selected records themselves, in order."""
+        for one in sorted(self._parked.values(), key=operator.attrgetter("at")):
+            if _is_selected(one, selection):
+                yield one
+
+
+def _identity(one: Parked) -> object:
+    return one.at if one.key is None else (one.at.topic, one.at.partition, one.key)
+
+
+def _is_selected(one: Parked, selection: Selection) -> bool:
+    return selection.takes(Record(*one.at, one.key, None, (), 0.0), one.failure)

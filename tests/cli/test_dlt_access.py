@@ -1,0 +1,120 @@
+"""`aioshard dlt` for somebody who may not do everything: what is missing is named, and nothing is half done."""
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AclOperation
+
+from aioshard.cli.replayed import note_group
+from aioshard.records import Record
+from aioshard.serde.side_records import Failure, dead_letter
+from tests.support.access import allow, create_scram_user
+from tests.support.kafka_properties import Credentials
+from tests.support.shared_kafka import SharedKafka
+
+Aioshard = Callable[..., Awaitable[Any]]
+Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
+Grant = Callable[..., Awaitable[None]]
+
+READ = (AclOperation.READ, AclOperation.DESCRIBE)
+WRITE = (AclOperation.WRITE, AclOperation.DESCRIBE)
+
+
+@pytest.fixture
+async def grant(
+    kafka: SharedKafka,
+    topic: str,
+    publish: Publish,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Grant:
+    """Gives the user of the command a right; there is a dead letter that the user may read."""
+    user = Credentials(f"user-{uuid.uuid4().hex[:8]}", "secret")
+    await create_scram_user(kafka, user)
+    await kafka.create_topic(topic, 1, {"retention.ms": "-1"})
+    await kafka.create_topic(f"{topic}.dlt", 1, {"retention.ms": "-1"})
+    record = Record(topic, 0, 1, b"k", b"v", (), 1.6e9)
+    await publish(dead_letter(f"{topic}.dlt", record, Failure("g", "h", 1, "ValueError", "no", 1.7e9)))
+    request.getfixturevalue("aioshard")  # it clears the environment, so it comes before what is set here
+    for name, value in {
+        "BOOTSTRAP_SERVERS": kafka.secure_bootstrap,
+        "SECURITY_PROTOCOL": "SASL_SSL",
+        "SSL_CAFILE": str(kafka.certificates.ca_file),
+        "SASL_MECHANISM": "SCRAM-SHA-512",
+        "SASL_USERNAME": user.username,
+        "SASL_PASSWORD": user.password,
+    }.items():
+        monkeypatch.setenv(f"AIOSHARD_{name}", value)
+
+    async def give(resource: Any, name: str, *operations: AclOperation) -> None:
+        await allow(kafka, user, resource, name, *operations)
+
+    await give("topic", f"{topic}.dlt", *READ)
+    return give
+
+
+@pytest.mark.usefixtures("grant")
+async def test_dead_letters_can_be_seen_without_their_notes(aioshard: Aioshard, topic: str) -> None:
+    ended = await aioshard("dlt", "show", f"{topic}.dlt")
+
+    assert ended.code == 0
+    assert ended.output.splitlines()[0] == f"1 dead letter(s) in {topic}.dlt"
+    assert f"the brokers do not allow this user to read with group '{note_group(topic)}.dlt'" in ended.errors
+
+
+@pytest.mark.usefixtures("grant")
+async def test_a_topic_that_may_not_be_read_is_named(aioshard: Aioshard, topic: str) -> None:
+    ended = await aioshard("dlt", "show", topic)
+
+    assert ended.code == 1
+    assert f"the brokers do not allow this user to read topic '{topic}'" in ended.errors
+
+
+async def test_nothing_is_sent_back_that_could_not_be_noted(
+    aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
+) -> None:
+    await grant("topic", topic, *WRITE)
+
+    ended = await aioshard("dlt", "replay", f"{topic}.dlt")
+
+    assert ended.code == 1
+    assert f"the brokers do not allow this user to read with group '{note_group(topic)}.dlt'" in ended.errors
+    assert await kafka.read(topic) == []
+
+
+async def test_a_topic_that_may_not_be_written_is_named_and_the_dead_letter_stays_due(
+    aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
+) -> None:
+    await grant("group", note_group(f"{topic}.dlt"), AclOperation.READ)
+    await grant("topic", topic, AclOperation.DESCRIBE)
+
+    ended = await aioshard("dlt", "replay", f"{topic}.dlt")
+
+    assert ended.code == 1
+    assert f"the brokers do not allow this user to write to topic '{topic}'" in ended.errors
+    assert "0 dead letter(s) were sent back" in ended.errors
+
+    await grant("topic", topic, *WRITE)
+    again = await aioshard("dlt", "replay", f"{topic}.dlt")
+
+    assert again.output == f"1 dead letter(s) were sent back: {topic} 1\n"
+    assert f"Whether topic '{topic}' keeps records of this age is not known" in again.errors
+    assert "grant DESCRIBE_CONFIGS on it" in again.errors
+    assert [one.value for one in await kafka.read(topic)] == [b"v"]
+
+
+async def test_a_topic_that_may_not_be_deleted_from_is_named(
+    aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
+) -> None:
+    await grant("group", note_group(f"{topic}.dlt"), AclOperation.READ)
+
+    ended = await aioshard("dlt", "drop", f"{topic}.dlt", "--all", "--yes")
+
+    assert ended.code == 1
+    assert f"the brokers do not allow this user to delete records of topic '{topic}.dlt': grant DELETE" in ended.errors
+    assert len(await kafka.read(f"{topic}.dlt")) == 1
+    await grant("topic", f"{topic}.dlt", AclOperation.DELETE)
+    assert (await aioshard("dlt", "drop", f"{topic}.dlt", "--all", "--yes")).code == 0
+    assert await kafka.read(f"{topic}.dlt") == []

@@ -1,0 +1,297 @@
+"""`aioshard park`: what is parked is listed by key, released on request, and given up for good."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from aioshard.core.parking import NEVER
+from aioshard.ports import Message
+from aioshard.records import Record
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    ReleaseRequest,
+    Removed,
+    dead_letter,
+    park,
+    read_parked,
+    release,
+    released,
+    tombstone,
+)
+from tests.support.shared_kafka import SharedKafka
+
+Aioshard = Callable[..., Awaitable[Any]]
+Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
+
+FAILED_AT = 1_700_000_000.0
+FAILURE = Failure("billing", "on_order", 5, "ValueError", "no such customer", FAILED_AT)
+
+
+class ParkTopic:
+    """A side topic, and the command on it."""
+
+    def __init__(self, kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic: str) -> None:
+        self.kafka = kafka
+        self.topic = topic
+        self.publish = publish
+        self._aioshard = aioshard
+
+    async def park(self, offset: int, key: bytes | None, *, partition: int = 0, **fields: Any) -> None:
+        """Parks a record of "orders"."""
+        why = FAILURE._replace(**fields.pop("why", {}))
+        record = Record(fields.pop("topic", "orders"), partition, offset, key, b"value", (("trace", b"7"),), 1.6e9)
+        await self.publish(park(self.topic, record, why, **{"due": FAILED_AT + 60, **fields}))
+
+    async def run(self, command: str, *options: str, code: int = 0) -> Any:
+        ended = await self._aioshard("park", command, self.topic, *options, "--bootstrap-servers", self.kafka.bootstrap)
+        assert ended.code == code, ended
+        return ended
+
+    async def listed(self, *options: str) -> Any:
+        return json.loads((await self.run("list", "--json", *options)).output)["parked"]
+
+    async def written(self) -> list[Any]:
+        """What the command wrote: everything behind the records of the fixture."""
+        records = [one for one in await self.kafka.read(self.topic) if not one.headers]
+        return [read_parked(one) for one in records]
+
+
+@pytest.fixture
+async def parked(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic: str) -> ParkTopic:
+    """Two keys in partition 0, two records without a key in partition 1; and what is gone already."""
+    made = ParkTopic(kafka, aioshard, publish, topic)
+    await kafka.create_topic(topic, 2, {"cleanup.policy": "compact"})
+    await made.park(7, b"alice", why={"failed_at": FAILED_AT + 7})
+    await made.park(9, b"alice", why={"failed_at": FAILED_AT + 7})
+    await made.park(8, b"bob", why={"error": "TimeoutError", "handler": "on_refund", "group": "accounts"})
+    await made.park(3, None, partition=1, why={"failed_at": FAILED_AT + 3})
+    await made.park(4, None, partition=1, due=NEVER, why={"failed_at": FAILED_AT + 4})
+    await made.park(5, b"alice", why={"failed_at": FAILED_AT + 5})
+    return made
+
+
+ALICE, BOB = Coordinates("orders", 0, 5), Coordinates("orders", 0, 8)
+
+
+# Listing
+
+
+async def test_keys_are_listed_with_what_waits_behind_their_first_record(
+    parked: ParkTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+
+    ended = await parked.run("list")
+
+    lines = ended.output.splitlines()
+    assert lines[0] == f"6 record(s) of 4 key(s) are parked in {parked.topic}"
+    assert [line.split("  ") and line.split()[:3] for line in lines[3:]] == [
+        ["bob", "orders/0/8", "1"],
+        ["-", "orders/1/3", "1"],
+        ["-", "orders/1/4", "1"],
+        ["alice", "orders/0/5", "3"],
+    ]
+    assert "2023-11-14 22:13:20+00:00  2023-11-14 22:14:20+00:00  0        on_refund  TimeoutError: no" in lines[3]
+    assert "  when released  " in lines[5]
+
+
+async def test_a_program_is_told_all_about_a_key(parked: ParkTopic) -> None:
+    assert await parked.listed("--key", "alice") == [
+        {
+            "key": "alice",
+            "topic": "orders",
+            "partition": 0,
+            "offsets": [5, 7, 9],
+            "due": FAILED_AT + 60,
+            "replays": 0,
+            "release_requested": False,
+            **FAILURE._replace(failed_at=FAILED_AT + 5)._asdict(),
+        }
+    ]
+
+
+async def test_what_was_written_again_counts_as_it_is_now_and_what_was_removed_not_at_all(parked: ParkTopic) -> None:
+    await parked.park(5, b"alice", due=FAILED_AT + 900, replays=3, why={"error": "KeyError"})
+    await parked.publish(tombstone(parked.topic, BOB), tombstone(parked.topic, Coordinates("orders", 0, 7)))
+
+    listed = {one["key"]: one for one in await parked.listed("--partition", "0")}
+
+    assert listed.keys() == {"alice"}
+    assert listed["alice"]["offsets"] == [5, 9]
+    assert (listed["alice"]["due"], listed["alice"]["replays"]) == (FAILED_AT + 900, 3)
+    assert listed["alice"]["error"] == "KeyError"
+
+
+async def test_a_request_is_shown_until_it_is_answered(parked: ParkTopic) -> None:
+    await parked.publish(release(parked.topic, Coordinates("orders", 0, 9)))
+    assert [one["release_requested"] for one in await parked.listed("--key", "alice")] == [True]
+
+    await parked.publish(released(parked.topic, Coordinates("orders", 0, 9)))
+
+    assert [one["release_requested"] for one in await parked.listed("--key", "alice")] == [False]
+
+
+@pytest.mark.parametrize(
+    ("options", "firsts"),
+    [
+        (["--handler", "on_refund"], [8]),
+        (["--group", "billing", "--partition", "0"], [5]),
+        (["--record", "orders/0/9"], [5]),
+        (["--record", "orders/1/4"], [4]),
+        (["--topic", "refunds"], []),
+        (["--until", "2023-11-14T22:13:24Z"], [8, 3]),
+        (["--limit", "1"], [8]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value[0] if value else "", str) else "",
+)
+async def test_filters_choose_keys(parked: ParkTopic, options: list[str], firsts: list[int]) -> None:
+    assert [one["offsets"][0] for one in await parked.listed(*options)] == firsts
+
+
+async def test_what_is_not_listed_is_said(parked: ParkTopic, publish: Publish) -> None:
+    await publish(dead_letter(parked.topic, Record("orders", 0, 1, b"k", b"", (), 1.6e9), FAILURE))
+
+    ended = await parked.run("list", "--limit", "1", "--key", "alice")
+    assert ended.output.splitlines()[:2] == [
+        f"3 of 6 record(s) of 1 key(s) are parked in {parked.topic}",
+        f"1 record(s) of {parked.topic} are nothing of aioshard",
+    ]
+    ended = await parked.run("list", "--limit", "3")
+    assert ended.output.endswith("\n1 more key(s) are not shown: --limit shows more\n")
+
+
+async def test_keys_of_several_partitions_and_topics_are_several(parked: ParkTopic) -> None:
+    await parked.park(11, b"alice", partition=1)
+    await parked.park(11, b"alice", topic="refunds")
+
+    listed = await parked.listed("--key", "alice")
+
+    assert [(one["topic"], one["partition"], one["offsets"]) for one in listed] == [
+        ("orders", 1, [11]),
+        ("refunds", 0, [11]),
+        ("orders", 0, [5, 7, 9]),
+    ]
+
+
+# Releasing
+
+
+async def test_a_release_is_requested_once_for_a_key(parked: ParkTopic) -> None:
+    ended = await parked.run("release", "--key", "alice")
+
+    assert ended.output == (
+        "The release of 1 key(s) with 3 parked record(s) was requested; the members of 'billing' run them again\n"
+    )
+    assert await parked.written() == [ReleaseRequest(ALICE)]
+
+
+async def test_a_record_stands_for_its_key(parked: ParkTopic) -> None:
+    ended = await parked.run("release", "--record", "orders/0/9", "--json")
+
+    told = json.loads(ended.output)
+    assert told == {"topic": parked.topic, "keys": 1, "records": 3, "requested": ["orders/0/5"]}
+    assert await parked.written() == [ReleaseRequest(ALICE)]
+
+
+async def test_everything_can_be_released(parked: ParkTopic) -> None:
+    ended = await parked.run("release", "--all")
+
+    assert "release of 4 key(s) with 6 parked record(s)" in ended.output
+    assert "the members of 'accounts', 'billing' run them again" in ended.output
+    assert await parked.written() == [
+        ReleaseRequest(BOB),
+        ReleaseRequest(ALICE),
+        ReleaseRequest(Coordinates("orders", 1, 3)),
+        ReleaseRequest(Coordinates("orders", 1, 4)),
+    ]
+
+
+# Giving up
+
+
+async def test_without_yes_nothing_is_dropped(parked: ParkTopic) -> None:
+    ended = await parked.run("drop", "--key", "alice")
+
+    assert ended.output == (
+        "3 parked record(s) would be dropped, and never processed: orders/0/5, orders/0/7, orders/0/9\n"
+        "Nothing was dropped: --yes drops, for good.\n"
+    )
+    assert await parked.written() == []
+
+
+async def test_a_key_is_dropped_with_all_its_records(parked: ParkTopic) -> None:
+    ended = await parked.run("drop", "--key", "alice", "--yes")
+
+    assert ended.output == "3 parked record(s) were dropped: they are never processed\n"
+    assert await parked.written() == [Removed(Coordinates("orders", 0, offset)) for offset in (5, 7, 9)]
+    assert await parked.listed("--key", "alice") == []
+
+
+async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
+    """The way out for the one that never succeeds: those behind it go on."""
+    await parked.run("drop", "--record", "orders/0/5", "--yes")
+
+    assert await parked.written() == [Removed(ALICE)]
+    assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
+
+
+async def test_thousands_are_dropped(parked: ParkTopic, publish: Publish) -> None:
+    records = [Record("orders", 0, 100 + number, b"%d" % number, b"", (), 1.6e9) for number in range(1500)]
+    await publish(*(park(parked.topic, record, FAILURE, due=1.0) for record in records))
+
+    ended = await parked.run("drop", "--all", "--yes", "--json")
+
+    assert len(json.loads(ended.output)["records"]) == 1506
+    assert await parked.listed() == []
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("command", ["release", "drop"])
+async def test_what_is_not_parked_is_named(parked: ParkTopic, command: str) -> None:
+    ended = await parked.run(command, "--key", "carol", code=3)
+
+    assert ended.errors == (
+        f"Error: nothing that was named is parked in {parked.topic}; `aioshard park list` shows what is\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["release", "drop"])
+async def test_all_of_nothing_is_no_error(aioshard: Aioshard, kafka: SharedKafka, topic: str, command: str) -> None:
+    await kafka.create_topic(topic, 1)
+
+    ended = await aioshard("park", command, topic, "--all", "--bootstrap-servers", kafka.bootstrap)
+
+    assert ended == (0, "", f"Nothing is parked in {topic}.\n")
+
+
+@pytest.mark.parametrize("command", ["release", "drop"])
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "say which: --key, --record, another filter, or --all"),
+        (["--partition", "1"], "say which: --key, --record, another filter, or --all"),
+        (["--all", "--key", "alice"], "--all and a filter were both given"),
+        (["--record", "alice"], "'alice' was found, TOPIC/PARTITION/OFFSET was expected"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_a_choice_that_makes_no_sense_is_refused(
+    aioshard: Aioshard, command: str, options: list[str], sentence: str
+) -> None:
+    ended = await aioshard("park", command, "t", *options, "--bootstrap-servers", "127.0.0.1:1")
+
+    assert ended.code == 2
+    assert sentence in " ".join(ended.errors.split())
+
+
+async def test_a_message_that_is_parked_can_be_any(parked: ParkTopic, publish: Publish) -> None:
+    await publish(Message(parked.topic, b"1", b"release/orders/0/x"), Message(parked.topic, b"", b"orders/7/5"))
+
+    ended = await parked.run("list")
+
+    assert f"2 record(s) of {parked.topic} are nothing of aioshard" in ended.output
