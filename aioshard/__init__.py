@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
+from aioshard.core.batching import Batch
 from aioshard.core.recourse import Budget, DeadLetter, Park
 from aioshard.core.retry import Retry
-from aioshard.errors import AioshardError
-from aioshard.handlers import Context, Handlers
+from aioshard.errors import AioshardError, BatchError
+from aioshard.handlers import BatchContext, Context, Handlers
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
 from aioshard.records import Record, TopicPartition
 
@@ -30,6 +31,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AioshardError",
     "App",
+    "Batch",
+    "BatchContext",
+    "BatchError",
     "Budget",
     "Context",
     "DeadLetter",

@@ -4,15 +4,17 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from aioshard.context import Context
+from aioshard.context import BatchContext, Context
+from aioshard.core.batching import Batch
 from aioshard.core.recourse import DeadLetter, Park
 from aioshard.errors import HandlerError, NotBuiltError
 from aioshard.records import TOPIC_NAME, Record
 
 __all__ = [
+    "check_batch",
     "check_failing",
     "check_signature",
     "check_source",
@@ -22,12 +24,22 @@ __all__ = [
 ]
 
 
-def refuse_unbuilt(*, batch: object, decode: object) -> None:
+_LISTS = (list, Sequence, Iterable)
+"""What a list of records may be called in an annotation."""
+
+
+def refuse_unbuilt(*, decode: object) -> None:
     """Refuse the options of the contract that this version does not have yet."""
-    if batch is not None:
-        raise NotBuiltError(f"batch={batch!r}", "take one record at a time")
     if decode is not None:
         raise NotBuiltError("decode=…", "decode record.value in the handler")
+
+
+def check_batch(batch: object) -> None:
+    """Refuse what says nothing of a batch."""
+    if batch is not None and not isinstance(batch, Batch):
+        raise HandlerError(
+            f"batch={batch!r} was refused: expected Batch(max_records=…, linger=…, max_bytes=…), or None"
+        )
 
 
 def check_failing(timeout: object, on_failure: object, topics: tuple[str, ...]) -> None:
@@ -91,8 +103,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
-def check_signature(function: Callable[..., Any]) -> bool:
-    """Whether the function takes a context; refuses what cannot be called with a record."""
+def check_signature(function: Callable[..., Any], *, batched: bool = False) -> bool:
+    """Whether the function takes a context; refuses what cannot be called with a record, or with a list of them."""
     name = getattr(function, "__name__", repr(function))
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         message = f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield"
@@ -103,11 +115,17 @@ def check_signature(function: Callable[..., Any]) -> bool:
     surplus = [p.name for p in required if p not in positional[:2]]
     if not positional or surplus:
         found = ", ".join(str(p) for p in parameters) or "no parameter"
-        message = f"handler {name!r} takes ({found}); expected are the record and, optionally, a Context"
+        expected = (
+            "the list of records and, optionally, a BatchContext"
+            if batched
+            else "the record and, optionally, a Context"
+        )
+        message = f"handler {name!r} takes ({found}); expected are {expected}"
         raise HandlerError(message)
     annotations = _annotations(function)
-    _check_payload(positional[0].name, annotations, name)
-    return len(positional) > 1 and _takes_context(positional[1], annotations, name)
+    _check_payload(positional[0].name, annotations, name, batched=batched)
+    wanted = BatchContext if batched else Context
+    return len(positional) > 1 and _takes_context(positional[1], annotations, name, wanted)
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
@@ -117,22 +135,50 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
         return {}  # a name that exists for type checkers only
 
 
-def _check_payload(parameter: str, annotations: dict[str, Any], name: str) -> None:
-    annotation = annotations.get(parameter, Record)
-    if annotation not in (Record, Any, object):
-        option = f"the annotation {parameter}: {_shown(annotation)} of handler {name!r}"
-        raise NotBuiltError(option, "annotate the first parameter with aioshard.Record and decode its value")
-
-
-def _takes_context(parameter: inspect.Parameter, annotations: dict[str, Any], name: str) -> bool:
-    annotation = annotations.get(parameter.name, parameter.annotation)
-    wanted = annotation in (Context, "Context", "aioshard.Context") or Context in typing.get_args(annotation)
-    if parameter.default is not parameter.empty:
-        return wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
-    if not wanted and annotations.get(parameter.name, Any) not in (Any, object):
+def _check_payload(parameter: str, annotations: dict[str, Any], name: str, *, batched: bool) -> None:
+    annotation = annotations.get(parameter, Any)
+    if annotation in (Any, object):
+        return
+    is_list = (typing.get_origin(annotation) or annotation) in _LISTS
+    if batched and not is_list:
         message = (
-            f"handler {name!r} takes {parameter.name}: {_shown(annotation)} as its second parameter; a Context was "
-            "expected there: annotate it so, or give a parameter of your own a default"
+            f"handler {name!r} takes {parameter}: {_shown(annotation)} and was given batch=…, so it is called with a "
+            f"list: annotate {parameter}: list[Record], or leave batch out"
+        )
+        raise HandlerError(message)
+    if is_list and not batched and set(typing.get_args(annotation)) <= {Record, Any}:
+        message = (
+            f"handler {name!r} takes {parameter}: {annotation} and consume() was given no batch, so it is called with "
+            "one record at a time: add batch=Batch(), or annotate it with Record"
+        )
+        raise HandlerError(message)
+    payload = next(iter(typing.get_args(annotation)), Any) if batched else annotation
+    if payload not in (Record, Any, object):
+        option = f"the annotation {parameter}: {annotation if batched else _shown(annotation)} of handler {name!r}"
+        expected = "list[aioshard.Record] and decode the values" if batched else "aioshard.Record and decode its value"
+        raise NotBuiltError(option, f"annotate the first parameter with {expected}")
+
+
+def _takes_context(
+    parameter: inspect.Parameter, annotations: dict[str, Any], name: str, wanted: type[Context] | type[BatchContext]
+) -> bool:
+    annotation = annotations.get(parameter.name, parameter.annotation)
+    names = (wanted, wanted.__name__, f"aioshard.{wanted.__name__}")
+    is_wanted = annotation in names or wanted in typing.get_args(annotation)
+    other = Context if wanted is BatchContext else BatchContext
+    if annotation in (other, other.__name__, f"aioshard.{other.__name__}") or other in typing.get_args(annotation):
+        batched = wanted is BatchContext
+        why = "takes batches, which have no single record" if batched else "takes one record at a time"
+        message = (
+            f"handler {name!r} takes {parameter.name}: {other.__name__} and {why}: annotate it with {wanted.__name__}"
+        )
+        raise HandlerError(message)
+    if parameter.default is not parameter.empty:
+        return is_wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
+    if not is_wanted and annotations.get(parameter.name, Any) not in (Any, object):
+        message = (
+            f"handler {name!r} takes {parameter.name}: {_shown(annotation)} as its second parameter; a "
+            f"{wanted.__name__} was expected there: annotate it so, or give a parameter of your own a default"
         )
         raise HandlerError(message)
     return True

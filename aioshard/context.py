@@ -11,7 +11,7 @@ from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.messages import message
 
-__all__ = ["Context"]
+__all__ = ["BatchContext", "Context"]
 
 
 async def _no_app(outgoing: Message) -> int:
@@ -62,6 +62,52 @@ class Context:
 
         The record is not complete before the handler returns, so what it has published is there when its offset
         is committed. After a crash it may be there twice.
+
+        Raises:
+            TransportError: Not acknowledged.
+        """
+        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchContext:
+    """What a batch handler may know beside its records: declare it as the second parameter.
+
+    Example:
+        >>> async def on_clicks(records: list[Record], context: BatchContext) -> None:
+        ...     rows = [(context.idempotency_key(record), record.value) for record in records]
+    """
+
+    attempt: int
+    """Counted from 1; the same for all records of a batch."""
+    deadline: float | None
+    """Loop time at which the attempt times out; None without a time-out."""
+    revoked: asyncio.Event
+    """Set when a partition of one of the records is being taken away: end soon, or the run is cancelled."""
+    replay: bool
+    """True where history is processed on Spark."""
+    state: Any
+    """What the app's `resources` yielded; None without."""
+    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
+    """Where `publish` goes."""
+
+    def idempotency_key(self, record: Record) -> str:
+        """`topic/partition/offset` of a record: the same for every delivery of it, in whichever batch.
+
+        A batch has none of its own: the next attempt may come with other records.
+        """
+        return f"{record.topic}/{record.partition}/{record.offset}"
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: bytes | str | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        partition: int | None = None,
+    ) -> int:
+        """As `Context.publish`: returns the offset when the brokers have acknowledged.
 
         Raises:
             TransportError: Not acknowledged.

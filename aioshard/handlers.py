@@ -12,19 +12,29 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from aioshard.checks import check_failing, check_signature, check_source, check_workers, is_async, refuse_unbuilt
-from aioshard.context import Context
+from aioshard.checks import (
+    check_batch,
+    check_failing,
+    check_signature,
+    check_source,
+    check_workers,
+    is_async,
+    refuse_unbuilt,
+)
+from aioshard.context import BatchContext, Context
+from aioshard.core.batching import Batch
 from aioshard.core.recourse import OnFailure
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
+from aioshard.engine.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.handler import Batched, HandlerSpec
 from aioshard.engine.recourse import Publish
 from aioshard.engine.stack import ThreadRun
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
-__all__ = ["Context", "Handlers", "Registration"]
+__all__ = ["BatchContext", "Context", "Handlers", "Registration"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +53,7 @@ class Registration:
     retry: Retry
     timeout: float | None
     on_failure: OnFailure
+    batch: Batch | None
     takes_context: bool
     is_async: bool
 
@@ -65,8 +76,9 @@ class Registration:
             timeout=self.timeout,
             retry=self.retry,
             on_failure=self.on_failure,
-            call=self.function if self.is_async and not self.takes_context else None,
-            invoke=self._invoke(state, publish),
+            call=self.function if self.is_async and not self.takes_context and self.batch is None else None,
+            invoke=self._invoke(state, publish) if self.batch is None else None,
+            batched=None if self.batch is None else Batched(self.batch, self._invoke_batch(state, publish)),
         )
 
     def _invoke(self, state: Callable[[], Any], publish: Publish) -> Callable[[Delivery], Awaitable[object]]:
@@ -84,6 +96,22 @@ class Registration:
             return lambda delivery: function(*arguments(delivery))
         limiter = anyio.CapacityLimiter(self.concurrency)
         return lambda delivery: _run_in_thread(functools.partial(function, *arguments(delivery)), limiter)
+
+    def _invoke_batch(self, state: Callable[[], Any], publish: Publish) -> Callable[[DeliveryBatch], Awaitable[object]]:
+        function, timeout = self.function, self.timeout
+
+        def arguments(batch: DeliveryBatch) -> tuple[Any, ...]:
+            records = [delivery.record for delivery in batch.deliveries]
+            if not self.takes_context:
+                return (records,)
+            deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+            attempt = batch.deliveries[0].failures + 1
+            return (records, BatchContext(attempt, deadline, batch.revoked, False, state(), publish))  # noqa: FBT003
+
+        if self.is_async:
+            return lambda batch: function(*arguments(batch))
+        limiter = anyio.CapacityLimiter(self.concurrency)
+        return lambda batch: _run_in_thread(functools.partial(function, *arguments(batch)), limiter)
 
 
 async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> None:
@@ -156,13 +184,14 @@ class Handlers:
         timeout: float | None = None,
         retry: Retry | None = None,
         on_failure: OnFailure = "halt",
-        batch: object = None,
+        batch: Batch | None = None,
         decode: Callable[[Record], object] | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
 
         The function takes the record and, optionally, a `Context`. `async def` runs on the event loop, a
-        plain `def` in a thread of its own limiter with *concurrency* threads.
+        plain `def` in a thread of its own limiter with *concurrency* threads. With *batch* it takes a list of records
+        and, optionally, a `BatchContext`.
 
         Args:
             topics: Names; each belongs to one handler of the app.
@@ -178,7 +207,7 @@ class Handlers:
             on_failure: What happens to a record whose attempts are used up. `"halt"`: it keeps its shard, and nothing
                 is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
                 and counted. `DeadLetter(...)`, `Park(...)`: it goes to another topic; see there.
-            batch: Not available yet.
+            batch: Gives the handler lists of records; *concurrency* is then the number of batches at the same time.
             decode: Not available yet.
 
         Returns:
@@ -187,7 +216,8 @@ class Handlers:
         Raises:
             HandlerError: If the function or an option cannot work. Nothing was registered.
         """
-        refuse_unbuilt(batch=batch, decode=decode)
+        refuse_unbuilt(decode=decode)
+        check_batch(batch)
         check_failing(timeout, on_failure, topics)
         check_source(topics, pattern)
         workers = check_workers(shards, concurrency)
@@ -197,7 +227,7 @@ class Handlers:
             if not callable(function):
                 message = f"consume() decorates a function, not {function!r}"
                 raise HandlerError(message)
-            takes_context = check_signature(function)
+            takes_context = check_signature(function, batched=batch is not None)
             registration = Registration(
                 function=function,
                 name=getattr(function, "__name__", type(function).__name__),
@@ -209,6 +239,7 @@ class Handlers:
                 timeout=None if timeout is None else float(timeout),
                 retry=retry if retry is not None else Retry(),
                 on_failure=on_failure,
+                batch=batch,
                 takes_context=takes_context,
                 is_async=is_async(function),
             )

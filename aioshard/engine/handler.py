@@ -4,9 +4,12 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from aioshard.core.batching import Batch
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
+from aioshard.engine.batch_shards import BatchShards
+from aioshard.engine.batch_worker import BatchWorker, InvokeBatch
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.feed import Feed
 from aioshard.engine.parking import Parking
@@ -18,7 +21,15 @@ from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record
 
-__all__ = ["HandlerSpec", "Running", "Surroundings", "serve"]
+__all__ = ["Batched", "HandlerSpec", "Running", "Surroundings", "serve"]
+
+
+class Batched(NamedTuple):
+    """How a handler takes batches."""
+
+    batch: Batch
+    invoke: InvokeBatch
+    """Runs one attempt of a batch."""
 
 
 class HandlerSpec(NamedTuple):
@@ -38,8 +49,10 @@ class HandlerSpec(NamedTuple):
     on_failure: OnFailure
     call: Callable[[Record], Awaitable[object]] | None
     """The handler itself where it takes nothing but the record."""
-    invoke: Invoke
-    """Runs one attempt in every other case."""
+    invoke: Invoke | None
+    """Runs one attempt in every other case; None where the handler takes batches."""
+    batched: Batched | None = None
+    """Where the handler takes batches: what runs them, in place of the two above."""
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
@@ -70,12 +83,8 @@ class Surroundings(NamedTuple):
 
 def serve(spec: HandlerSpec, around: Surroundings) -> Running:
     """Make what serves a handler; nothing runs yet."""
-    if spec.shards is None:
-        shards = [Shards()]
-        served = shards * spec.concurrency
-    else:
-        bound = max(around.buffer.bounds.records // spec.shards, 1)
-        shards = served = [Shards(bound) for _ in range(spec.shards)]
+    shards = _shards(spec, around)
+    served = shards * spec.concurrency if spec.shards is None else shards
     counters = Counters()
     parking = _parking(spec, around, shards, len(served))
     recourse, probing = _recourse(spec, around, shards, counters)
@@ -86,17 +95,8 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         clock=around.clock,
         paused=lambda delivery, why: probing.pause(delivery.epoch, why),
     )
-    workers: list[Worker] = [
-        RecordWorker(
-            f"{spec.name} worker {number}",
-            part,
-            call=spec.call if parking is None else None,
-            invoke=spec.invoke if parking is None else parking.wrap(_invocation(spec)),
-            settlement=settlement,
-            clock=around.clock,
-            timeout=spec.timeout,
-            divert=None if parking is None else parking.divert,
-        )
+    workers = [
+        _worker(spec, around, f"{spec.name} worker {number}", part, settlement=settlement, parking=parking)
         for number, part in enumerate(served)
     ]
     feed = Feed(
@@ -109,6 +109,50 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         aside=parking,
     )
     return Running(spec, feed, workers, counters, parking)
+
+
+def _shards(spec: HandlerSpec, around: Surroundings) -> list[Shards]:
+    """One that makes shards on demand, or the fixed ones."""
+    bound = None if spec.shards is None else max(around.buffer.bounds.records // spec.shards, 1)
+    batched = spec.batched
+    return [
+        Shards(bound) if batched is None else BatchShards(batched.batch, spec.retry.attempts, bound)
+        for _ in range(spec.shards or 1)
+    ]
+
+
+def _worker(
+    spec: HandlerSpec,
+    around: Surroundings,
+    name: str,
+    shards: Shards,
+    *,
+    settlement: Settlement,
+    parking: Parking | None,
+) -> Worker:
+    divert = None if parking is None else parking.divert
+    if spec.batched is not None:
+        assert isinstance(shards, BatchShards)  # noqa: S101 - made so
+        return BatchWorker(
+            name,
+            shards,
+            invoke=spec.batched.invoke,
+            settlement=settlement,
+            clock=around.clock,
+            timeout=spec.timeout,
+            divert=divert,
+        )
+    assert spec.invoke is not None  # noqa: S101 - only batches have none
+    return RecordWorker(
+        name,
+        shards,
+        call=spec.call if parking is None else None,
+        invoke=spec.invoke if parking is None else parking.wrap(_invocation(spec)),
+        settlement=settlement,
+        clock=around.clock,
+        timeout=spec.timeout,
+        divert=divert,
+    )
 
 
 def _recourse(
@@ -144,4 +188,5 @@ def _parking(spec: HandlerSpec, around: Surroundings, shards: list[Shards], work
 
 def _invocation(spec: HandlerSpec) -> Invoke:
     call = spec.call
+    assert spec.invoke is not None  # noqa: S101 - asked for single records only
     return spec.invoke if call is None else lambda delivery: call(delivery.record)

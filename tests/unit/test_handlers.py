@@ -1,12 +1,12 @@
 """The decorator refuses what cannot work when it is applied, and registers nothing then."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from aioshard import Context, Handlers, Record
+from aioshard import Batch, BatchContext, Context, Handlers, Record
 from aioshard.errors import HandlerError, NotBuiltError
 from aioshard.ports import Message
 
@@ -57,6 +57,77 @@ def test_a_handler_is_called_as_its_signature_asks(
 
     (registration,) = handlers
     assert (registration.takes_context, registration.is_async) == (takes_context, is_async)
+
+
+async def on_records(records: list[Record]) -> None: ...
+
+
+async def on_a_sequence(records: Sequence[Record], context: BatchContext) -> None: ...
+
+
+async def on_a_bare_list(records: list, context) -> None: ...  # type: ignore[no-untyped-def, type-arg]  # noqa: ANN001
+
+
+async def with_a_cache_of_its_own(records: list[Record], cache: dict[str, int] | None = None) -> None: ...
+
+
+def batches_in_a_thread(records: list[Record]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "takes_context", "is_async"),
+    [
+        (on_records, False, True),
+        (on_a_sequence, True, True),
+        (on_a_bare_list, True, True),
+        (with_a_cache_of_its_own, False, True),
+        (without_annotations, True, True),
+        (batches_in_a_thread, False, False),
+    ],
+)
+def test_a_batch_handler_is_called_as_its_signature_asks(
+    function: Callable[..., Any], *, takes_context: bool, is_async: bool
+) -> None:
+    handlers = Handlers()
+
+    handlers.consume("orders", batch=Batch())(function)
+
+    (registration,) = handlers
+    assert (registration.takes_context, registration.is_async) == (takes_context, is_async)
+    assert registration.batch == Batch()
+
+
+async def records_with_a_context(records: list[Record], context: Context) -> None: ...
+
+
+async def record_with_a_batch_context(record: Record, context: BatchContext) -> None: ...
+
+
+async def takes_payloads(orders: list[dict[str, int]]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "sentence"),
+    [
+        (on_record, Batch(), "takes record: Record and was given batch=…, so it is called with a list"),
+        (
+            on_records,
+            None,
+            "consume() was given no batch, so it is called with one record at a time: add batch=Batch()",
+        ),
+        (records_with_a_context, Batch(), "takes batches, which have no single record: annotate it with BatchContext"),
+        (record_with_a_batch_context, None, "takes one record at a time: annotate it with Context"),
+        (takes_payloads, Batch(), "orders: list[dict[str, int]] of handler 'takes_payloads' is not available"),
+    ],
+)
+def test_a_handler_that_takes_other_than_it_is_given_is_refused(function: Any, batch: Any, sentence: str) -> None:
+    handlers = Handlers()
+
+    with pytest.raises(HandlerError) as refused:
+        handlers.consume("orders", batch=batch)(function)
+
+    assert sentence in str(refused.value)
+    assert list(handlers) == []
 
 
 async def no_parameter() -> None: ...
@@ -111,6 +182,7 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         (("orders",), {"concurrency": 0}, "concurrency=0 was refused"),
         (("orders",), {"shards": True}, "shards=True was refused"),
         (("orders",), {"shard_by": "keys"}, "shard_by='keys' is not known"),
+        (("orders",), {"batch": 500}, "batch=500 was refused: expected Batch(max_records="),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, sentence: str) -> None:
@@ -122,7 +194,7 @@ def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, senten
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch": object()}, {"decode": bytes}],
+    [{"decode": bytes}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_is_not_built_is_never_ignored(options: Any) -> None:
