@@ -14,7 +14,7 @@ EXTRAS := demo,web$(if $(wildcard aioshard/spark/__init__.py),$(COMMA)spark)
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench chaos coverage docs broker clean
+.PHONY: help demo test check format bench chaos coverage docs broker postgresql clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ help: ## list the verbs
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
 
-test: $(VENV)/.dev broker ## run the tests on a real broker; ARGS="-k order" chooses
+test: $(VENV)/.dev broker postgresql ## run the tests on a real broker; ARGS="-k order" chooses
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
@@ -39,10 +39,10 @@ format: $(VENV)/.dev ## format the code, and fix what can be fixed safely
 bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses and says --json
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-chaos: $(VENV)/.dev broker ## run the long tests that kill processes and brokers
+chaos: $(VENV)/.dev broker postgresql ## run the long tests that kill processes and brokers
 	@$(BIN)/python -m pytest -m chaos $(ARGS)
 
-coverage: $(VENV)/.dev broker ## run the tests and show the lines and branches that none of them runs
+coverage: $(VENV)/.dev broker postgresql ## run the tests and show the lines and branches that none of them runs
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
 	@$(BIN)/coverage combine -q
@@ -53,6 +53,9 @@ docs: $(VENV)/.dev ## build the documentation into site/
 
 broker: $(VENV)/.dev ## fetch the broker's jars; without Java or Maven the tests that need one are skipped
 	@$(BIN)/python -m tests.support.kafka_libs
+
+postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
+	@$(BIN)/python -m tests.support.postgresql
 
 clean: ## remove what the verbs made: environment, jars, caches, site
 	rm -rf $(VENV) build dist site .cache .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \

@@ -4,7 +4,7 @@ import gc
 import re
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,11 +13,15 @@ import pytest
 
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError, in_ci
+from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
 
 LEFT_BY_AIOKAFKA = re.compile(
     r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket"
 )
+
+SERVERS = "Kafka broker", "PostgreSQL"
+"""Real ones that tests need. Without one they are skipped, and fail in CI."""
 
 # An example takes as long as a busy machine lets it: how long says nothing of what is tested.
 hypothesis.settings.register_profile("unhurried", deadline=None)
@@ -38,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"kafka", "own_kafka"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.kafka)
+        if "postgresql" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.postgresql)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,10 +65,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    unproven = [report for report in terminalreporter.getreports("skipped") if "Kafka broker" in str(report.longrepr)]
-    if unproven:
-        terminalreporter.section("NO KAFKA BROKER", sep="!", red=True, bold=True)
-        terminalreporter.line(f"{len(unproven)} tests did not run: what they prove is unproven on this machine.")
+    for server in SERVERS:
+        missing = f"no {server}: "
+        unproven = [report for report in terminalreporter.getreports("skipped") if missing in str(report.longrepr)]
+        if unproven:
+            terminalreporter.section(f"NO {server.upper()}", sep="!", red=True, bold=True)
+            terminalreporter.line(f"{len(unproven)} tests did not run: what they prove is unproven on this machine.")
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +79,7 @@ def kafka() -> SharedKafka:
     try:
         return shared_kafka()
     except BrokerUnavailableError as missing:
-        _skip_or_fail(missing)
+        _skip_or_fail("Kafka broker", missing)
 
 
 @pytest.fixture
@@ -81,11 +89,29 @@ async def own_kafka(tmp_path: Path) -> AsyncIterator[KafkaBroker]:
     try:
         await broker.start()
     except BrokerUnavailableError as missing:
-        _skip_or_fail(missing)
+        _skip_or_fail("Kafka broker", missing)
     try:
         yield broker
     finally:
         await broker.kill()
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    """A real PostgreSQL server; each test that needs one makes databases of its own in it."""
+    try:
+        with PostgresqlServer() as server:
+            yield server
+    except PostgresqlUnavailableError as missing:
+        _skip_or_fail("PostgreSQL", missing)
+
+
+@pytest.fixture
+def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
+    """The URL of an empty database."""
+    url = postgresql.create_database()
+    yield url
+    postgresql.drop_database(url)
 
 
 @pytest.fixture
@@ -105,7 +131,7 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
     return f"{readable}-{kind}-{uuid.uuid4().hex[:8]}"
 
 
-def _skip_or_fail(missing: BrokerUnavailableError) -> NoReturn:
+def _skip_or_fail(server: str, missing: Exception) -> NoReturn:
     if in_ci():
-        pytest.fail(f"no Kafka broker, which CI must have: {missing}", pytrace=False)
-    pytest.skip(f"no Kafka broker: {missing}")
+        pytest.fail(f"no {server}, which CI must have: {missing}", pytrace=False)
+    pytest.skip(f"no {server}: {missing}")

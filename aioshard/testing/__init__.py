@@ -6,6 +6,7 @@ from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.log import PartitionLog
 from aioshard.testing.loop import DeadlockError, VirtualTimeLoop, run, waiting_place
 from aioshard.testing.producer import InMemoryProducer
+from aioshard.testing.replaying import replay_prefixes
 from aioshard.testing.side_topics import InMemorySideTopics
 from aioshard.testing.transport import InMemoryTransport, Latency, Operation
 
@@ -22,6 +23,7 @@ __all__ = [
     "PartitionLog",
     "TestClient",
     "VirtualTimeLoop",
+    "replay_prefixes",
     "run",
     "waiting_place",
 ]

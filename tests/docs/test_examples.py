@@ -2,19 +2,23 @@
 
 import ast
 import asyncio
+import contextlib
 import importlib.util
+import json
 import os
+import sqlite3
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
 
 import httpx
+import psycopg
 import pytest
 
 from aioshard import App, Record
 from aioshard.core.sharding import shard_number
-from aioshard.testing import TestClient, run
+from aioshard.testing import InMemoryBroker, TestClient, replay_prefixes, run
 from tests.docs.tables import PROJECT
 from tests.support.kafka import KafkaBroker
 
@@ -109,6 +113,52 @@ def test_resources_are_open_while_handlers_run(tmp_path: Path, monkeypatch: pyte
     run(scenario())
     assert payments == [(f"customer {amount % 3}", amount) for amount in range(20)]
     assert (tmp_path / "ledger.db").exists()
+
+
+ORDERS = [(b"alice", 3, "old street"), (b"ben", 4, "square"), (b"alice", 5, "new street")]
+
+
+def orders() -> list[Record]:
+    broker = InMemoryBroker(partitions=1)
+    values = [(key, json.dumps({"amount": amount, "address": address})) for key, amount, address in ORDERS]
+    return [broker.publish("orders", value.encode(), key=key) for key, value in values]
+
+
+def test_inbox_sqlite_has_the_effects_of_each_order_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of it is shown in tests/idempotence."""
+    monkeypatch.chdir(tmp_path)
+    example = load("inbox_sqlite")
+    file = tmp_path / example.DATABASE
+
+    def customers() -> list[tuple[str, int, str]]:
+        if not file.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(file)) as database:
+            return database.execute("SELECT id, spent, address FROM customers ORDER BY id").fetchall()
+
+    def reset() -> None:
+        for left in tmp_path.iterdir():
+            left.unlink()
+
+    run(replay_prefixes(example.app, orders(), reset=reset, effects=customers))
+    assert customers() == [("alice", 8, "new street"), ("ben", 4, "square")]
+
+
+async def test_inbox_postgresql_has_the_effects_of_each_order_once(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of it is shown in tests/idempotence."""
+    monkeypatch.setenv("DATABASE_URL", postgresql_url)
+    example = load("inbox_postgresql")
+
+    async with TestClient(example.app) as client:
+        for record in orders():
+            client.broker.publish("orders", record.value, key=record.key)
+        await client.settle()
+
+    with psycopg.connect(postgresql_url) as connection:
+        found = connection.execute("SELECT id, spent, address FROM customers ORDER BY id").fetchall()
+    assert found == [("alice", 8, "new street"), ("ben", 4, "square")]
 
 
 def test_fixed_shards_keep_a_cache_each() -> None:

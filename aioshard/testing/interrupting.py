@@ -1,0 +1,120 @@
+"""The end of a run in the middle of a record: cancelled at one of its awaits, as when it outlasts a rebalance."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from aioshard.app import App
+from aioshard.handlers import Registration
+
+__all__ = ["Interruption"]
+
+
+class Interruption:
+    """Cancels the next run of a handler at its await number *number*, once armed."""
+
+    def __init__(self, number: int) -> None:
+        self.armed = False
+        self.place: str | None = None
+        """Where that was; None as long as it has not happened."""
+        self.over = asyncio.Event()
+        """Set when the worker has been told to end the run, because its client is gone."""
+        self._number = number
+        self._came = asyncio.Event()
+
+    @contextlib.contextmanager
+    def of(self, app: App) -> Iterator[None]:
+        """Stand between the app and its handlers for a while."""
+        registrations = app._registrations  # noqa: SLF001 - only a test kit takes handlers apart
+        app._registrations = [self._wrapped(registration) for registration in registrations]  # noqa: SLF001
+        try:
+            yield
+        finally:
+            app._registrations = registrations  # noqa: SLF001
+
+    async def comes_before(self, other: Coroutine[Any, Any, None]) -> bool:
+        """Wait until the run is interrupted, or *other* is done; what that raises is raised."""
+        ended = asyncio.create_task(other, name="replay: the record completes")
+        came = asyncio.create_task(self._came.wait(), name="replay: the record is interrupted")
+        try:
+            await asyncio.wait({ended, came}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                ended.result()
+        finally:
+            ended.cancel()
+            came.cancel()
+            await asyncio.wait({ended, came})
+        return self._came.is_set()
+
+    def _wrapped(self, registration: Registration) -> Registration:
+        if not registration.is_async:
+            return registration  # a thread cannot be interrupted
+        function = registration.function
+
+        @functools.wraps(function)
+        async def interruptible(*arguments: Any) -> Any:
+            if not self.armed:
+                return await function(*arguments)
+            self.armed = False
+            return await self._interrupted(function(*arguments))
+
+        return dataclasses.replace(registration, function=interruptible)
+
+    async def _interrupted(self, run: Coroutine[Any, Any, Any]) -> Any:
+        # In a task of its own: cancelling that of the worker would be a matter between worker and engine.
+        task = asyncio.create_task(self._counted(run), name="replay: a run that is interrupted")
+        try:
+            result = await task
+        except (Exception, asyncio.CancelledError):
+            if self.place is None:
+                raise
+            result = None
+        if self.place is None:
+            return result
+        self._came.set()
+        try:
+            await asyncio.Event().wait()  # neither done nor failed, until the client is gone
+        finally:
+            self.over.set()
+
+    async def _counted(self, run: Coroutine[Any, Any, Any]) -> Any:
+        return await self._steps(run)
+
+    @types.coroutine
+    def _steps(self, run: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Go along with *run* from await to await, and cancel the task when it has come to the one that counts."""
+        step: Callable[[], Any] = functools.partial(run.send, None)
+        awaits = 0
+        while True:
+            try:
+                waits_for = step()
+            except StopIteration as end:
+                return end.value
+            awaits += 1
+            if awaits == self._number:
+                self.place = _place(run)
+                task = asyncio.current_task()
+                assert task is not None  # noqa: S101 - this is one
+                task.cancel()
+            try:
+                value = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the handler
+                step = functools.partial(run.throw, error)
+            else:
+                step = functools.partial(run.send, value)
+
+
+def _place(run: Coroutine[Any, Any, Any]) -> str:
+    """Where a coroutine is suspended: `file:line in function`, from the handler to the innermost await."""
+    places = []
+    awaited: Any = run
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        code = frame.f_code
+        places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
+        awaited = awaited.cr_await
+    return " > ".join(places)
