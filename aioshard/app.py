@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
+from aioshard.engine.doctor import diagnose
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.opening import Limits
 from aioshard.engine.runtime import Engine, Options
@@ -19,7 +20,7 @@ from aioshard.engine.snapshot import explain, explain_partition, statistics
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
 from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory
-from aioshard.observe import Statistics
+from aioshard.observe import Diagnosis, Statistics
 from aioshard.ports import Clients, ProducerFactory, SideTopics, SideTopicsFactory, TransportFactory
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ class App(Handlers, Controls):
                 self._exit = self._state = None
 
     def _describe(self, engine: Engine, epoch: Epoch) -> str:
-        return explain_partition(engine, epoch, engine.clock(), show_keys=self._settings.show_keys)
+        return explain_partition(engine, epoch, show_keys=self._settings.show_keys)
 
     def _closing(self, side_topics: SideTopics) -> SideTopics:
         assert self._exit is not None  # noqa: S101 - the app is being started
@@ -375,3 +376,10 @@ class App(Handlers, Controls):
         if engine is None:
             return "The app does not run.\n"
         return explain(engine, show_keys=self._settings.show_keys)
+
+    def diagnose(self) -> Diagnosis:
+        """What `explain` says, for programs: findings and oldest records with their stacks; from any thread."""
+        engine = self._engine
+        if engine is None:
+            return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
+        return diagnose(engine, show_keys=self._settings.show_keys)

@@ -9,7 +9,7 @@ from aioshard.engine.epoch import Epoch, Gate
 from aioshard.ports import NOTHING, Allowance, Oversized
 from aioshard.records import TopicPartition
 
-__all__ = ["Admission", "HasEpoch"]
+__all__ = ["Admission", "HasEpoch", "Limit"]
 
 _CHUNKS = 4
 """A partition takes in nothing until a quarter of its fair share is free, so that a full buffer does not
@@ -47,6 +47,14 @@ class _Waiting(NamedTuple):
     def lasts(self) -> bool:
         """Whether it still is the next record of a partition that is ours."""
         return self.epoch.gate is Gate.OPEN and self.epoch.tracker.position == self.position
+
+
+class Limit(NamedTuple):
+    """What leaves a partition no room."""
+
+    reason: str
+    """With its figures; a clause."""
+    what_to_do: str | None
 
 
 class Admission:
@@ -156,21 +164,41 @@ class Admission:
 
     def reason(self, topic_partition: TopicPartition) -> str | None:
         """Why nothing of a partition is taken in now, or None when something is. Safe from any thread."""
+        limit = self.limit(topic_partition)
+        if limit is not None:
+            return limit.reason
         partition = self._partitions.get(topic_partition)
-        if partition is None or partition.epoch.gate is not Gate.OPEN:
+        if partition is None or partition.epoch.gate is not Gate.OPEN or partition.wanted > 0:
             return None
-        if self._allowance(topic_partition).records:
-            return None if partition.wanted > 0 else "its handler has enough queued that no worker has started yet"
+        return "its handler has enough queued that no worker has started yet"
+
+    def limit(self, topic_partition: TopicPartition) -> Limit | None:
+        """What leaves a partition no room, or None when it has some. Safe from any thread."""
+        partition = self._partitions.get(topic_partition)
+        if partition is None or partition.epoch.gate is not Gate.OPEN or self._allowance(topic_partition).records:
+            return None
         epoch, buffer, waiting = partition.epoch, self._buffer, self._waits_for_room()
         if self.stuck(epoch):
-            return (
+            return Limit(
                 f"it cannot advance past record {epoch.tracker.oldest!r} and already holds {epoch.held_usage.records} "
-                "records, its minimum share of the buffer"
+                "records, its minimum share of the buffer",
+                "see what that record waits for: more is taken in when it is complete",
+            )
+        if epoch.shed:
+            return Limit(
+                f"{len(epoch.shed)} record(s) from offset {min(epoch.shed, default=0)} on, which were given back while "
+                "it could not advance, are fetched again first",
+                None,
             )
         if waiting is not None:
             whose = "its next record" if waiting.epoch is epoch else f"a record of {waiting.epoch.topic_partition}"
-            return f"{whose}, of {waiting.oversized.size} bytes, waits for room in the buffer"
-        return (
+            return Limit(
+                f"{whose}, of {waiting.oversized.size} bytes, waits for room in the buffer",
+                "wait: others are finished and make room; where such records are usual, raise max_buffered_bytes",
+            )
+        return Limit(
             f"the buffer is full: {buffer.records} of {buffer.bounds.records} records and {buffer.bytes} of "
-            f"{buffer.bounds.bytes} bytes, {epoch.held_usage.records} records of it from this partition"
+            f"{buffer.bounds.bytes} bytes, {epoch.held_usage.records} records of it from this partition",
+            "see what the oldest records wait for; where many keys are slow, raise max_buffered_records or "
+            "max_buffered_bytes",
         )

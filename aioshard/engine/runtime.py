@@ -15,10 +15,11 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
+from aioshard.engine.head import shards_of
 from aioshard.engine.opening import Limits
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import StuckWatch, TimeoutWatch, TroubleWatch
+from aioshard.engine.watch import SinceWatch, StuckWatch, TimeoutWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
@@ -99,8 +100,15 @@ class Engine:
             options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
         )
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
+        self.since = SinceWatch(
+            lambda: facts_of(self.rebalance.epochs, self.workers, settled=self.rebalance.settled.is_set()), self.clock
+        )
         self._watch = StuckWatch(
-            lambda: self.rebalance.epochs, lambda epoch: describe(self, epoch), options.stuck_after, self.clock
+            lambda: self.rebalance.epochs,
+            lambda epoch: describe(self, epoch),
+            self._behind,
+            options.stuck_after,
+            self.clock,
         )
         self.admission = Admission(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after)
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
@@ -145,6 +153,9 @@ class Engine:
         logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error)
         self.fail(error)
 
+    def _behind(self, delivery: Delivery) -> int:
+        return shards_of(self.handler_of(delivery.record.topic), delivery).behind(delivery)
+
     def _wake_pump(self) -> None:
         if self.transport is not None:
             self.transport.wake()
@@ -162,6 +173,7 @@ class Engine:
             for worker in handler.workers:
                 self._tasks.start(worker.run(), worker.name, lasts=True)
         self._tasks.start(self._watch.run(), "stuck watch")
+        self._tasks.start(self.since.run(), "since watch")
         self._tasks.start(self.standstill.run(), "trouble watch")
         for handler in self.handlers:
             if handler.spec.timeout is not None:

@@ -240,8 +240,10 @@ class Shards:
         return [*tuple(self._blocked), *(delivery for *_, delivery in tuple(self._returning))]
 
     def behind(self, delivery: Delivery) -> int:
-        """How many deliveries wait behind one that occupies its shard, of those that a worker has looked at."""
-        return len(self._occupied.get(delivery.key) or ()) + (self.unseen if self._bounded is not None else 0)
+        """How many deliveries of its partition wait in the shard of one; of a fixed shard, of whichever partition."""
+        if self._bounded is not None:
+            return self.unseen
+        return sum(1 for waiting in tuple(self._occupied.get(delivery.key) or ()) if waiting.epoch is delivery.epoch)
 
     def due(self, delivery: Delivery) -> float | None:
         """Loop time of the next attempt of a delivery; None when it waits for none."""

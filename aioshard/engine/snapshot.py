@@ -1,36 +1,16 @@
 """What the engine is doing, read from any thread: statistics, and an explanation of what stands still."""
 
 import functools
-import sysconfig
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from types import CoroutineType, FrameType
-from typing import TypeVar
+from collections.abc import Sequence
 
+from aioshard.engine.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
 
-__all__ = ["explain", "explain_partition", "location_of", "statistics"]
-
-T = TypeVar("T")
-
-_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", "uvloop")
-
-
-def _steady(read: Callable[[], T]) -> T:
-    """Read what the event loop may be changing: again when it changed under the iteration.
-
-    Reading does not go through the loop, because a handler that blocks it is what a reader may want to
-    find out.
-    """
-    for _ in range(100):
-        try:
-            return read()
-        except (RuntimeError, KeyError, IndexError):
-            continue
-    return read()
+__all__ = ["explain", "explain_partition", "statistics"]
 
 
 def statistics(engine: Engine, group_id: str) -> Statistics:
@@ -49,27 +29,13 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         buffered_records=engine.buffer.records,
         buffered_bytes=engine.buffer.bytes,
         client_losses=engine.client_losses,
-        trouble=_trouble(engine, now),
+        trouble=trouble_of(engine, now),
         partitions=tuple(
-            _steady(functools.partial(_partition, engine, epoch, now))
+            steady(functools.partial(_partition, engine, epoch, now))
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
         ),
         handlers=tuple(_handler(running) for running in engine.handlers),
     )
-
-
-def _trouble(engine: Engine, now: float) -> str | None:
-    if engine.trouble is not None:
-        return f"no Kafka client for {now - engine.trouble_since:.0f} s: {engine.trouble}"
-    standstill = engine.standstill.sentence(now)
-    if standstill is not None:
-        return standstill
-    if engine.producer.trouble is not None:
-        return engine.producer.trouble
-    committer = engine.committer
-    if committer.trouble is not None:
-        return f"commits have not been acknowledged for {now - committer.trouble_since:.0f} s: {committer.trouble}"
-    return None
 
 
 def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
@@ -146,80 +112,9 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
         engine: The running engine.
         show_keys: Whether record keys may be shown; they may be personal data.
     """
-    now = engine.clock()
-    lines = [f"The app is {engine.state}."]
-    trouble = _trouble(engine, now)
-    if trouble is not None:
-        lines.append(f"Trouble: {trouble}.")
-    if not engine.rebalance.epochs:
-        lines.append("No partition is assigned to this process.")
-    lines += [
-        _steady(functools.partial(explain_partition, engine, epoch, now, show_keys=show_keys))
-        for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
-    ]
-    for worker in engine.workers:
-        lines += [
-            f"Record {delivery!r} was cancelled or is no longer ours and still runs, for {now - worker.started:.1f} s, "
-            f"at {location_of(worker.running)}; its shard key waits for it."
-            for delivery in _outliving(worker)
-        ]
-    return "\n".join(lines) + "\n"
+    return in_words(diagnose(engine, show_keys=show_keys))
 
 
-def explain_partition(engine: Engine, epoch: Epoch, now: float, *, show_keys: bool) -> str:
-    """Why one partition does not advance, in a sentence or two."""
-    tracker = epoch.tracker
-    oldest = tracker.oldest
-    paused = _why_paused(engine, epoch, now)
-    pause = f" Paused: {paused}." if paused else ""
-    if oldest is None:
-        state = f"nothing is incomplete, position {tracker.position}, committed {epoch.acknowledged}"
-        return f"{epoch.topic_partition}: {state}.{pause}"
-    key = repr(oldest.record.key) if show_keys else "hidden (show_keys=False)"
-    where = _where(engine.workers, oldest, now)
-    # The one that runs or comes next; of a record that has halted, its last.
-    halted = oldest.block is not None and oldest.block.halted
-    attempt = max(oldest.failures, 1) if halted else oldest.failures + 1
-    return (
-        f"{epoch.topic_partition}: committable offset {tracker.committable}, {len(tracker)} record(s) incomplete. "
-        f"The oldest is offset {oldest.offset} (key {key}, attempt {attempt}, in hand for "
-        f"{now - oldest.arrived:.1f} s): {where}.{pause}"
-    )
-
-
-def _where(workers: Iterable[Worker], delivery: Delivery, now: float) -> str:
-    for worker in workers:
-        if delivery in worker.deliveries:
-            if delivery.detour is not None:
-                return f"{delivery.detour.purpose}, for {now - worker.started:.1f} s"
-            return f"it has been running for {now - worker.started:.1f} s, at {location_of(worker.running)}"
-    block = delivery.block
-    if delivery.offset in delivery.epoch.shed:
-        return "it was given back to make room, because its partition could not advance, and is fetched again"
-    if block is None:
-        return "it waits for its turn"
-    if block.halted:
-        return (
-            f"it halted {now - block.since:.1f} s ago after {delivery.failures} attempt(s) with {block.error}; "
-            "nothing is committed past it and its shard waits"
-        )
-    return f"it waits for its next attempt; the last one failed {now - block.since:.1f} s ago with {block.error}"
-
-
-def location_of(running: Awaitable[object] | None) -> str:
-    """`file:line` of the await in which a handler hangs: the innermost one outside the standard library."""
-    best = "an unknown place"
-    awaited: object = running
-    while awaited is not None:
-        frame = _frame_of(awaited)
-        if frame is not None and not frame.f_code.co_filename.startswith(_STANDARD_LIBRARY):
-            best = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
-    return best
-
-
-def _frame_of(awaited: object) -> FrameType | None:
-    if isinstance(awaited, CoroutineType):
-        return awaited.cr_frame
-    frame: FrameType | None = getattr(awaited, "gi_frame", None)
-    return frame
+def explain_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> str:
+    """Why one partition does not advance, in a line for the log."""
+    return line_of(diagnose_partition(engine, epoch, show_keys=show_keys))

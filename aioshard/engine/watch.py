@@ -2,17 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.worker import Worker
 
-__all__ = ["StuckWatch", "TimeoutWatch", "TroubleWatch"]
+__all__ = ["SinceWatch", "StuckWatch", "TimeoutWatch", "TroubleWatch", "facts_of"]
 
 logger = logging.getLogger("aioshard.engine.watch")
 
 _CHECKS = 4
 """Checks within `stuck_after`: a record is reported at the latest a quarter of it too late."""
+
+_LEAST_WINDOW = 100
+_HELD_UP = 0.9
+_LASTS = 2
+"""A partition is reported before that when its oldest record has been the same at so many checks after the first, and
+more than this share of at least so many offsets waits for it."""
 
 _LOOK_INTERVAL = 1.0
 
@@ -110,16 +116,88 @@ class TimeoutWatch:
         self._reported = still
 
 
+class SinceWatch:
+    """Looks every second at what is so, and notes since when: for explanations, which cost nothing in between.
+
+    What it says is up to a second too late. What it looks at is a fact about a subject; another fact about the same
+    subject begins anew.
+    """
+
+    def __init__(self, facts: Callable[[], Iterable[tuple[Hashable, object]]], clock: Callable[[], float]) -> None:
+        """Make a watch; `run` is its task.
+
+        Args:
+            facts: Gives each subject with what is so of it now.
+            clock: Loop time.
+        """
+        self.looked_at: float | None = None
+        """Loop time of the latest look; None before the first."""
+        self._facts = facts
+        self._clock = clock
+        self._seen: dict[Hashable, tuple[object, float]] = {}
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            self.check()
+            await asyncio.sleep(_LOOK_INTERVAL)
+
+    def check(self) -> None:
+        """Note what is so now, and forget what is not any more."""
+        now, before = self._clock(), self._seen
+        noted = {}
+        for subject, fact in self._facts():
+            seen = before.get(subject)
+            noted[subject] = seen if seen is not None and seen[0] == fact else (fact, now)
+        self._seen = noted
+        self.looked_at = now
+
+    def of(self, subject: Hashable, fact: object) -> float | None:
+        """Loop time at which *fact* was first seen of *subject*; None when it was not. Safe from any thread."""
+        seen = self._seen.get(subject)
+        return seen[1] if seen is not None and seen[0] == fact else None
+
+
+def facts_of(epochs: Iterable[Epoch], workers: Iterable[Worker], *, settled: bool) -> Iterator[tuple[Hashable, object]]:
+    """What a `SinceWatch` of an engine looks at: what the explanations ask for."""
+    yield "settled", settled
+    for epoch in epochs:
+        name = epoch.topic_partition
+        yield ("committable", name), epoch.tracker.committable
+        yield ("position", name), epoch.tracker.position
+        if epoch.gate:
+            yield ("gate", name), epoch.gate
+            for who, why in epoch.pauses.items():
+                yield ("pause", name, who), why
+    for worker in workers:
+        if worker.asked and worker.cancelled:
+            yield worker, worker.started
+
+
+class _Episode:
+    """How long one record has been the oldest of a partition, in checks."""
+
+    def __init__(self, oldest: Delivery) -> None:
+        self.oldest = oldest
+        self.checks = 0
+        self.reported = False
+        """Whether the log has a line that it is in the way."""
+        self.stuck = False
+        """Whether it has one that the partition is stuck."""
+
+
 class StuckWatch:
     """Looks at the oldest incomplete record of each partition a few times within `stuck_after`.
 
-    One line when a record has been in hand for that long, another when its partition goes on.
+    One line when a record is halted or has been in hand for that long; one before, when most of what its partition
+    has in hand waits for it; and one when the partition goes on.
     """
 
     def __init__(
         self,
         epochs: Callable[[], Iterable[Epoch]],
         describe: Callable[[Epoch], str],
+        behind: Callable[[Delivery], int],
         stuck_after: float,
         clock: Callable[[], float],
     ) -> None:
@@ -127,15 +205,17 @@ class StuckWatch:
 
         Args:
             epochs: Gives those that have not ended.
-            describe: What is known of a partition that does not advance, in a sentence.
+            describe: What is known of a partition that does not advance, in a line.
+            behind: How many deliveries wait in the shard of one.
             stuck_after: Seconds.
             clock: Loop time.
         """
         self._epochs = epochs
         self._describe = describe
+        self._behind = behind
         self._stuck_after = stuck_after
         self._clock = clock
-        self._reported: dict[Epoch, Delivery] = {}
+        self._episodes: dict[Epoch, _Episode] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -144,16 +224,33 @@ class StuckWatch:
             self.check()
 
     def check(self) -> None:
-        """Report what has become stuck, and what is not any more, since the last check."""
-        epochs = list(self._epochs())
-        for epoch in epochs:
-            oldest = epoch.tracker.oldest
-            reported = self._reported.get(epoch)
-            if reported is not None and reported is not oldest:
-                logger.warning("%s goes on: record %r is not in the way any more", epoch.topic_partition, reported)
-                del self._reported[epoch]
-            if oldest is not None and reported is not oldest and epoch.stuck(self._clock(), self._stuck_after):
-                logger.warning("%s does not advance. %s", epoch.topic_partition, self._describe(epoch))
-                self._reported[epoch] = oldest
-        for epoch in set(self._reported).difference(epochs):
-            del self._reported[epoch]
+        """Report what has come into the way, and what is not any more, since the last check."""
+        episodes = {}
+        for epoch in self._epochs():
+            oldest, episode = epoch.tracker.oldest, self._episodes.get(epoch)
+            if episode is not None and episode.oldest is not oldest:
+                if episode.reported:
+                    message = "%s goes on: record %r is not in the way any more"
+                    logger.warning(message, epoch.topic_partition, episode.oldest)
+                episode = None
+            if oldest is not None:
+                episodes[epoch] = episode = episode or _Episode(oldest)
+                self._look_at(epoch, episode)
+        self._episodes = episodes
+
+    def _look_at(self, epoch: Epoch, episode: _Episode) -> None:
+        if not episode.stuck and epoch.stuck(self._clock(), self._stuck_after):
+            logger.warning("stuck: %s", self._describe(epoch))
+            episode.stuck = episode.reported = True
+        elif not episode.reported and episode.checks >= _LASTS and self._held_up(epoch, episode.oldest):
+            logger.warning("almost everything waits for one record: %s", self._describe(epoch))
+            episode.reported = True
+        episode.checks += 1
+
+    def _held_up(self, epoch: Epoch, oldest: Delivery) -> bool:
+        """Whether most of what was taken in behind *oldest* waits for it: done, or queued in its shard."""
+        window = epoch.tracker.position - oldest.offset
+        if window < _LEAST_WINDOW or epoch.gate is not Gate.OPEN:
+            return False
+        incomplete = len(epoch.tracker)
+        return window - incomplete + min(self._behind(oldest), incomplete - 1) > _HELD_UP * window

@@ -5,7 +5,7 @@
 | `/livez` | 503 only for what a restart cures: the app has failed. That the event loop runs, the answer proves |
 | `/readyz` | 200 from the first join of the group until draining or failed; a rebalance or an outage keeps it |
 | `/statistics.json` | `app.statistics()` |
-| `/explain` | `app.explain()`, text |
+| `/explain` | `app.explain()`, text; with `?format=json` or `Accept: application/json`, `app.diagnose()` |
 | `/metrics` | Prometheus |
 
 The first two carry a JSON object: `status`, `state`, `reasons` (why not 200) and `findings` (what an
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from aioshard.errors import AioshardError, MissingExtraError
-from aioshard.observe import Statistics
+from aioshard.observe import Diagnosis, Statistics
 from aioshard.telemetry.metrics import AppCollector, Observed
 
 try:
@@ -37,6 +37,8 @@ except ImportError as error:
 __all__ = ["Explained", "PortError", "findings", "health_routes", "serve_health"]
 
 _FRESH = {"cache-control": "no-store"}
+_OF_ALL = ("commit", "draining", "rebalancing")
+"""Kinds of findings that concern all partitions, and are told once."""
 _STOPS_WITHIN = 1
 """Seconds that requests in progress get when the server stops."""
 
@@ -45,42 +47,33 @@ class PortError(AioshardError):
     """The address of the health server cannot be used."""
 
 
-class _Settings(Protocol):
-    @property
-    def stuck_after(self) -> float: ...
-
-
 class Explained(Observed, Protocol):
     """An app, as far as the health routes need it."""
 
-    @property
-    def settings(self) -> _Settings:
-        """For `stuck_after`."""
-
     def explain(self) -> str:
         """Why each partition does not advance."""
+
+    def diagnose(self) -> Diagnosis:
+        """The same, for programs."""
 
 
 # What the answers say -----------------------------------------------------------------
 
 
-def findings(statistics: Statistics, stuck_after: float) -> list[str]:
+def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
     """Sentences about what does not move, though a restart would not help.
 
     Args:
-        statistics: The snapshot to read.
-        stuck_after: Seconds after which an incomplete record is worth a sentence.
+        statistics: What happens.
+        diagnosis: Why it does not, of about the same moment.
     """
-    sentences = [] if statistics.trouble is None else [statistics.trouble]
-    for partition in statistics.partitions:
-        name, age = f"{partition.topic}/{partition.partition}", partition.oldest_incomplete_age
-        if age is not None and age >= stuck_after:
-            sentences.append(
-                f"{name} has not advanced for {age:.0f} s: record {partition.committable} is incomplete, and "
-                f"{partition.incomplete} record(s) in all; /explain says where it hangs"
-            )
-        if partition.paused is not None:
-            sentences.append(f"{name} is paused: {partition.paused}")
+    sentences = [finding.sentence for finding in diagnosis.findings if finding.kind != "nothing assigned"]
+    for partition in diagnosis.partitions:
+        # What is merely slow is no finding: it is stuck when it lasts, or something else is in the way.
+        if partition.verdict == "stuck":
+            sentences.append(partition.sentence)
+        name = f"{partition.topic}/{partition.partition}"
+        sentences += [f"{name}: {one.sentence}" for one in partition.findings if one.kind not in _OF_ALL]
     for handler in statistics.handlers:
         if handler.halted:
             sentences.append(f"handler {handler.name} has {handler.halted} halted record(s); /explain names them")
@@ -137,7 +130,7 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
             "status": "unavailable" if reasons else "ok",
             "state": statistics.state,
             "reasons": reasons,
-            "findings": findings(statistics, app.settings.stuck_after),
+            "findings": findings(statistics, app.diagnose()),
         }
         return JSONResponse(body, status_code=503 if reasons else 200, headers=_FRESH)
 
@@ -152,7 +145,9 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
     async def statistics_json(_: Request) -> Response:
         return JSONResponse(app.statistics().asdict(), headers=_FRESH)
 
-    async def explain(_: Request) -> Response:
+    async def explain(request: Request) -> Response:
+        if _wants_json(request):
+            return JSONResponse(app.diagnose().asdict(), headers=_FRESH)
         return PlainTextResponse(app.explain(), headers=_FRESH)
 
     async def metrics(request: Request) -> Response:
@@ -166,6 +161,11 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
         Route("/explain", explain),
         Route("/metrics", metrics),
     ]
+
+
+def _wants_json(request: Request) -> bool:
+    asked = request.query_params.get("format")
+    return asked == "json" if asked is not None else "application/json" in request.headers.get("accept", "")
 
 
 # Server -------------------------------------------------------------------------------

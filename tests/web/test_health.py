@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import httpx
 import prometheus_client
@@ -16,7 +15,18 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 from aioshard.errors import AioshardError
-from aioshard.observe import AppState, HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.observe import (
+    AppState,
+    Diagnosis,
+    Finding,
+    Frame,
+    HandlerStatistics,
+    HeadOfLine,
+    PartitionDiagnosis,
+    PartitionStatistics,
+    Stack,
+    Statistics,
+)
 from aioshard.telemetry.metrics import AppCollector
 from aioshard.web.health import PortError, findings, health_routes, serve_health
 
@@ -66,18 +76,58 @@ STATISTICS = Statistics(
 )
 
 
+HEAD = HeadOfLine(
+    topic="orders",
+    partition=3,
+    offset=101,
+    key="#1f2e3d4c",
+    shard=None,
+    age=61.0,
+    attempt=1,
+    attempts=5,
+    state="running",
+    since=61.0,
+    reason="it has been running for 61.0 s",
+    what_to_do="see why",
+    stack=Stack(
+        frames=(Frame("/shop/handlers.py", 7, "on_order", own=True),),
+        waits_in="asyncio.Future",
+        executing=False,
+        name=None,
+        thread=None,
+        tasks=(),
+        more_tasks=0,
+    ),
+)
+DIAGNOSED = PartitionDiagnosis(
+    topic="orders",
+    partition=3,
+    verdict="waiting",
+    since=3.0,
+    sentence="orders/3 has not advanced for 61.0 s: it has been running",
+    head=HEAD,
+    findings=(),
+    window=19,
+    behind=0,
+)
+DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(DIAGNOSED,), outliving=())
+
+
 class FakeApp:
     """An app whose state a test sets."""
 
-    def __init__(self, statistics: Statistics = STATISTICS, stuck_after: float = 60.0) -> None:
+    def __init__(self, statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> None:
         self.current = statistics
-        self.settings = SimpleNamespace(stuck_after=stuck_after)
+        self.diagnosis = diagnosis
 
     def statistics(self) -> Statistics:
         return self.current
 
     def explain(self) -> str:
         return "orders/3 waits for record 101 (key #1f2e)"
+
+    def diagnose(self) -> Diagnosis:
+        return self.diagnosis
 
 
 def client_of(app: FakeApp) -> httpx.AsyncClient:
@@ -111,12 +161,17 @@ async def test_status_of_each_state(state: AppState, live: int, ready: int) -> N
 
 
 async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> None:
-    rebalancing = dataclasses.replace(STATISTICS, member_id=None, partitions=(), trouble="no broker answers since 8 s")
-    async with client_of(FakeApp(rebalancing)) as client:
+    rebalancing = dataclasses.replace(STATISTICS, member_id=None, partitions=())
+    findings = (
+        Finding("trouble", "no broker answers for 8 s", None, None),
+        Finding("nothing assigned", "", None, None),
+    )
+    diagnosis = dataclasses.replace(DIAGNOSIS, findings=findings, partitions=())
+    async with client_of(FakeApp(rebalancing, diagnosis)) as client:
         for path in ("/livez", "/readyz"):
             response = await client.get(path)
             assert response.status_code == 200
-            assert response.json()["findings"] == ["no broker answers since 8 s"]
+            assert response.json()["findings"] == ["no broker answers for 8 s"]
 
 
 async def test_a_start_that_hangs_says_on_what() -> None:
@@ -161,25 +216,61 @@ async def test_the_routes_fit_a_fastapi_application() -> None:
         assert (await client.get("/readyz")).status_code == 200
 
 
-# Findings
+# Why it does not advance
+
+
+@pytest.mark.parametrize(
+    ("query", "accept", "json"),
+    [
+        ("", "*/*", False),
+        ("", "text/html,application/xhtml+xml,*/*;q=0.8", False),
+        ("", "application/json", True),
+        ("?format=json", "*/*", True),
+        ("?format=text", "application/json", False),
+    ],
+)
+async def test_the_explanation_can_be_had_for_programs(query: str, accept: str, json: bool) -> None:
+    async with client_of(FakeApp()) as client:
+        response = await client.get(f"/explain{query}", headers={"accept": accept})
+    if not json:
+        assert response.text.startswith("orders/3 waits")
+        return
+    found = response.json()
+    assert found["state"] == "running"
+    (partition,) = found["partitions"]
+    assert (partition["verdict"], partition["head"]["offset"], partition["head"]["key"]) == (
+        "waiting",
+        101,
+        "#1f2e3d4c",
+    )
+    assert partition["head"]["stack"]["frames"] == [
+        {"file": "/shop/handlers.py", "line": 7, "function": "on_order", "own": True}
+    ]
 
 
 def test_nothing_to_find_in_a_healthy_app() -> None:
-    assert findings(STATISTICS, stuck_after=60.0) == []
+    idle = Finding("nothing assigned", "no partition is assigned to this process", None, None)
+
+    assert findings(STATISTICS, DIAGNOSIS) == []
+    assert findings(STATISTICS, dataclasses.replace(DIAGNOSIS, findings=(idle,))) == []
 
 
 def test_findings_name_partition_record_limit_and_handler() -> None:
-    partition = dataclasses.replace(
-        PARTITION, oldest_incomplete_age=61.0, paused="max_buffered_records=10000 is reached"
-    )
+    limit = Finding("no room", "nothing more is taken in for 4.0 s: the buffer is full", 4.0, "raise it")
+    commit = Finding("commit", "what is done is not committed", 4.0, None)
+    stuck = dataclasses.replace(DIAGNOSED, verdict="stuck", findings=(limit, commit))
+    refused = Finding("trouble", "access refused", None, None)
+    diagnosis = dataclasses.replace(DIAGNOSIS, findings=(refused,), partitions=(stuck,))
     handler = dataclasses.replace(HANDLER, halted=2, outliving=("orders/3/101",))
-    troubled = dataclasses.replace(STATISTICS, partitions=(partition,), handlers=(handler,), trouble="access refused")
-    trouble, stuck, paused, halted, outliving = findings(troubled, stuck_after=60.0)
-    assert trouble == "access refused"
-    assert stuck.startswith("orders/3 has not advanced for 61 s: record 101 is incomplete")
-    assert paused == "orders/3 is paused: max_buffered_records=10000 is reached"
-    assert halted.startswith("handler on_order has 2 halted record(s)")
-    assert "orders/3/101" in outliving
+    troubled = dataclasses.replace(STATISTICS, handlers=(handler,), trouble="access refused")
+
+    assert findings(troubled, diagnosis) == [
+        "access refused",
+        "orders/3 has not advanced for 61.0 s: it has been running",
+        "orders/3: nothing more is taken in for 4.0 s: the buffer is full",
+        "handler on_order has 2 halted record(s); /explain names them",
+        "handler on_order still runs for orders/3/101 although the run was cancelled or its partition is gone",
+    ]
 
 
 # Server

@@ -1,0 +1,340 @@
+"""Why each partition does not advance: the record in front, the limits around it, since when, and what to do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from aioshard.engine.epoch import Epoch, Gate
+from aioshard.engine.handler import Running
+from aioshard.engine.head import Ward, for_seconds, stack_in_words
+from aioshard.engine.rebalance import APPLICATION
+from aioshard.engine.runtime import Engine
+from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict
+
+__all__ = ["diagnose", "diagnose_partition", "in_words", "line_of", "steady", "trouble_of"]
+
+T = TypeVar("T")
+
+_MOMENT = 1.0
+"""Seconds in hand after which the oldest record of a partition is said to be in the way."""
+_SLOW_FETCH = 5.0
+"""Seconds without a record after which it is said that none comes, though there are some."""
+_TURNS_WITHIN = 3.0
+"""Seconds without a look of the watch after which the event loop is said to stand still; it looks every second."""
+_NAMED = 3
+"""Of records that are waited for together so many are named."""
+
+
+def steady(read: Callable[[], T]) -> T:
+    """Read what the event loop may be changing: again when it changed under the iteration.
+
+    Reading does not go through the loop, because a handler that blocks it is what a reader may want to
+    find out.
+    """
+    for _ in range(100):
+        try:
+            return read()
+        except (RuntimeError, KeyError, IndexError):
+            continue
+    return read()
+
+
+def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
+    """Why each partition does not advance; safe to call from any thread.
+
+    Args:
+        engine: The running engine.
+        show_keys: Whether record keys may be shown; they may be personal data.
+    """
+    now = engine.clock()
+    wards = {id(running): _ward(engine, running, now, show_keys=show_keys) for running in engine.handlers}
+    partitions = [
+        _examined(engine, epoch, now, wards[id(engine.handler_of(epoch.topic_partition.topic))])
+        for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
+    ]
+    return Diagnosis(
+        state=engine.state,
+        findings=tuple(_general(engine, now)),
+        partitions=tuple(partitions),
+        outliving=tuple(run for ward in wards.values() for run in steady(ward.find_outliving)),
+    )
+
+
+def diagnose_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> PartitionDiagnosis:
+    """Why one partition does not advance; as `diagnose`."""
+    now = engine.clock()
+    running = engine.handler_of(epoch.topic_partition.topic)
+    return _examined(engine, epoch, now, _ward(engine, running, now, show_keys=show_keys))
+
+
+def _ward(engine: Engine, running: Running, now: float, *, show_keys: bool) -> Ward:
+    return steady(lambda: Ward(running, engine.since, now, show_keys=show_keys))
+
+
+# All partitions ----------------------------------------------------------------------------
+
+
+def trouble_of(engine: Engine, now: float) -> str | None:
+    """What is wrong beyond single partitions, and since when; None when nothing is."""
+    if engine.trouble is not None:
+        return f"no Kafka client for {now - engine.trouble_since:.0f} s: {engine.trouble}"
+    standstill = engine.standstill.sentence(now)
+    if standstill is not None:
+        return standstill
+    if engine.producer.trouble is not None:
+        return engine.producer.trouble
+    committer = engine.committer
+    if committer.trouble is not None:
+        return f"commits have not been acknowledged for {now - committer.trouble_since:.0f} s: {committer.trouble}"
+    return None
+
+
+def _general(engine: Engine, now: float) -> Iterator[Finding]:
+    looked = engine.since.looked_at
+    if looked is not None and now - looked > _TURNS_WITHIN:
+        yield Finding(
+            "event loop",
+            f"the event loop has not turned for {now - looked:.1f} s: something computes or blocks without an await, "
+            "and heartbeats wait for it",
+            now - looked,
+            "see which record's run computes or blocks, and do that in a thread",
+        )
+    trouble = trouble_of(engine, now)
+    if trouble is not None:
+        yield Finding("trouble", trouble, None, "see that the brokers answer and allow what is asked; we go on trying")
+    for running in engine.handlers:
+        if running.parking is not None and running.parking.trouble is not None:
+            topic, name = running.parking.policy.topic, running.spec.name
+            sentence = (
+                f"what handler {name} has parked in {topic} cannot be read or answered: {running.parking.trouble}"
+            )
+            yield Finding("parking", sentence, None, f"see that topic {topic} exists, and may be read and written")
+    if engine.state in ("starting", "running") and not engine.rebalance.settled.is_set():
+        since = _seconds(engine.since.of("settled", fact=False), now)
+        reasons = "; ".join(tuple(engine.rebalance.unsettled.values()))
+        what = f"where to go on is not known yet: {reasons}" if reasons else "the group is rebalancing"
+        yield Finding("rebalancing", f"{what}{for_seconds(since)}", since, None)
+    elif not engine.rebalance.epochs:
+        yield Finding("nothing assigned", "no partition is assigned to this process", None, None)
+
+
+# One partition -----------------------------------------------------------------------------
+
+
+def _examined(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionDiagnosis:
+    return steady(lambda: _examine(engine, epoch, now, ward))
+
+
+def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionDiagnosis:
+    tracker = epoch.tracker
+    oldest = tracker.oldest
+    head = None if oldest is None else ward.describe(oldest)
+    committable = tracker.position if oldest is None else oldest.offset
+    findings = tuple(_findings(engine, epoch, head, now))
+    verdict = _verdict(engine, epoch, head, findings, now)
+    since = None
+    if verdict in ("waiting", "stuck"):
+        moved = _seconds(engine.since.of(("committable", epoch.topic_partition), committable), now)
+        since = moved if head is None else _standing(head.age, moved)
+    window = tracker.position - committable
+    behind = 0 if oldest is None else max(window - len(tracker), 0) + min(ward.behind(oldest), len(tracker) - 1)
+    return PartitionDiagnosis(
+        topic=epoch.topic_partition.topic,
+        partition=epoch.topic_partition.partition,
+        verdict=verdict,
+        since=since,
+        sentence=_sentence_of_none(engine, epoch, verdict, findings)
+        if head is None
+        else _sentence(epoch, head, verdict, since),
+        head=head,
+        findings=findings,
+        window=window,
+        behind=min(behind, window),
+    )
+
+
+def _standing(age: float, moved: float | None) -> float:
+    """Since when a record is in the way: it may have come in long before, behind others that were slower."""
+    # What was noted about when it came in was noted a moment later.
+    return age if moved is None or moved > age - 2 * _MOMENT else moved
+
+
+def _seconds(at: float | None, now: float) -> float | None:
+    return None if at is None else max(now - at, 0.0)
+
+
+def _verdict(engine: Engine, epoch: Epoch, head: HeadOfLine | None, findings: Sequence[Finding], now: float) -> Verdict:
+    if epoch.stuck(now, engine.options.stuck_after):
+        return "stuck"
+    if findings:
+        return "waiting"
+    if head is not None:
+        moves = head.state in ("running", "queued", "detour", "behind") and head.age < _MOMENT
+        return "advancing" if moves else "waiting"
+    end = _end_of(engine, epoch)
+    up_to_date = epoch.acknowledged == epoch.tracker.position and (end is None or end <= epoch.tracker.position)
+    return "up to date" if up_to_date else "advancing"
+
+
+def _end_of(engine: Engine, epoch: Epoch) -> int | None:
+    transport = engine.transport
+    return None if transport is None else transport.end_offset(epoch.topic_partition)
+
+
+def _sentence(epoch: Epoch, head: HeadOfLine, verdict: Verdict, since: float | None) -> str:
+    verb = "advances" if verdict == "advancing" else f"has not advanced{for_seconds(since)}"
+    key = "" if head.key is None else f"key {head.key}, "
+    shard = "" if head.shard is None else f"shard {head.shard}, "
+    return (
+        f"{epoch.topic_partition} {verb}: {len(epoch.tracker)} record(s) incomplete, the oldest is offset "
+        f"{head.offset} ({key}{shard}attempt {head.attempt} of {head.attempts}), in hand for {head.age:.1f} s; "
+        f"{head.reason}"
+    )
+
+
+def _sentence_of_none(engine: Engine, epoch: Epoch, verdict: Verdict, findings: Sequence[Finding]) -> str:
+    name, position = epoch.topic_partition, epoch.tracker.position
+    if verdict == "up to date":
+        return f"{name} is up to date: everything up to offset {position} is done and committed"
+    end = _end_of(engine, epoch)
+    there_is = f", of a log that ends at {end}" if end is not None and end > position else ""
+    why = f": {findings[0].sentence}" if findings else ""
+    return f"{name} has nothing in hand at position {position}, committed {epoch.acknowledged}{there_is}{why}"
+
+
+# What is in the way beside the oldest record ------------------------------------------------
+
+
+def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:
+    if epoch.gate is Gate.PAUSED:
+        yield from _pauses(engine, epoch, now)
+    elif epoch.gate is not Gate.OPEN:
+        yield _closed(engine, epoch, now)
+    fault = epoch.fault(now)
+    if fault is not None:
+        sentence = f"it cannot be read: {fault}"
+        yield Finding(
+            "unreadable", sentence, None, "we go on trying; what that says has to be mended where the topic is"
+        )
+    if epoch.outside_log is not None:
+        sentence = f"its position {epoch.outside_log} is not in the log; where to go on is being found out"
+        yield Finding("outside log", sentence, None, None)
+    if epoch.gate is Gate.OPEN and fault is None:
+        yield from _intake(engine, epoch, head, now)
+    committer, committable = engine.committer, epoch.tracker.committable
+    if committer.trouble is not None and committable != epoch.acknowledged:
+        since = now - committer.trouble_since
+        sentence = (
+            f"what is done up to offset {committable} is not committed (committed: {epoch.acknowledged}); commits have "
+            f"not been acknowledged{for_seconds(since)}: {committer.trouble}"
+        )
+        yield Finding("commit", sentence, since, "we go on trying; see that the brokers answer and allow it")
+
+
+def _pauses(engine: Engine, epoch: Epoch, now: float) -> Iterator[Finding]:
+    name = epoch.topic_partition
+    for who, why in tuple(epoch.pauses.items()):
+        since = _seconds(engine.since.of(("pause", name, who), why), now)
+        if who == APPLICATION:
+            handler = engine.handler_of(name.topic).spec.name
+            calls = [
+                call
+                for paused, call in (
+                    (name, f"app.resume({name.topic!r}, {name.partition})"),
+                    (handler, f"app.resume_handler({handler!r})"),
+                )
+                if paused in engine.pauses
+            ]
+            sentence = f"paused by the application{for_seconds(since)}: {why}"
+            yield Finding("paused", sentence, since, f"{' and '.join(calls)} lets it go on" if calls else None)
+            continue
+        oldest = epoch.tracker.oldest
+        failed = (
+            "" if oldest is None or oldest.failure is None else f" (record {oldest!r} failed with {oldest.failure})"
+        )
+        probe = epoch.probe
+        tried = "" if probe is None else f"; record {probe!r} is being tried"
+        advice = f"see what the handler depends on{failed}; it goes on by itself"
+        yield Finding("paused", f"paused{for_seconds(since)}: {why}{tried}", since, advice)
+
+
+def _closed(engine: Engine, epoch: Epoch, now: float) -> Finding:
+    since = _seconds(engine.since.of(("gate", epoch.topic_partition), epoch.gate), now)
+    due = [] if epoch.drain is None else list(epoch.drain.pending.values())
+    waits = ""
+    if due:
+        names = ", ".join(repr(delivery) for delivery in due[:_NAMED]) + (", ..." if len(due) > _NAMED else "")
+        waits = f", and waits for {len(due)} record(s) to end first: {names}"
+    if engine.state == "draining":
+        return Finding("draining", f"the app is draining{for_seconds(since)}{waits}", since, None)
+    if epoch.drain is not None and due:
+        advice = "handlers that end soon when Context.revoked is set make rebalances short"
+        return Finding("rebalancing", f"the partition is being taken away{for_seconds(since)}{waits}", since, advice)
+    reason = next(
+        (why for names, why in tuple(engine.rebalance.unsettled.items()) if epoch.topic_partition in names), None
+    )
+    what = "the group is rebalancing, or the partition's position is not confirmed yet"
+    if reason is not None:
+        what = f"where to go on is not known yet: {reason}"
+    return Finding("rebalancing", f"{what}{for_seconds(since)}", since, None)
+
+
+def _intake(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:
+    """Why nothing more is taken in, where there is more."""
+    position, end = epoch.tracker.position, _end_of(engine, epoch)
+    if end is None or end <= position:
+        return
+    since = _seconds(engine.since.of(("position", epoch.topic_partition), position), now)
+    limit = engine.admission.limit(epoch.topic_partition)
+    if limit is not None:
+        yield Finding(
+            "no room", f"nothing more is taken in{for_seconds(since)}: {limit.reason}", since, limit.what_to_do
+        )
+    elif head is None and since is not None and since > _SLOW_FETCH:
+        sentence = f"nothing has come of it{for_seconds(since)}, though its log goes on to {end} and there is room"
+        yield Finding("nothing comes", sentence, since, "see that the leader of the partition answers; we go on asking")
+
+
+# In words ------------------------------------------------------------------------------------
+
+
+def in_words(diagnosis: Diagnosis) -> str:
+    """The whole in sentences, one partition after the other."""
+    lines = [f"The app is {diagnosis.state}."]
+    for finding in diagnosis.findings:
+        lines.append(f"{'Trouble: ' if finding.kind == 'trouble' else ''}{_as_sentence(finding.sentence)}")
+        lines += _advice(finding.what_to_do)
+    for partition in diagnosis.partitions:
+        lines += _lines_of(partition)
+    for run in diagnosis.outliving:
+        lines.append(_as_sentence(f"Record {run.topic}/{run.partition}/{run.offset} {run.reason.removeprefix('it ')}"))
+        lines += _advice(run.what_to_do)
+    return "\n".join(lines) + "\n"
+
+
+def _lines_of(partition: PartitionDiagnosis) -> list[str]:
+    lines = [f"{partition.sentence}."]
+    if partition.behind:
+        lines.append(f"  {partition.behind} of the {partition.window} offsets from there on wait for that record.")
+    head = partition.head
+    if head is not None and partition.verdict in ("waiting", "stuck"):
+        lines += _advice(head.what_to_do)
+        if head.stack is not None and head.stack.frames:
+            lines.append(f"  Stack, innermost last: {stack_in_words(head.stack)}")
+    for finding in partition.findings:
+        if head is not None or finding is not partition.findings[0]:
+            lines.append(f"  {_as_sentence(finding.sentence)}")
+        lines += _advice(finding.what_to_do)
+    return lines
+
+
+def line_of(partition: PartitionDiagnosis) -> str:
+    """One partition in one line, for the log."""
+    return " ".join(line.strip() for line in _lines_of(partition))
+
+
+def _advice(what_to_do: str | None) -> list[str]:
+    return [] if what_to_do is None else [f"  What to do: {what_to_do}."]
+
+
+def _as_sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

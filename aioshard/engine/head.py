@@ -1,0 +1,299 @@
+"""What an incomplete record waits for, in sentences: which one, since when, and what to do."""
+
+import hashlib
+import os
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+from aioshard.engine.handler import Running
+from aioshard.engine.shards import Shards
+from aioshard.engine.stack import stack_of
+from aioshard.engine.watch import SinceWatch
+from aioshard.engine.worker import Asked, Worker
+from aioshard.observe import HeadOfLine, HeadState, Stack
+
+__all__ = ["Cause", "Ward", "for_seconds", "shards_of", "stack_in_words"]
+
+_SALT = os.urandom(16)
+"""Keys are hashed with it: the same key has the same name in one process, and nobody can look it up."""
+_CHAIN = 3
+"""How many records are named that wait for each other."""
+
+
+def for_seconds(since: float | None) -> str:
+    """`" for 1.5 s"`, or nothing where nobody noted when it began."""
+    return "" if since is None else f" for {max(since, 0.0):.1f} s"
+
+
+def shards_of(running: Running, delivery: Delivery) -> Shards:
+    """Where a delivery of a handler is, of its fixed shards; without such, the one that serves all keys."""
+    shards, key = running.feed.shards, delivery.key
+    return shards[key] if running.spec.shards is not None and isinstance(key, int) else shards[0]
+
+
+class Cause(NamedTuple):
+    """What an incomplete record waits for."""
+
+    state: HeadState
+    since: float | None
+    """Seconds."""
+    reason: str
+    """Without a subject: it follows the record's name."""
+    what_to_do: str | None = None
+    stack: Stack | None = None
+
+
+class Ward:
+    """The deliveries of one handler as they are at one moment: who runs what, and what occupies which shard."""
+
+    def __init__(self, running: Running, since: SinceWatch, now: float, *, show_keys: bool) -> None:
+        """Look at a handler; safe from any thread.
+
+        Args:
+            running: The handler.
+            since: What was noted of when things began.
+            now: Loop time.
+            show_keys: Whether record keys may be shown.
+        """
+        self.running = running
+        self._since = since
+        self._now = now
+        self._show_keys = show_keys
+        self._workers: dict[Delivery, Worker] = {}
+        for worker in tuple(running.workers):
+            for delivery in tuple(worker.deliveries):
+                self._workers[delivery] = worker
+        owning = [delivery for shards in running.feed.shards for delivery in shards.owning]
+        self._owners: dict[Hashable, Delivery] = {
+            delivery.key: delivery for delivery in (*owning, *self._workers) if delivery.key is not None
+        }
+
+    def find_outliving(self) -> list[HeadOfLine]:
+        """The runs that were told to end, or whose partition is gone, and that have not ended."""
+        return [
+            self.describe(delivery)
+            for delivery, worker in self._workers.items()
+            if worker.cancelled or delivery.epoch.gate is Gate.ENDED
+        ]
+
+    def describe(self, delivery: Delivery) -> HeadOfLine:
+        """All that is known of an incomplete record."""
+        cause = self.cause_of(delivery)
+        block = delivery.block
+        over = delivery.detour is not None or (block is not None and block.halted)
+        record = delivery.record
+        return HeadOfLine(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            key=self._shown(record.key),
+            shard=self._shard_of(delivery),
+            age=max(self._now - delivery.arrived, 0.0),
+            attempt=max(delivery.failures, 1) if over else delivery.failures + 1,
+            attempts=self.running.spec.retry.attempts,
+            state=cause.state,
+            since=cause.since,
+            reason=f"it {cause.reason}",
+            what_to_do=cause.what_to_do,
+            stack=cause.stack,
+        )
+
+    def behind(self, delivery: Delivery) -> int:
+        """How many deliveries wait in the shard of one that occupies it."""
+        if delivery.key is None or self._owners.get(delivery.key) is not delivery:
+            return 0
+        return shards_of(self.running, delivery).behind(delivery)
+
+    # Why it waits ---------------------------------------------------------------------
+
+    def cause_of(self, delivery: Delivery, depth: int = 0) -> Cause:
+        """What one delivery waits for."""
+        worker, block, epoch = self._workers.get(delivery), delivery.block, delivery.epoch
+        if worker is not None:
+            return self._in_hand(delivery, worker)
+        if delivery.offset in epoch.shed:
+            again = "is being fetched again" if epoch.fetching_again else "is fetched again soon"
+            return Cause(
+                "given back", None, f"had to give its room to others while its partition stood still, and {again}"
+            )
+        if block is not None:
+            return self._blocked(delivery, block)
+        if epoch.gate and not epoch.may_start(delivery):
+            return self._held(epoch)
+        owner = None if delivery.key is None else self._owners.get(delivery.key)
+        if owner is not None and owner is not delivery:
+            return self._behind(delivery, owner, depth)
+        return self._queued(delivery)
+
+    def _in_hand(self, delivery: Delivery, worker: Worker) -> Cause:
+        ran = self._now - worker.started
+        stack = stack_of(worker.running)
+        name = self.running.spec.name
+        batch = f" in a batch of {len(worker.deliveries)} records" if len(worker.deliveries) > 1 else ""
+        if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
+            return self._outliving(worker, ran, stack)
+        if delivery.detour is not None:
+            failed = f" ({delivery.detours} time(s) that failed)" if delivery.detours else ""
+            advice = "see why that does not end: whether the brokers answer" if ran > 1 else None
+            return Cause("detour", ran, f"is in work{for_seconds(ran)}: {delivery.detour.purpose}{failed}", advice)
+        reason = f"has been running in handler {name}{batch}{for_seconds(ran)}{_place(stack)}"
+        return Cause("running", ran, reason, self._advice_for_run(worker, ran, stack), stack)
+
+    def _advice_for_run(self, worker: Worker, ran: float, stack: Stack) -> str:
+        if stack.executing and stack.thread is None:
+            return (
+                "nothing else runs meanwhile: compute or block in a thread, with a plain 'def' handler or "
+                "asyncio.to_thread"
+            )
+        if worker.timeout is not None and worker.timeout > ran:
+            return f"wait: its attempt times out in {worker.timeout - ran:.1f} s and has failed then"
+        return "find out what it waits for there; with timeout= on the handler such an attempt ends, and has failed"
+
+    def _outliving(self, worker: Worker, ran: float, stack: Stack) -> Cause:
+        asked = self._since.of(worker, worker.started)
+        why = (
+            f"its attempt took longer than timeout={worker.timeout:g} s"
+            if worker.asked & Asked.TIME_OUT and worker.timeout is not None
+            else "its partition was taken away, or the app stops"
+        )
+        reason = (
+            f"was cancelled or is no longer ours and still runs{for_seconds(ran)}{_place(stack)}; it was told to end "
+            f"{'' if asked is None else f'{self._now - asked:.1f} s ago '}because {why}, and its shard waits for it"
+        )
+        advice = (
+            "a thread cannot be stopped: give what it calls a time-out of its own"
+            if stack.thread is not None
+            else "let CancelledError pass: a bare 'except', 'except BaseException' or a shield around there keeps it"
+        )
+        return Cause("outliving", ran, reason, f"{advice}; a restart of the process ends it", stack)
+
+    def _blocked(self, delivery: Delivery, block: Block) -> Cause:
+        ago = self._now - block.since
+        call = f"({delivery.record.topic!r}, {delivery.record.partition}, {delivery.record.offset})"
+        if block.halted:
+            reason = (
+                f"halted {ago:.1f} s ago after {delivery.failures} attempt(s) with {block.error}; nothing is committed "
+                "past it and its shard waits"
+            )
+            advice = (
+                f"mend the cause, then app.retry_now{call}; or app.skip{call} completes it without processing; or mend "
+                "the handler and deploy: it runs again"
+            )
+            return Cause("halted", ago, reason, advice)
+        due = shards_of(self.running, delivery).due(delivery)
+        soon = "soon" if due is None else f"in {max(due - self._now, 0.0):.1f} s"
+        if delivery.detour is not None:
+            reason = f"is incomplete because this failed {ago:.1f} s ago: {block.error}; it is done again {soon}"
+            advice = (
+                f"see that the topic exists, may be written to, and takes a record of this size; or app.skip{call} "
+                "gives the record up"
+            )
+            return Cause("detour", ago, reason, advice)
+        reason = (
+            f"waits for its next attempt, number {delivery.failures + 1} of {self.running.spec.retry.attempts}, "
+            f"{soon}; the last one failed {ago:.1f} s ago with {block.error}"
+        )
+        return Cause("retrying", ago, reason, f"nothing if that passes by itself; app.retry_now{call} runs it at once")
+
+    def _held(self, epoch: Epoch) -> Cause:
+        if epoch.gate is Gate.PAUSED:
+            return Cause("held", None, "may not start: its partition is paused")
+        return Cause("held", None, "may not start: its partition is being taken away, or is not ours for certain yet")
+
+    def _behind(self, delivery: Delivery, owner: Delivery, depth: int) -> Cause:
+        other = owner.record.topic_partition != delivery.record.topic_partition
+        whose = " of another partition" if other else ""
+        key = self._shown(owner.record.key)
+        named = f"record {owner!r}{whose}" + ("" if key is None else f" (key {key})")
+        if depth >= _CHAIN:
+            return Cause("behind", None, f"waits in its shard behind {named}")
+        cause = self.cause_of(owner, depth + 1)
+        return Cause("behind", None, f"waits in its shard behind {named}, which {cause.reason}", *cause[3:])
+
+    def _queued(self, delivery: Delivery) -> Cause:
+        waited = self._now - delivery.arrived
+        workers = tuple(self.running.workers)
+        busy = [worker for worker in workers if worker.delivery is not None]
+        if len(busy) < len(workers) or not busy:
+            return Cause("queued", waited, "waits for its turn, and starts next")
+        name = self.running.spec.name
+        longest = min(busy, key=lambda worker: worker.started)
+        stack = stack_of(longest.running)
+        first, ran = longest.delivery, self._now - longest.started
+        older = sum(1 for run in tuple(self._workers) if run.arrived <= delivery.arrived)
+        reason = (
+            f"waits for its turn: all {len(workers)} workers of handler {name} are busy, {older} of them with records "
+            f"that came in before it; the longest run is that of record {first!r},{for_seconds(ran)}{_place(stack)}"
+        )
+        advice = (
+            f"raise concurrency= of the handler (now {len(workers)}) if what it calls bears that, or see why its runs "
+            "take as long"
+        )
+        return Cause("queued", waited, reason, advice, stack)
+
+    # Keys ---------------------------------------------------------------------------------
+
+    def _shown(self, value: object) -> str | None:
+        """A key, or what tells it from others without showing it."""
+        if value is None:
+            return None
+        if not _is_plain(value):
+            return f"of type {type(value).__name__}"  # its repr() is code of the application
+        if self._show_keys:
+            return repr(value)
+        return f"#{hashlib.blake2s(repr(value).encode(), key=_SALT, digest_size=4).hexdigest()}"
+
+    def _shard_of(self, delivery: Delivery) -> str | None:
+        key, record = delivery.key, delivery.record
+        if key is None or self.running.spec.shards is not None:
+            return None if key is None else str(key)
+        if _is_plain(key):
+            if key in (record.key, (record.topic, record.key)):
+                return None
+            if key == tuple(record.topic_partition):
+                return str(record.topic_partition)
+        return self._shown(key)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value's methods are Python's own."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in (bytes, str, int, float, bool, type(None))
+
+
+# Stacks in words --------------------------------------------------------------------------
+
+
+def _place(stack: Stack) -> str:
+    """`, at file:line in function, waiting in ...`."""
+    place = stack.place
+    if place is None:
+        return ""
+    innermost = stack
+    while len(innermost.tasks) == 1 and not innermost.more_tasks and innermost.tasks[0].place is not None:
+        innermost = innermost.tasks[0]
+    thread = f" in thread {innermost.thread}" if innermost.thread is not None else ""
+    words = f"{thread}, at {place}"
+    if innermost.executing:
+        called = f" in {innermost.waits_in}" if innermost.waits_in is not None else ""
+        return f"{words}{called}" if thread else f"{words}, which computes or blocks{called} without an await"
+    if len(innermost.tasks) > 1:
+        named = [str(one.place) for one in innermost.tasks if one.place is not None]
+        others = len(innermost.tasks) + innermost.more_tasks
+        words += f", waiting for {others} tasks" + (f", one of them at {named[0]}" if named else "")
+    elif innermost.waits_in is not None:
+        words += f", waiting in {innermost.waits_in}"
+    return words
+
+
+def stack_in_words(stack: Stack) -> str:
+    """A whole stack in one line, innermost last; empty when nothing is known."""
+    frames = " > ".join(map(str, stack.frames))
+    inside = [stack_in_words(task) for task in stack.tasks]
+    if stack.more_tasks:
+        inside.append(f"{stack.more_tasks} more")
+    if not inside:
+        return frames
+    return f"{frames} > [{'] and ['.join(inside)}]" if len(inside) > 1 else f"{frames} > {inside[0]}"
