@@ -1,11 +1,12 @@
 """`aioshard dlt replay`: dead letters go back to their topics, or through their handlers here."""
 
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +21,10 @@ from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import record_size
 from aioshard.serde.side_records import Coordinates
 from aioshard.settings import Settings
+from aioshard.telemetry import logs
+
+if TYPE_CHECKING:
+    from aioshard.app import App
 
 __all__ = ["replay"]
 
@@ -31,6 +36,15 @@ _SHOWN = 20
 @click.command()
 @topic_argument
 @filters
+@click.option(
+    "--to-topic", is_flag=True, help="Send each back to the topic and partition that it came from; the default."
+)
+@click.option(
+    "--app",
+    "target",
+    metavar="MODULE:APP",
+    help="Instead of sending them: run the handlers of this app on them, in this process.",
+)
 @click.option("--limit", type=click.IntRange(1), help="Only so many.")
 @click.option("--again", is_flag=True, help="Also those that were sent back or processed before.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
@@ -40,16 +54,28 @@ _SHOWN = 20
     type=click.Choice(["original", "now"]),
     help="Time of what is sent; by default the original one, and what the topic would delete at once is refused.",
 )
-@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
+@options.app_dir
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="error",
+    show_default=True,
+    help="With --app; warning shows the traceback of each failure.",
+)
+@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS, or the setting of the app")
 @options.as_json("how it ended")
 def replay(
     topic: str,
     *,
     selection: Selection,
+    to_topic: bool,
+    target: str | None,
     limit: int | None,
     again: bool,
     dry_run: bool,
     timestamps: Timestamps | None,
+    app_dir: str,
+    log_level: str,
     bootstrap_servers: str | None,
     as_json: bool,
 ) -> int:
@@ -59,10 +85,24 @@ def replay(
     leaves it out. A record that is sent back comes behind newer ones of its key, and to every group that reads its
     topic. Exits with 3 when some failed.
     """
+    make_destination: MakeDestination
+    if target is None:
+        settings = settings_of(bootstrap_servers)
+        make_destination = functools.partial(_to_topic, settings, timestamps)
+    else:
+        if to_topic or timestamps is not None:
+            raise click.UsageError("--app sends nothing: leave out --to-topic and --timestamp")
+        app = _load(target, app_dir, bootstrap_servers, log_level)
+        if selection.group not in {None, app.group_id}:
+            raise click.UsageError(
+                f"--group {selection.group} was given, and the handlers of --app {target} belong to {app.group_id!r}"
+            )
+        selection = selection._replace(group=app.group_id)
+        settings = app.settings
+        make_destination = functools.partial(_through_handlers, app)
     replaying = _Replaying(topic, selection, limit=limit, again=again, dry_run=dry_run)
-    settings = settings_of(bootstrap_servers)
     try:
-        run(replaying.run(settings, lambda side: _to_topic(settings, side, timestamps)))
+        run(replaying.run(settings, make_destination))
     except (AioshardError, KeyboardInterrupt) as error:
         replaying.report(error, as_json=as_json)
         raise
@@ -70,8 +110,22 @@ def replay(
     return _FAILED if replaying.failed else 0
 
 
+def _load(target: str, app_dir: str, bootstrap_servers: str | None, log_level: str) -> "App":
+    from aioshard.cli.loading import load_app  # noqa: PLC0415 - imported on use
+
+    logs.configure(log_level)
+    app = load_app(target, app_dir)
+    if bootstrap_servers is not None:
+        app.configure(bootstrap_servers=bootstrap_servers)
+    app.settings.require_bootstrap_servers()
+    return app
+
+
+MakeDestination = Callable[[SideTopic], AbstractAsyncContextManager[Destination]]
+
+
 @contextlib.asynccontextmanager
-async def _to_topic(settings: Settings, side: SideTopic, timestamps: Timestamps | None) -> AsyncIterator[Destination]:
+async def _to_topic(settings: Settings, timestamps: Timestamps | None, side: SideTopic) -> AsyncIterator[Destination]:
     producer = KafkaProducer(settings)
     try:
         yield ToTopic(side.administration, producer, timestamps)
@@ -79,7 +133,11 @@ async def _to_topic(settings: Settings, side: SideTopic, timestamps: Timestamps 
         await producer.close()
 
 
-MakeDestination = Callable[[SideTopic], AbstractAsyncContextManager[Destination]]
+@contextlib.asynccontextmanager
+async def _through_handlers(app: "App", _: SideTopic) -> AsyncIterator[Destination]:
+    from aioshard.cli.in_place import ThroughHandlers  # noqa: PLC0415 - imports the test kit
+
+    yield ThroughHandlers(app)
 
 
 class _Replaying:
