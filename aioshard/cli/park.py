@@ -179,7 +179,7 @@ def drop(
         settings = settings_of(bootstrap_servers)
         records = list((await _read(settings, topic, selection)).records(selection))
         if yes:
-            await _publish(settings, topic, [tombstone(topic, one.at) for one in records])
+            await _publish(settings, topic, [tombstone(topic, one.place) for one in records])
         return records
 
     records = run(work())

@@ -12,6 +12,7 @@ from aioshard.serde.side_records import (
     Coordinates,
     Failure,
     ParkedRecord,
+    Place,
     ReleaseEnded,
     ReleaseRequest,
     Removed,
@@ -26,6 +27,8 @@ class Parked(NamedTuple):
 
     at: Coordinates
     """Where it came from."""
+    place: Place
+    """Under which key it is stored."""
     key: bytes | None
     failure: Failure
     due: float
@@ -56,7 +59,7 @@ class ParkedTopic:
         self.strange = 0
         """Records that say nothing of parking."""
         self._side = side
-        self._parked: dict[Coordinates, Parked] = {}
+        self._parked: dict[Place, Parked] = {}
         self._requests: set[Coordinates] = set()
         self._read = 0
 
@@ -80,9 +83,10 @@ class ParkedTopic:
         match read_parked(record):
             case ParkedRecord() as parked:
                 key, failure = parked.original.key, parked.failure
-                self._parked[parked.coordinates] = Parked(parked.coordinates, key, failure, parked.due, parked.replays)
-            case Removed(coordinates):
-                self._parked.pop(coordinates, None)
+                at, place = parked.coordinates, parked.place
+                self._parked[place] = Parked(at, place, key, failure, parked.due, parked.replays)
+            case Removed(place):
+                self._parked.pop(place, None)
             case ReleaseRequest(coordinates):
                 self._requests.add(coordinates)
             case ReleaseEnded(coordinates):

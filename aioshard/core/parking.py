@@ -18,9 +18,13 @@ NEVER = 253_402_300_799.0
 class ParkedEntry:
     """One parked record, without its payload: that is in the side topic."""
 
-    __slots__ = ("due", "key", "offset", "replays", "stored_at")
+    __slots__ = ("due", "generation", "key", "offset", "replays", "stored_at")
 
-    def __init__(self, offset: int, key: ShardKey, stored_at: int, due: float, replays: int) -> None:
+    def __init__(
+        self, offset: int, key: ShardKey, *, generation: int, stored_at: int, due: float, replays: int
+    ) -> None:
+        self.generation = generation
+        """Of the group, when it was parked."""
         self.offset = offset
         """In its own partition."""
         self.key: Hashable = _Alone(offset) if key is None else key
@@ -60,8 +64,8 @@ class ParkedKeys:
 
     Example:
         >>> parked = ParkedKeys()
-        >>> parked.add(ParkedEntry(7, b"a", stored_at=0, due=60.0, replays=0))
-        >>> parked.add(ParkedEntry(9, b"a", stored_at=1, due=61.0, replays=0))
+        >>> parked.add(ParkedEntry(7, b"a", generation=1, stored_at=0, due=60.0, replays=0))
+        >>> parked.add(ParkedEntry(9, b"a", generation=1, stored_at=1, due=61.0, replays=0))
         >>> b"a" in parked, len(parked), parked.take_due(now=59.0)
         (True, 2, None)
         >>> parked.take_due(now=60.0).offset, parked.take_due(now=70.0)
@@ -114,7 +118,8 @@ class ParkedKeys:
         """Take a record in, at its place; one of the same offset is replaced."""
         known = self._by_offset.get(entry.offset)
         if known is not None:
-            known.stored_at, known.due, known.replays = entry.stored_at, entry.due, entry.replays
+            known.generation, known.stored_at = entry.generation, entry.stored_at
+            known.due, known.replays = entry.due, entry.replays
             if self.head(known.key) is known and known.key in self._waiting:
                 self.postpone(known.key, known.due)
             return

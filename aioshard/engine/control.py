@@ -27,9 +27,12 @@ def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour
         StateError: There is no such record here.
     """
     delivery = _waiting(engine, topic_partition, offset)
+    parking = engine.handler_of(topic_partition.topic).parking
+    if detour is not None and parking is not None and delivery.epoch.topic_partition != topic_partition:
+        detour = parking.drop
     delivery.failures = delivery.detours = 0
     delivery.detour = detour
-    delivery.aside = detour is not None or delivery.cancelled
+    delivery.aside = detour is not None or delivery.cancelled or delivery.then is not None
     what = "its handler runs again" if detour is None else detour.purpose
     logger.warning("record %r was released: %s", delivery, what)
     feed = engine.rebalance.fetchers[topic_partition].feed
@@ -41,12 +44,15 @@ def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> De
     if fetcher is None:
         raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
     delivery = fetcher.epoch.tracker.get(offset)
+    for side in fetcher.feed.with_side(fetcher.epoch)[1:]:
+        run_again = (found for found in side.tracker.values() if found.record.offset == offset)
+        delivery = delivery or next(run_again, None)
     if delivery is None:
         raise StateError(
             f"record {topic_partition}/{offset} is not incomplete here: it is done, or was not taken in yet; "
             "explain() names the halted ones"
         )
-    if delivery.block is None or offset in fetcher.epoch.shed:
+    if delivery.block is None or delivery.offset in delivery.epoch.shed:
         raise StateError(f"record {delivery!r} neither is halted nor waits for its next attempt: it needs no release")
     return delivery
 

@@ -87,6 +87,8 @@ class _Untroubled:
     """Whether its latest run was cancelled, so that the next one is a repetition."""
     detour: Detour | None = None
     """What comes in place of the next run."""
+    then: Detour | None = None
+    """What has to be done after the handler has succeeded, before the record is complete."""
     detours: int = 0
     """How often the detour has failed."""
     aside: bool = False

@@ -22,7 +22,7 @@ _ENOUGH_PER_WORKER = 4
 class Aside(Protocol):
     """What of a handler's partitions is kept elsewhere, and is processed by the same shards: parked records."""
 
-    async def restore(self, epoch: Epoch, partitions: int) -> None:
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> None:
         """Find out what there is of a partition, before anything of it is handed out."""
 
     def side_of(self, epoch: Epoch) -> Epoch | None:
@@ -153,18 +153,19 @@ class Feed:
         if self._aside is not None:
             self._aside.close(epoch, running)
 
-    async def restore(self, epoch: Epoch, partitions: int) -> None:
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> None:
         """Find out what of a partition is kept elsewhere, before anything of it is handed out.
 
         Args:
             epoch: New, and closed.
             partitions: How many its topic has.
+            generation: Of the group, in which the partition became ours.
 
         Raises:
             TransportError: That cannot be found out now.
         """
         if self._aside is not None:
-            await self._aside.restore(epoch, partitions)
+            await self._aside.restore(epoch, partitions, generation)
 
     def with_side(self, epoch: Epoch) -> list[Epoch]:
         """An epoch, and that of what is kept elsewhere of its partition."""

@@ -147,7 +147,7 @@ def _worker(
         name,
         shards,
         call=spec.call if parking is None else None,
-        invoke=spec.invoke if parking is None else parking.wrap(_invocation(spec)),
+        invoke=spec.invoke if parking is None else _invocation(spec),
         settlement=settlement,
         clock=around.clock,
         timeout=spec.timeout,

@@ -165,14 +165,14 @@ class Opening:
                 resolved.append(epoch)
             else:
                 found.append(epoch)
-        await self._restore([*found, *resolved])
+        await self._restore([*found, *resolved], membership.generation)
         if self._owner.client.membership() != membership:
             return []
         for epoch in found:
             self._owner.open(epoch, membership)
         return resolved
 
-    async def _restore(self, epochs: Collection[Epoch]) -> None:
+    async def _restore(self, epochs: Collection[Epoch], generation: int) -> None:
         """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
 
         Raises:
@@ -182,7 +182,7 @@ class Opening:
         numbers = {topic: len(await client.partitions(topic)) for topic in {e.topic_partition.topic for e in epochs}}
         feeds = {epoch: self._owner.fetchers[epoch.topic_partition].feed for epoch in epochs}
         found = await asyncio.gather(
-            *(feed.restore(epoch, numbers[epoch.topic_partition.topic]) for epoch, feed in feeds.items()),
+            *(feed.restore(epoch, numbers[epoch.topic_partition.topic], generation) for epoch, feed in feeds.items()),
             return_exceptions=True,
         )
         for error in found:

@@ -12,6 +12,7 @@ from aioshard.serde.side_records import (
     Coordinates,
     Failure,
     ParkedRecord,
+    Place,
     ReleaseRequest,
     Removed,
     read_parked,
@@ -49,13 +50,21 @@ class Lot:
     """
 
     def __init__(
-        self, source: Epoch, stored_in: TopicPartition, buffer: Buffer, shard_key: Callable[[Record], ShardKey]
+        self,
+        source: Epoch,
+        stored_in: TopicPartition,
+        generation: int,
+        *,
+        buffer: Buffer,
+        shard_key: Callable[[Record], ShardKey],
     ) -> None:
         """Make what is known of a partition's parked records; nothing is, yet."""
         self.source = source
         """The epoch of the partition."""
         self.stored_in = stored_in
         """Where its parked records are kept."""
+        self.generation = generation
+        """Of the group, when the partition became ours; what is parked here is stored under it."""
         self.replays = Epoch(stored_in, source.number, 0, buffer)
         """The epoch of what is run again."""
         self.keys = ParkedKeys()
@@ -67,6 +76,8 @@ class Lot:
         """What the first record of each key failed with."""
         self._start = source.tracker.position
         self._read_to = 0
+        self._doubtful: set[int] = set()
+        """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
         self._requests: list[Coordinates] = []
         self._fetched: dict[int, Record] = {}
         self._shard_key = shard_key
@@ -97,7 +108,8 @@ class Lot:
             case Removed():
                 entry = self.keys.get(found.coordinates.offset)
                 # What we have parked since comes later in the side topic than this.
-                if entry is not None and entry.stored_at < record.offset:
+                same = entry is not None and entry.generation == found.place.generation
+                if entry is not None and same and entry.stored_at < record.offset:
                     self.remove(entry.offset)
             case ReleaseRequest() if self.restored:
                 return self._release(found.coordinates)
@@ -106,16 +118,42 @@ class Lot:
         return None
 
     def _parked(self, found: ParkedRecord, stored_at: int) -> Message | None:
-        offset = found.coordinates.offset
+        """Take in what was there before us; what others write afterwards is none of the partition's any more."""
+        offset, generation = found.coordinates.offset, found.generation
         known = self.keys.get(offset)
-        if offset in self.writing or (known is not None and known.stored_at >= stored_at):
+        if known is not None and known.generation == generation:
+            known.stored_at = max(known.stored_at, stored_at)
             return None
-        if known is None and self.restored:
-            # A process that does not know yet that the partition is ours has written it; or it is gone already.
-            return tombstone(self.stored_in.topic, found.coordinates)
-        due = found.due if known is None else known.due
-        self.add(ParkedEntry(offset, self.identity(found.original), stored_at, due, found.replays), found.failure)
+        if generation > self.generation:
+            return None  # of somebody who has the partition after us
+        if self.restored and generation == self.generation:
+            self._doubtful.add(offset)
+            return None
+        if self.restored or (known is not None and known.generation > generation):
+            return tombstone(self.stored_in.topic, found.place)
+        self.add(self.entry(found.original, generation, stored_at, found.due, found.replays), found.failure)
         return None
+
+    def stale(self) -> Iterator[Message]:
+        """What takes out records whose park was not acknowledged, but stored, and that have ended otherwise since."""
+        for offset in list(self._doubtful):
+            if offset in self.writing or offset in self.source.tracker:
+                continue  # its end is not known yet
+            self._doubtful.discard(offset)
+            if self.keys.get(offset) is None:
+                yield tombstone(self.stored_in.topic, Place(self._coordinates(offset), self.generation))
+
+    def _coordinates(self, offset: int) -> Coordinates:
+        return Coordinates(*self.source.topic_partition, offset)
+
+    def entry(self, record: Record, generation: int, stored_at: int, due: float, replays: int) -> ParkedEntry:
+        """What is kept of a parked record."""
+        key = self.identity(record)
+        return ParkedEntry(record.offset, key, generation=generation, stored_at=stored_at, due=due, replays=replays)
+
+    def place(self, entry: ParkedEntry) -> Place:
+        """Under which key a parked record is stored."""
+        return Place(self._coordinates(entry.offset), entry.generation)
 
     def _release(self, coordinates: Coordinates) -> Message:
         entry = self.keys.get(coordinates.offset)
@@ -132,7 +170,7 @@ class Lot:
         self.restored = True
         for entry in [entry for entry in self.keys if entry.offset >= self._start]:
             self.remove(entry.offset)
-            yield tombstone(self.stored_in.topic, Coordinates(*self.source.topic_partition, entry.offset))
+            yield tombstone(self.stored_in.topic, self.place(entry))
         for coordinates in self._requests:
             yield self._release(coordinates)
         self._requests.clear()
@@ -174,13 +212,6 @@ class Lot:
     def fetched(self, stored_at: int) -> Record | None:
         """A record of the side topic, when it came with what was read last."""
         return self._fetched.pop(stored_at, None)
-
-    def answers(self, message: Message) -> bool:
-        """Whether an answer that could not be written before is still right: the record may have been parked since."""
-        coordinates = Coordinates.parse((message.key or b"").decode())
-        if coordinates is None:
-            return True
-        return coordinates.offset not in self.writing and self.keys.get(coordinates.offset) is None
 
     def keep(self, records: Iterable[Record]) -> None:
         """Keep what was read, in place of what was read before."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import anyio
 
@@ -19,7 +19,7 @@ from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.ports import Message, SideTopics, record_size
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, tombstone
+from aioshard.serde.side_records import Failure, ParkedRecord, park, read_parked, tombstone
 
 __all__ = ["Parking"]
 
@@ -101,6 +101,8 @@ class Parking:
         self._behind = Detour(f"its key is parked, and it is written to {policy.topic} behind it", self._park_behind)
         self._first = Detour(f"it is parked in {policy.topic}", self._park)
         self._again = Detour(f"it is parked in {policy.topic} again", self._park_again)
+        self.drop = Detour(f"it is taken out of {policy.topic} without being processed", self._drop)
+        """For a record that is run again, and halted, when somebody gives it up."""
         self._finished = Detour(f"it is taken out of {policy.topic}, its run succeeded", self._remove)
 
     def _now(self) -> float:
@@ -129,18 +131,6 @@ class Parking:
         """See `Recourse.decide`."""
         return self._again if isinstance(delivery, Replay) else self._first
 
-    def wrap(self, invoke: Callable[[Delivery], Awaitable[object]]) -> Callable[[Delivery], Awaitable[object]]:
-        """Have the run of a parked record end with taking it out of the side topic."""
-
-        async def run(delivery: Delivery) -> object:
-            result = await invoke(delivery)
-            if isinstance(delivery, Replay):
-                delivery.divert(self._finished)  # if it fails, only this is done again
-                await self._remove(delivery)
-            return result
-
-        return run
-
     async def _park(self, delivery: Delivery) -> Outcome:
         failure = failure_of(delivery, self._group, self._handler)
         return await self._store(delivery, failure, self._now() + self.policy.delay)
@@ -162,10 +152,11 @@ class Parking:
         record = delivery.record
         lot.writing.add(record.offset)
         try:
-            stored_at = await self._publish(park(self.policy.topic, record, failure, due=due))
+            message = park(self.policy.topic, record, failure, generation=lot.generation, due=due)
+            stored_at = await self._publish(message)
         finally:
             lot.writing.discard(record.offset)
-        lot.add(ParkedEntry(record.offset, lot.identity(record), stored_at, due, 0), failure)
+        lot.add(lot.entry(record, lot.generation, stored_at, due, 0), failure)
         self._due.set()
         return Outcome.PARKED
 
@@ -180,7 +171,14 @@ class Parking:
             return Outcome.RETURNED  # somebody dropped it
         lot.writing.add(entry.offset)
         try:
-            message = park(self.policy.topic, delivery.record, failure, due=due, replays=replays)
+            message = park(
+                self.policy.topic,
+                delivery.record,
+                failure,
+                generation=entry.generation,
+                due=due,
+                replays=replays,
+            )
             entry.stored_at = await self._publish(message)
         finally:
             lot.writing.discard(entry.offset)
@@ -192,19 +190,25 @@ class Parking:
 
     async def _remove(self, delivery: Delivery) -> Outcome:
         assert isinstance(delivery, Replay)  # noqa: S101 - decided so
-        await self._publish(tombstone(self.policy.topic, Coordinates.of(delivery.record)))
-        delivery.lot.remove(delivery.entry.offset)
+        lot = delivery.lot
+        await self._publish(tombstone(self.policy.topic, lot.place(delivery.entry)))
+        lot.remove(delivery.entry.offset)
         self._due.set()
         return Outcome.PROCESSED
 
+    async def _drop(self, delivery: Delivery) -> Outcome:
+        await self._remove(delivery)
+        return Outcome.SKIPPED
+
     # Partitions ---------------------------------------------------------------------
 
-    async def restore(self, epoch: Epoch, partitions: int) -> None:
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> None:
         """Find out what of a partition is parked, before anything of it is handed out.
 
         Args:
             epoch: New, and closed.
             partitions: How many the topic has.
+            generation: Of the group, in which the partition became ours.
 
         Raises:
             TransportError: That cannot be found out now.
@@ -214,7 +218,8 @@ class Parking:
             self._ensured = partitions
         stored_in = TopicPartition(self.policy.topic, epoch.topic_partition.partition)
         others = {lot.stored_in for lot in self._lots.values()} - {stored_in}
-        lot = self._lots[epoch] = Lot(epoch, stored_in, self._buffer, self._shard_key)
+        lot = Lot(epoch, stored_in, generation, buffer=self._buffer, shard_key=self._shard_key)
+        self._lots[epoch] = lot
         # Anew from its start, also for another topic's partition of the same number: to that one nothing is new.
         self._side.watch(others)
         self._side.watch(others | {stored_in})
@@ -275,6 +280,9 @@ class Parking:
             try:
                 for record in await self._side.poll(_POLL_TIMEOUT):
                     await self._read(record)
+                for lot in list(self._lots.values()):
+                    for message in lot.stale():
+                        await self._answer(lot, message)
                 self.trouble = None
             except TransportError as error:
                 if self.trouble is None:
@@ -292,7 +300,7 @@ class Parking:
         self._due.set()
 
     async def _answer(self, lot: Lot, message: Message) -> None:
-        while lot.replays.gate is not Gate.ENDED and lot.answers(message):
+        while lot.replays.gate is not Gate.ENDED:
             try:
                 await self._publish(message)
             except TransportError as error:
@@ -334,6 +342,7 @@ class Parking:
             key = lot.identity(record)
             number = self._number(key, entry.offset) if self._fixed else 0
             replay = lot.replay(entry, record, number if self._fixed else key, self._clock())
+            replay.then, replay.aside = self._finished, True
             self._shards[number].put_first([replay])
 
     def _number(self, key: ShardKey, offset: int) -> int:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from aioshard.engine.epoch import Delivery, Gate, Outcome
+from aioshard.engine.epoch import Delivery, Detour, Gate, Outcome
 from aioshard.engine.settling import Settlement
 from aioshard.engine.shards import Shards
 from aioshard.errors import AttemptTimeoutError, CancelledRunError, SwallowedCancellationError
@@ -198,7 +198,7 @@ class RecordWorker(Worker):
         self._invoke = invoke
         self._divert = divert
 
-    async def run(self) -> None:  # noqa: C901 - the hot path: no calls
+    async def run(self) -> None:  # noqa: C901, PLR0912 - the hot path: no calls
         """Serve until cancelled."""
         self._task = asyncio.current_task()
         shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
@@ -222,6 +222,9 @@ class RecordWorker(Worker):
                     delivery = await self._take_detour(delivery)
                     continue
                 self._runs_again(delivery)
+                if delivery.then is not None:
+                    delivery = await self._run_and_then(delivery, delivery.then)
+                    continue
             delivery.starts += 1
             self.delivery = delivery
             self.started = clock()
@@ -274,6 +277,22 @@ class RecordWorker(Worker):
         if self.asked & Asked.INTERRUPT:
             return self._swallowed_cancellation(delivery)
         return self._completed(delivery, outcome)
+
+    async def _run_and_then(self, delivery: Delivery, then: Detour) -> Delivery | None:
+        """Run the handler of a delivery that is complete only after a detour, and return what comes next: that."""
+        self.delivery = delivery
+        self.started = self._clock()
+        try:
+            self.running = running = self._invoke(delivery)
+            await running
+        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            return self._ended_badly(delivery, error)
+        if self.asked & (Asked.INTERRUPT | Asked.TIME_OUT):
+            return self._returned_although_asked(delivery)
+        self.delivery = self.running = None
+        self._forget_what_the_handler_asked()
+        delivery.divert(then)
+        return delivery
 
     def _completed(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         self.delivery = self.running = None
@@ -334,7 +353,8 @@ class RecordWorker(Worker):
     def _runs_again(self, delivery: Delivery) -> None:
         if delivery.cancelled:
             self._settlement.counters.replayed += 1
-        delivery.cancelled = delivery.aside = False
+        delivery.cancelled = False
+        delivery.aside = delivery.then is not None
 
     def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
         """An attempt failed: another one later, or a detour, or the shard halts."""

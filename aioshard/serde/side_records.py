@@ -9,11 +9,12 @@ since the epoch).
 replaced, not doubled.
 
 **A parked record** lives in a compacted topic, in the partition that has the *same number* as its own. Its key is
-`topic/partition/offset` of the original, whose own key moves into the header `aioshard.key` (bytes; missing where there
-was none). A null value, which would delete, becomes an empty one with `aioshard.null` = `1`. `aioshard.due` says when
-the key is run again (seconds since the epoch), `aioshard.replays` how often it was. The tombstone of that key takes the
-record out. A request to release the key of a record has the key `release/topic/partition/offset` and the value `1`;
-its tombstone says that it was answered.
+`topic/partition/offset@generation`: where the original is, and the generation of the group in which it was parked, so
+that whoever lost the partition since cannot take out what its new owner has parked. The original's own key moves into
+the header `aioshard.key` (bytes; missing where there was none). A null value, which would delete, becomes an empty one
+with `aioshard.null` = `1`. `aioshard.due` says when the key is run again (seconds since the epoch), `aioshard.replays`
+how often it was. The tombstone of that key takes the record out. A request to release the key of a record has the key
+`release/topic/partition/offset` and the value `1`; its tombstone says that it was answered.
 """
 
 import math
@@ -29,6 +30,7 @@ __all__ = [
     "DeadLetterRecord",
     "Failure",
     "ParkedRecord",
+    "Place",
     "ReleaseEnded",
     "ReleaseRequest",
     "Removed",
@@ -125,6 +127,32 @@ class Coordinates(NamedTuple):
                 return None
 
 
+class Place(NamedTuple):
+    """Under which key a parked record is stored: where the original is, and in which generation it was parked.
+
+    Example:
+        >>> str(Place(Coordinates("orders", 0, 41), 7))
+        'orders/0/41@7'
+        >>> Place.parse("orders/0/41@7").generation, Place.parse("orders/0/41")
+        (7, None)
+    """
+
+    coordinates: Coordinates
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.coordinates}@{self.generation}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Place | None":
+        """What `str` made of it; None when *text* is something else."""
+        where, _, generation = text.rpartition("@")
+        coordinates = Coordinates.parse(where)
+        if coordinates is None or not _is_number(generation):
+            return None
+        return cls(coordinates, int(generation))
+
+
 # Dead letters -------------------------------------------------------------------------
 
 
@@ -194,6 +222,13 @@ class ParkedRecord(NamedTuple):
     """Seconds since the epoch at which its key is run again by itself."""
     replays: int
     """How often it was run again so far."""
+    generation: int
+    """Of the group, when the record was parked first."""
+
+    @property
+    def place(self) -> Place:
+        """Under which key it is stored."""
+        return Place(self.coordinates, self.generation)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -204,7 +239,12 @@ class ParkedRecord(NamedTuple):
 class Removed(NamedTuple):
     """A record is not parked any more: finished, or dropped."""
 
-    coordinates: Coordinates
+    place: Place
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Of the original."""
+        return self.place.coordinates
 
 
 class ReleaseRequest(NamedTuple):
@@ -219,21 +259,22 @@ class ReleaseEnded(NamedTuple):
     coordinates: Coordinates
 
 
-def park(topic: str, record: Record, failure: Failure, *, due: float, replays: int = 0) -> Message:
+def park(topic: str, record: Record, failure: Failure, *, generation: int, due: float, replays: int = 0) -> Message:
     """A record as a message for the side topic; written again, it replaces what is there.
 
     Args:
         topic: The side topic.
         record: The record that is parked.
         failure: Why.
+        generation: Of the group, when the record was parked first.
         due: Seconds since the epoch at which its key is to be run again.
         replays: How often it was run again so far.
 
     Example:
         >>> record = Record("orders", 3, 41, b"k", None, (), 1700000000.0)
-        >>> message = park("parked", record, Failure("g", "h", 5, "ValueError", "no", 1.5), due=61.5)
+        >>> message = park("parked", record, Failure("g", "h", 5, "ValueError", "no", 1.5), generation=2, due=61.5)
         >>> message.key, message.value, message.partition
-        (b'orders/3/41', b'', 3)
+        (b'orders/3/41@2', b'', 3)
     """
     extra: list[tuple[str, bytes | None]] = [(_DUE, _text(repr(due))), (_REPLAYS, _text(str(replays)))]
     if record.key is not None:
@@ -242,13 +283,13 @@ def park(topic: str, record: Record, failure: Failure, *, due: float, replays: i
         extra.append((_NULL, b"1"))
     # The record comes back to its handler, so that even headers named like ours stay as they are.
     headers = record.headers + _failure_headers(record, failure) + tuple(extra)
-    coordinates = Coordinates.of(record)
-    return Message(topic, record.value or b"", _text(str(coordinates)), headers, record.partition)
+    place = Place(Coordinates.of(record), generation)
+    return Message(topic, record.value or b"", _text(str(place)), headers, record.partition)
 
 
-def tombstone(topic: str, coordinates: Coordinates) -> Message:
+def tombstone(topic: str, place: Place) -> Message:
     """What takes a parked record out of the side topic."""
-    return Message(topic, None, _text(str(coordinates)), (), coordinates.partition)
+    return Message(topic, None, _text(str(place)), (), place.coordinates.partition)
 
 
 def release(topic: str, coordinates: Coordinates) -> Message:
@@ -264,27 +305,33 @@ def released(topic: str, coordinates: Coordinates) -> Message:
 def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | ReleaseEnded | None:
     """What a record of a side topic says; None when it is nothing of ours, or in a partition where it means nothing."""
     named = (record.key or b"").decode("utf-8", "replace")
-    asked = named.startswith(f"{_RELEASE}/") and named.count("/") == 3  # noqa: PLR2004 - a topic may be named so too
-    coordinates = Coordinates.parse(named.removeprefix(f"{_RELEASE}/") if asked else named)
+    place = Place.parse(named)
+    if place is None:
+        return _request(record, named)
+    if place.coordinates.partition != record.partition:
+        return None
+    return Removed(place) if record.value is None else _parked(record, place)
+
+
+def _request(record: Record, named: str) -> ReleaseRequest | ReleaseEnded | None:
+    if not named.startswith(f"{_RELEASE}/"):
+        return None
+    coordinates = Coordinates.parse(named.removeprefix(f"{_RELEASE}/"))
     if coordinates is None or coordinates.partition != record.partition:
         return None
-    if asked:
-        return ReleaseEnded(coordinates) if record.value is None else ReleaseRequest(coordinates)
-    if record.value is None:
-        return Removed(coordinates)
-    return _parked(record, coordinates)
+    return ReleaseEnded(coordinates) if record.value is None else ReleaseRequest(coordinates)
 
 
-def _parked(record: Record, coordinates: Coordinates) -> ParkedRecord | None:
+def _parked(record: Record, place: Place) -> ParkedRecord | None:
     original, ours = _parted(record.headers)
     letter = _read(original, ours, ours.get(_KEY), None if _NULL in ours else record.value)
-    if letter is None or Coordinates.of(letter.original) != coordinates:
+    if letter is None or Coordinates.of(letter.original) != place.coordinates:
         return None
     try:
         due, replays = _seconds(ours, _DUE), _whole(ours, _REPLAYS)
     except ValueError:
         return None
-    return ParkedRecord(letter.original, letter.failure, due, replays)
+    return ParkedRecord(letter.original, letter.failure, due, replays, place.generation)
 
 
 # Headers ------------------------------------------------------------------------------

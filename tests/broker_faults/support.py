@@ -20,7 +20,9 @@ from confluent_kafka.admin import (
 )
 
 from aioshard import App, Record
+from aioshard.clients import kafka_clients
 from aioshard.observe import HandlerStatistics, PartitionStatistics
+from aioshard.ports import TransportFactory
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka_properties import Credentials
 
@@ -280,3 +282,8 @@ async def _admin(cluster: KafkaCluster) -> AsyncIterator[Any]:
             yield admin
         finally:
             await admin.close()
+
+
+def transport_of(app: App) -> TransportFactory:
+    """Makes the client that an app consumes with."""
+    return kafka_clients(app.settings, app.group_id).transport

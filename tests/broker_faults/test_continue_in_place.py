@@ -17,6 +17,7 @@ from tests.broker_faults.support import (
     messages,
     partition_of,
     quick_app,
+    transport_of,
     until,
     visiting,
 )
@@ -38,7 +39,7 @@ async def test_partitions_that_stay_go_on_in_place_while_a_member_comes_and_goes
     staying, coming = (quick_app(kafka, group) for _ in range(2))
     for app in (staying, coming):
         app.consume(topic, concurrency=16)(ledger.handle)
-    meddler = Meddler(staying._make_transport())
+    meddler = Meddler(transport_of(staying))
     sent: list[Message] = []
     kept = {0, 1, 2, 3}
     async with staying.started(meddler):
@@ -72,7 +73,7 @@ async def test_a_rebalance_that_moves_nothing_is_not_noticed(kafka: SharedKafka,
     await kafka.create_topic(f"{topic}.other")
     app, ledger = quick_app(kafka, group, drain_timeout=0.5), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(app._make_transport())
+    meddler = Meddler(transport_of(app))
     async with app.started(meddler):
         before = app.statistics()
         sent = messages(100)
@@ -102,7 +103,7 @@ async def test_a_partition_whose_offsets_nobody_tells_is_named_and_then_goes_on_
     await kafka.create_topic(topic)
     app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=1), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(app._make_transport())
+    meddler = Meddler(transport_of(app))
     async with app.started(meddler):
         epoch = partition_of(app, 0).epoch
         ledger.hold(lambda record: record.offset == 3)
@@ -135,7 +136,7 @@ async def test_a_commit_of_which_the_answer_was_lost_begins_anew_and_repeats_not
     await kafka.create_topic(topic)
     app, ledger = quick_app(kafka, group, drain_timeout=0.3, commit_timeout=0.5), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(app._make_transport())
+    meddler = Meddler(transport_of(app))
     async with app.started(meddler):
         epoch = partition_of(app, 0).epoch
         ledger.hold(lambda record: record.offset == 30)
@@ -179,7 +180,7 @@ class RealPlace:
         self.app = quick_app(kafka, group, drain_timeout=0.3)
 
     def make(self) -> TransportFactory:
-        return self.app._make_transport()
+        return transport_of(self.app)
 
     async def produce(self, sent: list[Message]) -> None:
         await self.kafka.produce(self.topic, sent)

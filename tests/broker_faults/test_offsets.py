@@ -14,6 +14,7 @@ from tests.broker_faults.support import (
     messages,
     partition_of,
     quick_app,
+    transport_of,
     until,
 )
 from tests.support.shared_kafka import SharedKafka
@@ -104,7 +105,7 @@ async def test_no_record_is_handed_out_before_the_first_position_is_committed(
     await kafka.produce(topic, messages(10))
     app, ledger = quick_app(kafka, group, auto_offset_reset=policy, start_timeout=None), Ledger()
     app.consume(topic)(ledger.handle)
-    meddler = Meddler(app._make_transport())
+    meddler = Meddler(transport_of(app))
     meddler.commits.clear()
 
     async with app.started(meddler):
@@ -135,7 +136,7 @@ async def test_latest_skips_nothing_of_what_came_while_nothing_was_handed_out(
     second.include(first)
     sent = messages(5, start=100)
 
-    async with first.started(Meddler(first._make_transport(), hand_out=False)):
+    async with first.started(Meddler(transport_of(first), hand_out=False)):
         await kafka.produce(topic, sent)
     assert ledger.started == []
     async with second:
@@ -218,7 +219,7 @@ async def test_a_member_that_begins_later_in_the_same_generation_begins_at_the_e
     )
     for app in (quick, slow):
         app.consume(topic)(ledger.handle)
-    fast, late = Meddler(quick._make_transport()), Meddler(slow._make_transport())
+    fast, late = Meddler(transport_of(quick)), Meddler(slow._make_transport())
     fast.commits.clear()
     late.questions.clear()
 

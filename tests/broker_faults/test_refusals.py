@@ -20,6 +20,7 @@ from tests.broker_faults.support import (
     messages,
     partition_of,
     quick_app,
+    transport_of,
     until,
 )
 from tests.support.shared_kafka import SharedKafka
@@ -28,7 +29,7 @@ from tests.support.shared_kafka import SharedKafka
 def _watched(kafka: SharedKafka, group: str, topic: str, **overrides: Any) -> tuple[App, Ledger, Meddler]:
     app, ledger = quick_app(kafka, group, **overrides), Ledger()
     app.consume(topic)(ledger.handle)
-    return app, ledger, Meddler(app._make_transport())
+    return app, ledger, Meddler(transport_of(app))
 
 
 def _losses(meddler: Meddler) -> int:
@@ -121,7 +122,7 @@ async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
     app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=0.8), Ledger()
-    meddler = Meddler(app._make_transport())
+    meddler = Meddler(transport_of(app))
     blocked: list[Record] = []
 
     @app.consume(topic)

@@ -48,7 +48,7 @@ async def letters(kafka: SharedKafka, topic: str, publish: Publish) -> str:
     ]
     for partition, original, why in written:
         await publish(dead_letter(topic, original, why)._replace(partition=partition))
-    await publish(park(topic, record(7, partition=1), failure(7), due=1.0))
+    await publish(park(topic, record(7, partition=1), failure(7), generation=4, due=1.0))
     return topic
 
 

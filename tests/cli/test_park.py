@@ -12,6 +12,7 @@ from aioshard.records import Record
 from aioshard.serde.side_records import (
     Coordinates,
     Failure,
+    Place,
     ReleaseRequest,
     Removed,
     dead_letter,
@@ -43,7 +44,7 @@ class ParkTopic:
         """Parks a record of "orders"."""
         why = FAILURE._replace(**fields.pop("why", {}))
         record = Record(fields.pop("topic", "orders"), partition, offset, key, b"value", (("trace", b"7"),), 1.6e9)
-        await self.publish(park(self.topic, record, why, **{"due": FAILED_AT + 60, **fields}))
+        await self.publish(park(self.topic, record, why, **{"generation": 4, "due": FAILED_AT + 60, **fields}))
 
     async def run(self, command: str, *options: str, code: int = 0) -> Any:
         ended = await self._aioshard("park", command, self.topic, *options, "--bootstrap-servers", self.kafka.bootstrap)
@@ -115,7 +116,7 @@ async def test_a_program_is_told_all_about_a_key(parked: ParkTopic) -> None:
 
 async def test_what_was_written_again_counts_as_it_is_now_and_what_was_removed_not_at_all(parked: ParkTopic) -> None:
     await parked.park(5, b"alice", due=FAILED_AT + 900, replays=3, why={"error": "KeyError"})
-    await parked.publish(tombstone(parked.topic, BOB), tombstone(parked.topic, Coordinates("orders", 0, 7)))
+    await parked.publish(*(tombstone(parked.topic, Place(gone, 4)) for gone in (BOB, Coordinates("orders", 0, 7))))
 
     listed = {one["key"]: one for one in await parked.listed("--partition", "0")}
 
@@ -226,7 +227,7 @@ async def test_a_key_is_dropped_with_all_its_records(parked: ParkTopic) -> None:
     ended = await parked.run("drop", "--key", "alice", "--yes")
 
     assert ended.output == "3 parked record(s) were dropped: they are never processed\n"
-    assert await parked.written() == [Removed(Coordinates("orders", 0, offset)) for offset in (5, 7, 9)]
+    assert await parked.written() == [Removed(Place(Coordinates("orders", 0, offset), 4)) for offset in (5, 7, 9)]
     assert await parked.listed("--key", "alice") == []
 
 
@@ -234,13 +235,13 @@ async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
     """The way out for the one that never succeeds: those behind it go on."""
     await parked.run("drop", "--record", "orders/0/5", "--yes")
 
-    assert await parked.written() == [Removed(ALICE)]
+    assert await parked.written() == [Removed(Place(ALICE, 4))]
     assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
 async def test_thousands_are_dropped(parked: ParkTopic, publish: Publish) -> None:
     records = [Record("orders", 0, 100 + number, b"%d" % number, b"", (), 1.6e9) for number in range(1500)]
-    await publish(*(park(parked.topic, record, FAILURE, due=1.0) for record in records))
+    await publish(*(park(parked.topic, record, FAILURE, generation=4, due=1.0) for record in records))
 
     ended = await parked.run("drop", "--all", "--yes", "--json")
 

@@ -161,7 +161,8 @@ def test_a_dropped_record_is_gone_and_the_next_one_is_tried() -> None:
             await client.settle()
             ledger.broken.clear()
             producer = InMemoryProducer(client.broker)
-            await producer.publish(tombstone(PARKED, Coordinates("orders", 0, 0)))
+            first = parked_now(client.broker)[Coordinates("orders", 0, 0)]
+            await producer.publish(tombstone(PARKED, first.place))
             await until(lambda: ledger.done[b"k0"] == [1, 2])
             await producer.close()
 
@@ -296,7 +297,7 @@ def test_what_another_member_writes_after_it_lost_the_partition_does_not_come_ba
             await client.settle()
             late = broker.records("orders", 0)[4]
             producer = InMemoryProducer(broker)
-            await producer.publish(park(PARKED, late, Failure("g", "h", 1, "E", "", 0.0), due=0.0))
+            await producer.publish(park(PARKED, late, Failure("g", "h", 1, "E", "", 0.0), generation=0, due=0.0))
             await until(lambda: not parked_now(broker))
             await asyncio.sleep(30.0)
             assert ledger.done[b"k0"] == [0, 2, 4, 6, 8]

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from aioshard.testing.loop import run
+from tests.simulation.failing import POLICIES, FailingWorld
 from tests.simulation.world import World, stop_quietly
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000"))
@@ -13,13 +14,16 @@ CHUNK = 100
 EVENTS = 25
 
 
-def simulate(seed: int, *, clean: bool = False) -> World:
+def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> World:
     kinds = [("key", False), ("key", False), ("key", True), (lambda record: record.key, False)]
     shard_by, fixed = kinds[seed % len(kinds)]
     worlds: list[World] = []
 
     async def life() -> None:
-        world = World(seed, shard_by=shard_by, fixed_shards=fixed, clean=clean)
+        if policy is None:
+            world = World(seed, shard_by=shard_by, fixed_shards=fixed, clean=clean)
+        else:
+            world = FailingWorld(seed, policy, shard_by=shard_by, fixed_shards=fixed)
         worlds.append(world)
         world.publish(30)
         world.start_process()
@@ -38,6 +42,14 @@ def simulate(seed: int, *, clean: bool = False) -> World:
 def test_guarantees_hold_after_every_step(first: int) -> None:
     for seed in range(first, first + CHUNK):
         world = simulate(seed)
+        assert world.runs > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", range(0, max(SEEDS // 8, CHUNK), CHUNK))
+def test_guarantees_hold_when_attempts_are_used_up(first: int, policy: str) -> None:
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed, policy=policy)
         assert world.runs > 0
 
 

@@ -15,7 +15,7 @@ from aioshard.engine.runtime import Engine
 from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError
 from aioshard.ports import GroupListener, Membership
 from aioshard.records import TopicPartition
-from aioshard.testing import InMemoryBroker, InMemoryTransport
+from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport
 
 TOPIC = "flights"
 GROUP = "simulated"
@@ -86,9 +86,9 @@ class Process:
         app = App(GROUP, **SETTINGS)
         fixed = self.world.fixed_shards
         options: dict[str, Any] = {"shards": 5} if fixed else {"concurrency": 4}
-        retry = Retry(attempts=1000, initial=0.05, maximum=1.0)
+        options |= self.world.consume_options()
 
-        @app.consume(TOPIC, shard_by=self.world.shard_by, retry=retry, **options)
+        @app.consume(TOPIC, shard_by=self.world.shard_by, **options)
         async def handle(record: Record, context: Context) -> None:  # noqa: ARG001 - the other form is tested too
             await self.world.handle(self, record)
 
@@ -109,9 +109,16 @@ class Process:
         self.transports.append(transport)
         return transport
 
+    def _make_producer(self) -> InMemoryProducer:
+        world = self.world
+        return InMemoryProducer(world.broker, latency=lambda: world.latency("publish"), timeout=5.0)
+
+    def _make_side_topics(self) -> InMemorySideTopics:
+        return InMemorySideTopics(self.world.broker, max_records=self.world.rng.choice([3, 500]))
+
     async def _run(self) -> None:
         try:
-            async with self.app.started(self._make_transport):
+            async with self.app.started(self._make_transport, self._make_producer, self._make_side_topics):
                 await self.finish.wait()
         except AioshardError as error:
             if self.alive and not isinstance(error, AioshardError):
@@ -161,6 +168,10 @@ class World:
         self._checked: dict[TopicPartition, int] = defaultdict(int)
         self._checked_commits = 0
         self._number = 0
+
+    def consume_options(self) -> dict[str, Any]:
+        """How the handlers of all processes are registered."""
+        return {"retry": Retry(attempts=1000, initial=0.05, maximum=1.0)}
 
     # What handlers do ------------------------------------------------------------------
 
@@ -219,11 +230,19 @@ class World:
         earlier = self.of_key[topic_partition, key]
         done = self.done[topic_partition]
         for offset in reversed(earlier[: earlier.index(record.offset)]):
-            if offset not in done:
+            if offset not in done and not self.is_terminal(topic_partition, offset):
                 self._breach(f"I4: {topic_partition} {record.offset} starts before {offset} of its key was done")
 
     def _breach(self, sentence: str) -> None:
         self.breaches.append(sentence)
+
+    def is_terminal(self, topic_partition: TopicPartition, offset: int) -> bool:  # noqa: ARG002 - for other worlds
+        """Whether a record that was not processed has reached its end otherwise."""
+        return False
+
+    def may_be_passed(self, topic_partition: TopicPartition, offset: int) -> bool:
+        """Whether a commit may pass a record that was not processed."""
+        return self.is_terminal(topic_partition, offset)
 
     # What is true at every step ----------------------------------------------------------
 
@@ -247,7 +266,8 @@ class World:
         offsets = self.offsets[topic_partition]
         index = self._checked[topic_partition]
         while index < len(offsets) and offsets[index] < committed:
-            assert offsets[index] in done, f"I1: {topic_partition} was committed to {committed} past {offsets[index]}"
+            passed = offsets[index] in done or self.may_be_passed(topic_partition, offsets[index])
+            assert passed, f"I1: {topic_partition} was committed to {committed} past {offsets[index]}"
             index += 1
         self._checked[topic_partition] = index
 
@@ -358,11 +378,16 @@ class World:
         deadline = asyncio.get_running_loop().time() + 600.0
         while not self.finished():
             assert asyncio.get_running_loop().time() < deadline, "I11: nothing moves\n" + self.describe()
+            self.release_all()
             await asyncio.sleep(0.5)
+
+    def release_all(self) -> None:
+        """Do what an operator does; nothing, where nothing halts."""
 
     def finished(self) -> bool:
         return all(
-            self.done[tp].issuperset(offsets) and (self.broker.committed(GROUP, *tp) or 0) >= self.broker.log(*tp).end
+            all(offset in self.done[tp] or self.is_terminal(tp, offset) for offset in offsets)
+            and (self.broker.committed(GROUP, *tp) or 0) >= self.broker.log(*tp).end
             for tp, offsets in self.offsets.items()
         )
 
@@ -390,12 +415,18 @@ async def stop_quietly(process: Process) -> None:
 def check_engine(engine: Engine) -> None:
     """What holds inside one engine between any two steps."""
     epochs = engine.rebalance.epochs
+    for handler in engine.handlers:
+        if handler.parking is not None:
+            epochs += [lot.replays for lot in handler.parking.lots]
     records = sum(epoch.held_usage.records for epoch in epochs)
     size = sum(epoch.buffered_bytes for epoch in epochs)
+    oversized = 2 if any(handler.parking is not None for handler in engine.handlers) else 1
     buffer = engine.buffer
     assert (buffer.records, buffer.bytes) == (records, size), "I6: the buffer's count is not what the epochs hold"
     assert records <= buffer.bounds.records, f"I6: {records} records are buffered"
-    assert size <= buffer.bounds.bytes or size - OVERSIZED - 600 <= buffer.bounds.bytes, f"I6: {size} bytes"
+    # One record larger than the bound is admitted alone, and so is one that is run again.
+    alone = oversized * (OVERSIZED + 600)
+    assert size <= buffer.bounds.bytes or size - alone <= buffer.bounds.bytes, f"I6: {size} bytes"
     for epoch in epochs:
         committable = epoch.tracker.committable
         assert epoch.acknowledged is None or epoch.gate or epoch.acknowledged <= committable, "I1: ahead of ourselves"

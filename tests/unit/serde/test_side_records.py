@@ -15,6 +15,7 @@ from aioshard.serde.side_records import (
     DeadLetterRecord,
     Failure,
     ParkedRecord,
+    Place,
     ReleaseEnded,
     ReleaseRequest,
     Removed,
@@ -28,7 +29,7 @@ from aioshard.serde.side_records import (
     tombstone,
 )
 
-EXAMPLE = park("s", Record("t", 0, 0, b"", None, (), 0.0), Failure("", "", 1, "", "", 0.0), due=0.0)
+EXAMPLE = park("s", Record("t", 0, 0, b"", None, (), 0.0), Failure("", "", 1, "", "", 0.0), generation=3, due=0.0)
 OURS = [name for name, _ in EXAMPLE.headers]
 
 topics = st.from_regex(TOPIC_NAME, fullmatch=True)
@@ -184,7 +185,7 @@ def test_reading_any_record_raises_nothing(record: Record) -> None:
 
 def test_a_parked_record_is_no_dead_letter() -> None:
     """Sending it back to its topic would run it a second time, out of order."""
-    assert read_dead_letter(stored(park("parked", RECORD, FAILURE, due=1.0))) is None
+    assert read_dead_letter(stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))) is None
 
 
 # Sending back
@@ -216,11 +217,11 @@ def test_a_replayed_dead_letter_is_the_original_and_says_where_it_was(
 @given(records_with_headers_like_ours, failures, moments, st.integers(0, 1000))
 def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Failure, due: float, replays: int) -> None:
     """Its handler gets it back, so even headers that are named like ours stay."""
-    message = park("parked", record, failure, due=due, replays=replays)
+    message = park("parked", record, failure, generation=3, due=due, replays=replays)
 
     read = read_parked(stored(message))
 
-    assert read == ParkedRecord(record, failure, due, replays)
+    assert read == ParkedRecord(record, failure, due, replays, 3)
     assert isinstance(read, ParkedRecord)
     assert read.coordinates == Coordinates.of(record)
 
@@ -229,18 +230,18 @@ def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Fail
 def test_a_parked_record_is_no_tombstone_and_stands_in_the_partition_of_its_number(
     record: Record, failure: Failure
 ) -> None:
-    message = park("parked", record, failure, due=1.0)
+    message = park("parked", record, failure, generation=3, due=1.0)
 
     assert message.value is not None
     assert message.partition == record.partition
-    assert message.key == str(Coordinates.of(record)).encode()
+    assert message.key == str(Place(Coordinates.of(record), 3)).encode()
 
 
 @given(records)
 def test_a_tombstone_and_a_request_say_whom_they_mean(record: Record) -> None:
     coordinates = Coordinates.of(record)
 
-    assert read_parked(stored(tombstone("parked", coordinates))) == Removed(coordinates)
+    assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
     assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
     assert read_parked(stored(released("parked", coordinates))) == ReleaseEnded(coordinates)
 
@@ -250,15 +251,15 @@ def test_compaction_keeps_the_last_word_on_a_record_and_on_a_request(record: Rec
     """It goes by the key alone."""
     coordinates = Coordinates.of(record)
 
-    assert tombstone("parked", coordinates).key == park("parked", record, failure, due=1.0).key
+    assert tombstone("parked", Place(coordinates, 3)).key == park("parked", record, failure, generation=3, due=1.0).key
     assert released("parked", coordinates).key == release("parked", coordinates).key
-    assert release("parked", coordinates).key != tombstone("parked", coordinates).key
+    assert release("parked", coordinates).key != tombstone("parked", Place(coordinates, 3)).key
 
 
 def test_a_topic_may_be_named_like_a_request() -> None:
     coordinates = Coordinates("release", 0, 5)
 
-    assert read_parked(stored(tombstone("parked", coordinates))) == Removed(coordinates)
+    assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
     assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
 
 
@@ -277,27 +278,27 @@ def test_a_topic_may_be_named_like_a_request() -> None:
     ],
 )
 def test_what_has_another_key_is_nothing_of_ours(key: bytes | None) -> None:
-    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+    parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(key=key)) is None
 
 
 def test_what_stands_in_another_partition_is_nothing_of_ours() -> None:
     """Nobody who owns that partition would look after it."""
-    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+    parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(partition=4)) is None
 
 
 def test_headers_that_contradict_the_key_make_it_nothing_of_ours() -> None:
-    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+    parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
 
     assert read_parked(parked._replace(key=b"orders/3/42")) is None
 
 
 @pytest.mark.parametrize(("name", "text"), [("aioshard.due", b"soon"), ("aioshard.replays", None)])
 def test_a_damaged_header_makes_it_nothing_of_ours(name: str, text: bytes | None) -> None:
-    parked = stored(park("parked", RECORD, FAILURE, due=1.0))
+    parked = stored(park("parked", RECORD, FAILURE, generation=3, due=1.0))
     headers = tuple((other, text if other == name else value) for other, value in parked.headers)
 
     assert read_parked(parked._replace(headers=headers)) is None

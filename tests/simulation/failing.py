@@ -1,0 +1,152 @@
+"""Worlds in which attempts are used up: what each policy has to do then, checked after every step."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from aioshard import Budget, DeadLetter, Park, Record, Retry
+from aioshard.core.recourse import OnFailure
+from aioshard.errors import StateError, TransportError
+from aioshard.records import TopicPartition
+from aioshard.serde.side_records import ParkedRecord, Removed, read_dead_letter, read_parked, release
+from tests.simulation.world import TOPIC, Process, World
+
+__all__ = ["POLICIES", "FailingWorld"]
+
+SIDE = "side"
+TIMEOUT = 1.5
+
+POLICIES: dict[str, OnFailure] = {
+    "halt": "halt",
+    "skip": "skip",
+    "dead letter": DeadLetter(SIDE, budget=None),
+    "budget": DeadLetter(SIDE, budget=Budget(per_success=0.05, burst=2)),
+    "park": Park(SIDE, delay=1.0),
+    "park for good": Park(SIDE, delay=0.5, attempts=1),
+}
+
+
+class FailingWorld(World):
+    """A world whose handlers have two attempts, time out, and go on as their policy says."""
+
+    def __init__(self, seed: int, policy: str, **options: Any) -> None:
+        super().__init__(seed, **options)
+        self.policy = policy
+        self.failed: set[tuple[TopicPartition, int]] = set()
+        self.side_records: dict[Any, int] = {}
+        """What the side topic holds: its latest live record of each, and what it ever held."""
+        self.ever_sent: set[tuple[TopicPartition, int]] = set()
+        self._read: dict[int, int] = {}
+
+    def consume_options(self) -> dict[str, Any]:
+        return {
+            "retry": Retry(attempts=2, initial=0.05, maximum=1.0),
+            "on_failure": POLICIES[self.policy],
+            "timeout": TIMEOUT,
+        }
+
+    async def handle(self, process: Process, record: Record) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            await super().handle(process, record)
+        except BaseException as error:
+            if isinstance(error, Exception) or clock() - began >= TIMEOUT:
+                self.failed.add((record.topic_partition, record.offset))
+            raise
+
+    # What is true -----------------------------------------------------------------------
+
+    def read_side(self) -> None:
+        """Take note of what was written to the side topic since the last time."""
+        if SIDE not in self.broker.topics():
+            return
+        for partition in range(self.broker.topics()[SIDE]):
+            log = self.broker.log(SIDE, partition)
+            begin = self._read.get(partition, 0)
+            if log.end > begin:
+                for record in log.read(begin, log.end):
+                    self._note(record)
+                self._read[partition] = log.end
+
+    def _note(self, record: Record) -> None:
+        letter = read_dead_letter(record)
+        if letter is not None:
+            place = (letter.original.topic_partition, letter.original.offset)
+            self.side_records[place] = record.offset
+            self.ever_sent.add(place)
+            return
+        match read_parked(record):
+            case ParkedRecord() as parked:
+                self.side_records[parked.place] = record.offset
+                self.ever_sent.add((parked.original.topic_partition, parked.original.offset))
+            case Removed(gone):
+                self.side_records.pop(gone, None)
+
+    def is_terminal(self, topic_partition: TopicPartition, offset: int) -> bool:
+        """Not processed, and never to be processed."""
+        place = (topic_partition, offset)
+        if self.policy == "skip":
+            return place in self.failed
+        if self.policy in {"dead letter", "budget"}:
+            self.read_side()
+            return place in self.ever_sent
+        return False
+
+    def may_be_passed(self, topic_partition: TopicPartition, offset: int) -> bool:
+        if self.policy.startswith("park"):
+            self.read_side()
+            return (topic_partition, offset) in self.ever_sent
+        return self.is_terminal(topic_partition, offset)
+
+    # What happens -----------------------------------------------------------------------
+
+    async def something_happens(self) -> None:
+        match self.rng.randrange(12):
+            case 0:
+                error = self.rng.choice([TransportError("the side topic says no"), None])
+                self.broker.fail_publishes(SIDE, error, stored=self.rng.random() < 0.5)
+            case 1 if self.living:
+                self._pause_or_resume(self.rng.choice(self.living))
+            case 2 if self.policy.startswith("park"):
+                self._ask_for_releases()
+            case _:
+                await super().something_happens()
+
+    def _pause_or_resume(self, process: Process) -> None:
+        partition = self.rng.randrange(3)
+        act = self.rng.choice([process.app.pause, process.app.resume])
+        with contextlib.suppress(StateError):  # it does not run, or has no such partition
+            act(TOPIC, partition)
+
+    def _ask_for_releases(self) -> None:
+        self.read_side()
+        for place in sorted(self.side_records):
+            if self.rng.random() < 0.5:
+                message = release(SIDE, place.coordinates)
+                self.broker.publish(SIDE, message.value, key=message.key, partition=message.partition)
+
+    async def calm_down(self) -> None:
+        self.broker.fail_publishes(SIDE, None)
+        await super().calm_down()
+
+    def release_all(self) -> None:
+        """An operator resumes what is paused, retries what is halted, and releases what is parked."""
+        for process in self.living:
+            engine = process.engine
+            if engine is None:
+                continue
+            for name in list(engine.pauses):
+                assert isinstance(name, TopicPartition)
+                process.app.resume(name.topic, name.partition)
+            for handler in engine.handlers:
+                for shards in handler.feed.shards:
+                    for delivery in shards.halted:
+                        process.app.retry_now(TOPIC, delivery.record.partition, delivery.record.offset)
+        if self.policy == "park for good":
+            self._ask_for_releases()
+
+    def finished(self) -> bool:
+        self.read_side()
+        left = self.side_records if self.policy.startswith("park") else ()
+        return super().finished() and not left

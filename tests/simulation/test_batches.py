@@ -1,0 +1,65 @@
+"""Handlers of batches under thousands of seeded interleavings, I1 to I10 asserted after every step."""
+
+import asyncio
+import os
+
+import pytest
+
+from aioshard.testing.loop import run
+from tests.simulation.batching import BatchWorld, FailingBatchWorld
+from tests.simulation.failing import POLICIES
+from tests.simulation.world import stop_quietly
+
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000"))
+CHUNK = 100
+EVENTS = 25
+
+
+def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> BatchWorld:
+    kinds = [("key", False), ("key", False), ("key", True), (lambda record: record.key, False)]
+    shard_by, fixed = kinds[seed % len(kinds)]
+    worlds: list[BatchWorld] = []
+
+    async def life() -> None:
+        if policy is None:
+            world = BatchWorld(seed, shard_by=shard_by, fixed_shards=fixed, clean=clean)
+        else:
+            world = FailingBatchWorld(seed, policy, shard_by=shard_by, fixed_shards=fixed)
+        worlds.append(world)
+        world.publish(30)
+        world.start_process()
+        for _ in range(EVENTS):
+            await world.something_happens()
+            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.1, 0.3, 2.0]))
+        await world.calm_down()
+        for process in world.living:
+            await stop_quietly(process)
+
+    run(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
+    return worlds[0]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK))
+def test_guarantees_hold_after_every_step(first: int) -> None:
+    largest = 0
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed)
+        assert world.runs > 0
+        largest = max(largest, world.largest)
+    assert largest > 8, "records came one by one"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", range(0, max(SEEDS // 10, CHUNK), CHUNK))
+def test_guarantees_hold_when_attempts_are_used_up(first: int, policy: str) -> None:
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed, policy=policy)
+        assert world.runs > 0
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
+def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
+    """I12: a batch that was waiting for more when its partition left ran once, here or there."""
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed, clean=True)
+        assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"
