@@ -1,7 +1,8 @@
 """Single fetches from partitions, outside of any group and without a consumer's state, on aiokafka's bare client.
 
-aiokafka's consumer is not used here: it does not say that a log has nothing more up to its end, and asks for that
-nothing again and again. A compacted log may end so, once its last batches are gone.
+aiokafka's consumer is not used here. With each change of its partitions it throws away what it has fetched of all of
+them, it creates the topics that it looks for, and it does not tell that a log has nothing more up to its end, which
+who restores something has to know.
 """
 
 import asyncio
