@@ -1,7 +1,6 @@
 """`aioshard explain`: why the partitions of a running app do not advance."""
 
 import json
-from typing import Any
 
 import click
 
@@ -10,21 +9,14 @@ from aioshard.cli.asking import UNHEALTHY, HealthServer, NoAnswerError
 
 __all__ = ["command"]
 
-_STUCK_AFTER = 60.0
+_AS_JSON = "explain?format=json"
 
 
 @click.command()
 @asking.url
-@click.option(
-    "--stuck-after",
-    type=click.FloatRange(min=0),
-    default=_STUCK_AFTER,
-    show_default=True,
-    help="With --json: seconds after which a partition whose oldest record is incomplete counts as stuck.",
-)
 @asking.timeout
-@options.as_json("the explanation and the partitions that are stuck")
-def command(url: str, *, stuck_after: float, timeout: float, as_json: bool) -> int:
+@options.as_json("the diagnosis, and the explanation with it,")
+def command(url: str, *, timeout: float, as_json: bool) -> int:
     """Say why the partitions of a running app do not advance.
 
     URL is the base of its health server, such as http://127.0.0.1:8080. For every partition that does not advance:
@@ -33,30 +25,14 @@ def command(url: str, *, stuck_after: float, timeout: float, as_json: bool) -> i
     server = HealthServer(url, timeout=timeout)
     try:
         explanation = server.ask("explain").text
-        statistics = server.ask("statistics.json").json(f"{server.base}/statistics.json") if as_json else {}
+        diagnosis = server.ask(_AS_JSON).json(f"{server.base}/{_AS_JSON}") if as_json else {}
     except NoAnswerError as error:
         if as_json:
             click.echo(json.dumps({"url": server.base, "error": str(error)}))
         click.echo(f"Error: {error}", err=True)
         return UNHEALTHY
     if as_json:
-        click.echo(json.dumps(_as_json(server.base, explanation, statistics, stuck_after)))
+        click.echo(json.dumps({"url": server.base, "error": None, "explanation": explanation, **diagnosis}))
     else:
         click.echo(explanation, nl=not explanation.endswith("\n"))
     return 0
-
-
-def _as_json(base: str, explanation: str, statistics: dict[str, Any], stuck_after: float) -> dict[str, Any]:
-    return {
-        "url": base,
-        "error": None,
-        "state": statistics.get("state"),
-        "trouble": statistics.get("trouble"),
-        "stuck": [one for one in statistics.get("partitions", ()) if _is_stuck(one, stuck_after)],
-        "explanation": explanation,
-    }
-
-
-def _is_stuck(partition: dict[str, Any], stuck_after: float) -> bool:
-    age = partition.get("oldest_incomplete_age")
-    return partition.get("paused") is not None or (age is not None and age >= stuck_after)
