@@ -219,7 +219,7 @@ async def test_a_member_that_begins_later_in_the_same_generation_begins_at_the_e
     )
     for app in (quick, slow):
         app.consume(topic)(ledger.handle)
-    fast, late = Meddler(transport_of(quick)), Meddler(slow._make_transport())
+    fast, late = Meddler(transport_of(quick)), Meddler(transport_of(slow))
     fast.commits.clear()
     late.questions.clear()
 
