@@ -151,13 +151,16 @@ class Stack:
         return own[-1] if own else None
 
 
-HeadState = Literal["running", "outliving", "detour", "retrying", "halted", "given back", "held", "behind", "queued"]
+HeadState = Literal[
+    "running", "outliving", "detour", "retrying", "halted", "given back", "held", "collecting", "behind", "queued"
+]
 """What an incomplete record waits for.
 
 `running`: its handler. `outliving`: a run that was told to end and has not. `detour`: what is done in place of its
 handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: somebody who releases it.
 `given back`: being fetched again, because it gave its room to others. `held`: its partition, which is paused or not
-ours for certain. `behind`: another record of its shard. `queued`: a worker.
+ours for certain. `collecting`: others that go to the handler with it. `behind`: another record of its shard.
+`queued`: a worker.
 """
 
 Verdict = Literal["up to date", "advancing", "waiting", "stuck"]
@@ -224,7 +227,8 @@ class PartitionDiagnosis:
     window: int
     """Offsets from the oldest incomplete record to the position."""
     behind: int
-    """How many of those wait for that record: done and not to be committed (holes count as done), or in its shard."""
+    """How many of those wait for that record: done and not to be committed (holes count as done), in its shard, or
+    given back."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

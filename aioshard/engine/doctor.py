@@ -9,6 +9,7 @@ from aioshard.engine.head import Ward, for_seconds, stack_in_words
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
 from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict
+from aioshard.records import TopicPartition
 
 __all__ = ["diagnose", "diagnose_partition", "in_words", "line_of", "steady", "trouble_of"]
 
@@ -20,6 +21,8 @@ _SLOW_FETCH = 5.0
 """Seconds without a record after which it is said that none comes, though there are some."""
 _TURNS_WITHIN = 3.0
 """Seconds without a look of the watch after which the event loop is said to stand still; it looks every second."""
+_PARKED = "parked"
+"""The kind of finding about a record that is out of the way of its partition."""
 _NAMED = 3
 """Of records that are waited for together so many are named."""
 
@@ -129,14 +132,17 @@ def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionD
     oldest = tracker.oldest
     head = None if oldest is None else ward.describe(oldest)
     committable = tracker.position if oldest is None else oldest.offset
-    findings = tuple(_findings(engine, epoch, head, now))
+    findings = tuple(_findings(engine, epoch, head, now, ward))
     verdict = _verdict(engine, epoch, head, findings, now)
     since = None
     if verdict in ("waiting", "stuck"):
         moved = _seconds(engine.since.of(("committable", epoch.topic_partition), committable), now)
         since = moved if head is None else _standing(head.age, moved)
     window = tracker.position - committable
-    behind = 0 if oldest is None else max(window - len(tracker), 0) + min(ward.behind(oldest), len(tracker) - 1)
+    behind = 0
+    if oldest is not None:
+        waiting = ward.behind(oldest) + len(epoch.shed)
+        behind = max(window - len(tracker), 0) + min(waiting, len(tracker) - 1)
     return PartitionDiagnosis(
         topic=epoch.topic_partition.topic,
         partition=epoch.topic_partition.partition,
@@ -148,7 +154,7 @@ def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionD
         head=head,
         findings=findings,
         window=window,
-        behind=min(behind, window),
+        behind=behind,
     )
 
 
@@ -165,10 +171,10 @@ def _seconds(at: float | None, now: float) -> float | None:
 def _verdict(engine: Engine, epoch: Epoch, head: HeadOfLine | None, findings: Sequence[Finding], now: float) -> Verdict:
     if epoch.stuck(now, engine.options.stuck_after):
         return "stuck"
-    if findings:
+    if any(finding.kind != _PARKED for finding in findings):
         return "waiting"
     if head is not None:
-        moves = head.state in ("running", "queued", "detour", "behind") and head.age < _MOMENT
+        moves = head.state in ("running", "queued", "detour", "collecting", "behind") and head.age < _MOMENT
         return "advancing" if moves else "waiting"
     end = _end_of(engine, epoch)
     up_to_date = epoch.acknowledged == epoch.tracker.position and (end is None or end <= epoch.tracker.position)
@@ -204,7 +210,7 @@ def _sentence_of_none(engine: Engine, epoch: Epoch, verdict: Verdict, findings: 
 # What is in the way beside the oldest record ------------------------------------------------
 
 
-def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:
+def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float, ward: Ward) -> Iterator[Finding]:
     if epoch.gate is Gate.PAUSED:
         yield from _pauses(engine, epoch, now)
     elif epoch.gate is not Gate.OPEN:
@@ -218,6 +224,7 @@ def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float)
     if epoch.outside_log is not None:
         sentence = f"its position {epoch.outside_log} is not in the log; where to go on is being found out"
         yield Finding("outside log", sentence, None, None)
+    yield from _run_again(engine, epoch, now, ward)
     if epoch.gate is Gate.OPEN and fault is None:
         yield from _intake(engine, epoch, head, now)
     committer, committable = engine.committer, epoch.tracker.committable
@@ -232,21 +239,20 @@ def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float)
 
 def _pauses(engine: Engine, epoch: Epoch, now: float) -> Iterator[Finding]:
     name = epoch.topic_partition
-    for who, why in tuple(epoch.pauses.items()):
-        since = _seconds(engine.since.of(("pause", name, who), why), now)
-        if who == APPLICATION:
-            handler = engine.handler_of(name.topic).spec.name
-            calls = [
-                call
-                for paused, call in (
-                    (name, f"app.resume({name.topic!r}, {name.partition})"),
-                    (handler, f"app.resume_handler({handler!r})"),
-                )
-                if paused in engine.pauses
-            ]
+    calls: dict[TopicPartition | str, str] = {
+        name: f"app.resume({name.topic!r}, {name.partition})",
+        (handler := engine.handler_of(name.topic).spec.name): f"app.resume_handler({handler!r})",
+    }
+    for paused, call in calls.items():
+        why = engine.pauses.get(paused)
+        if why is not None:
+            since = _seconds(engine.since.of(("application", paused), why), now)
             sentence = f"paused by the application{for_seconds(since)}: {why}"
-            yield Finding("paused", sentence, since, f"{' and '.join(calls)} lets it go on" if calls else None)
+            yield Finding("paused", sentence, since, f"{call} lets it go on")
+    for who, why in tuple(epoch.pauses.items()):
+        if who == APPLICATION:
             continue
+        since = _seconds(engine.since.of(("pause", name, who), why), now)
         oldest = epoch.tracker.oldest
         failed = (
             "" if oldest is None or oldest.failure is None else f" (record {oldest!r} failed with {oldest.failure})"
@@ -259,14 +265,15 @@ def _pauses(engine: Engine, epoch: Epoch, now: float) -> Iterator[Finding]:
 
 def _closed(engine: Engine, epoch: Epoch, now: float) -> Finding:
     since = _seconds(engine.since.of(("gate", epoch.topic_partition), epoch.gate), now)
-    due = [] if epoch.drain is None else list(epoch.drain.pending.values())
+    epochs = engine.feed_of(epoch.topic_partition.topic).with_side(epoch)
+    due = [one for each in epochs if each.drain is not None for one in tuple(each.drain.pending.values())]
     waits = ""
     if due:
         names = ", ".join(repr(delivery) for delivery in due[:_NAMED]) + (", ..." if len(due) > _NAMED else "")
         waits = f", and waits for {len(due)} record(s) to end first: {names}"
     if engine.state == "draining":
         return Finding("draining", f"the app is draining{for_seconds(since)}{waits}", since, None)
-    if epoch.drain is not None and due:
+    if due:
         advice = "handlers that end soon when Context.revoked is set make rebalances short"
         return Finding("rebalancing", f"the partition is being taken away{for_seconds(since)}{waits}", since, advice)
     reason = next(
@@ -278,18 +285,28 @@ def _closed(engine: Engine, epoch: Epoch, now: float) -> Finding:
     return Finding("rebalancing", f"{what}{for_seconds(since)}", since, None)
 
 
+def _run_again(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> Iterator[Finding]:
+    """What was parked of a partition, and is in hand now: the oldest that does not come to an end."""
+    for side in engine.feed_of(epoch.topic_partition.topic).with_side(epoch)[1:]:
+        oldest = side.tracker.oldest
+        if oldest is not None and now - oldest.arrived > _MOMENT:
+            cause = ward.cause_of(oldest)
+            sentence = f"record {oldest!r}, which was parked and is run again, {cause.reason}"
+            yield Finding(_PARKED, sentence, now - oldest.arrived, cause.what_to_do)
+
+
 def _intake(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:
     """Why nothing more is taken in, where there is more."""
     position, end = epoch.tracker.position, _end_of(engine, epoch)
-    if end is None or end <= position:
+    # The end is that of the last fetch: what has no room is not fetched.
+    if end is not None and end <= position and head is None:
         return
     since = _seconds(engine.since.of(("position", epoch.topic_partition), position), now)
     limit = engine.admission.limit(epoch.topic_partition)
     if limit is not None:
-        yield Finding(
-            "no room", f"nothing more is taken in{for_seconds(since)}: {limit.reason}", since, limit.what_to_do
-        )
-    elif head is None and since is not None and since > _SLOW_FETCH:
+        sentence = f"nothing more is taken in{for_seconds(since)}: {limit.reason}"
+        yield Finding("no room", sentence, since, limit.what_to_do)
+    elif end is not None and head is None and since is not None and since > _SLOW_FETCH:
         sentence = f"nothing has come of it{for_seconds(since)}, though its log goes on to {end} and there is room"
         yield Finding("nothing comes", sentence, since, "see that the leader of the partition answers; we go on asking")
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.shards import Shards
@@ -109,18 +110,24 @@ class Ward:
 
     def cause_of(self, delivery: Delivery, depth: int = 0) -> Cause:
         """What one delivery waits for."""
-        worker, block, epoch = self._workers.get(delivery), delivery.block, delivery.epoch
+        worker, epoch = self._workers.get(delivery), delivery.epoch
         if worker is not None:
             return self._in_hand(delivery, worker)
         if delivery.offset in epoch.shed:
             again = "is being fetched again" if epoch.fetching_again else "is fetched again soon"
-            return Cause(
-                "given back", None, f"had to give its room to others while its partition stood still, and {again}"
-            )
-        if block is not None:
-            return self._blocked(delivery, block)
+            room = "had to give its room to others while its partition stood still"
+            return Cause("given back", None, f"{room}, and {again}")
+        if delivery.block is not None:
+            return self._blocked(delivery, delivery.block)
         if epoch.gate and not epoch.may_start(delivery):
             return self._held(epoch)
+        return self._in_line(delivery, depth)
+
+    def _in_line(self, delivery: Delivery, depth: int) -> Cause:
+        shards = shards_of(self.running, delivery)
+        position = shards.position_of(delivery) if isinstance(shards, BatchShards) else None
+        if position is not None:
+            return Cause("collecting", self._now - delivery.arrived, position.removeprefix("it "))
         owner = None if delivery.key is None else self._owners.get(delivery.key)
         if owner is not None and owner is not delivery:
             return self._behind(delivery, owner, depth)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -100,9 +100,7 @@ class Engine:
             options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
         )
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
-        self.since = SinceWatch(
-            lambda: facts_of(self.rebalance.epochs, self.workers, settled=self.rebalance.settled.is_set()), self.clock
-        )
+        self.since = SinceWatch(self._facts, self.clock)
         self._watch = StuckWatch(
             lambda: self.rebalance.epochs,
             lambda epoch: describe(self, epoch),
@@ -152,6 +150,10 @@ class Engine:
     def _crashed(self, task: str, error: BaseException) -> None:
         logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error)
         self.fail(error)
+
+    def _facts(self) -> Iterable[tuple[Hashable, object]]:
+        settled = self.rebalance.settled.is_set()
+        return facts_of(self.rebalance.epochs, self.workers, self.pauses.items(), settled=settled)
 
     def _behind(self, delivery: Delivery) -> int:
         return shards_of(self.handler_of(delivery.record.topic), delivery).behind(delivery)

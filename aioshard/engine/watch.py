@@ -158,9 +158,20 @@ class SinceWatch:
         return seen[1] if seen is not None and seen[0] == fact else None
 
 
-def facts_of(epochs: Iterable[Epoch], workers: Iterable[Worker], *, settled: bool) -> Iterator[tuple[Hashable, object]]:
-    """What a `SinceWatch` of an engine looks at: what the explanations ask for."""
+def facts_of(
+    epochs: Iterable[Epoch], workers: Iterable[Worker], pauses: Iterable[tuple[Hashable, str]], *, settled: bool
+) -> Iterator[tuple[Hashable, object]]:
+    """What a `SinceWatch` of an engine looks at: what the explanations ask for.
+
+    Args:
+        epochs: Those that have not ended.
+        workers: Of all handlers.
+        pauses: What the application has paused, and why.
+        settled: Whether all partitions are ours for certain.
+    """
     yield "settled", settled
+    for paused, why in pauses:
+        yield ("application", paused), why
     for epoch in epochs:
         name = epoch.topic_partition
         yield ("committable", name), epoch.tracker.committable

@@ -1,0 +1,975 @@
+"""Why a partition does not advance: each cause in a sentence, with the record, since when, and what to do (I11)."""
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshard import App, Batch, Budget, Context, DeadLetter, Park, Record, Retry, TopicPartition
+from aioshard.engine.doctor import _ward
+from aioshard.errors import ConnectError, MessageTooLargeError, TransportError
+from aioshard.observe import HeadOfLine, PartitionDiagnosis
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, VirtualTimeLoop, run
+
+ONCE = Retry(attempts=1)
+
+
+def make_app(**settings: Any) -> App:
+    """An app that gives up soon on what hangs."""
+    return App("doctor", **{"drain_timeout": 0.5, "shutdown_timeout": 1.0, "show_keys": True, **settings})
+
+
+def line_of(mark: str) -> int:
+    """The line of this file that ends with the comment *mark*."""
+    (line,) = [n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"  # {mark}")]
+    return line
+
+
+def partition_of(app: App, number: int = 0) -> PartitionDiagnosis:
+    (found,) = [partition for partition in app.diagnose().partitions if partition.partition == number]
+    if isinstance(asyncio.get_running_loop(), VirtualTimeLoop):  # else time has passed meanwhile
+        text = app.explain()
+        assert found.sentence in text
+        told = [one.what_to_do for one in (found.head, *found.findings) if one is not None and one.what_to_do]
+        assert found.verdict == "advancing" or all(f"What to do: {one}." in text for one in told)
+    return found
+
+
+def head_of(app: App, number: int = 0) -> HeadOfLine:
+    head = partition_of(app, number).head
+    assert head is not None
+    return head
+
+
+def do_as_told(app: App, advice: str | None, call: str) -> None:
+    """Does what an advice names, by the very call that it shows."""
+    (found,) = [one for one in re.findall(r"app\.\w+\([^)]*\)", advice or "") if one.startswith(f"app.{call}(")]
+    eval(found, {"app": app})
+
+
+@contextlib.asynccontextmanager
+async def client_of(app: App, **options: Any) -> AsyncIterator[TestClient]:
+    """Runs the app; what hangs when the test is over is no failure of its end."""
+    client = TestClient(app, **options)
+    async with client:
+        yield client
+
+
+class Hanging:
+    """A handler that hangs on records whose value begins with "hang", until released."""
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+
+    async def __call__(self, record: Record) -> None:
+        if (record.value or b"").startswith(b"hang"):
+            await self.released.wait()  # hangs here
+
+
+# Handlers that do not end
+
+
+def test_a_handler_that_hangs_is_named_by_the_await() -> None:
+    app, hanging = make_app(), Hanging()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        await hanging(record)  # calls what hangs
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "fine", key="a", partition=2)
+            await client.publish("orders", "hang", key="b", partition=2)
+            for number in range(9):
+                await client.publish("orders", "fine", key=f"c{number}", partition=2)
+            for _ in range(5):
+                await client.publish("orders", "fine", key="b", partition=2)
+            await asyncio.sleep(7.0)
+            partition, head = partition_of(app, 2), head_of(app, 2)
+            assert partition.verdict == "waiting"
+            assert partition.since == pytest.approx(7.0, abs=0.1)
+            assert (partition.window, partition.behind) == (15, 14), "9 are done, 5 are in its shard"
+            assert "14 of the 15 offsets from there on wait for that record." in app.explain()
+            assert (head.topic, head.partition, head.offset, head.key) == ("orders", 2, 1, "b'b'")
+            assert (head.state, head.attempt, head.attempts) == ("running", 1, 5)
+            assert head.age == head.since == pytest.approx(7.0, abs=0.1)
+            assert head.stack is not None
+            assert [frame.line for frame in head.stack.frames if frame.own] == [
+                line_of("calls what hangs"),
+                line_of("hangs here"),
+            ]
+            assert (
+                f"running in handler handle for 7.0 s, at {__file__}:{line_of('hangs here')} in Hanging" in head.reason
+            )
+            assert "waiting in asyncio.locks.Event.wait" in head.reason
+            assert "timeout=" in str(head.what_to_do)
+            assert f"Stack, innermost last: {__file__}:{line_of('calls what hangs')} in " in app.explain()
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+def test_a_handler_with_a_time_out_is_said_to_end_by_itself() -> None:
+    app, hanging = make_app(), Hanging()
+    app.consume("orders", timeout=30.0)(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", partition=0)
+            await asyncio.sleep(10.0)
+            assert "its attempt times out in 20.0 s" in str(head_of(app).what_to_do)
+            hanging.released.set()
+
+    run(test())
+
+
+def test_a_run_that_swallows_its_time_out_is_named_with_what_keeps_it() -> None:
+    app = make_app()
+    released = asyncio.Event()
+
+    @app.consume("orders", timeout=2.0)
+    async def handle(_: Record) -> None:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()  # swallows
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await asyncio.sleep(10.0)
+            head = head_of(app)
+            assert head.state == "outliving"
+            assert f"test_doctor.py:{line_of('swallows')}" in head.reason
+            assert re.search(
+                r"told to end [678]\.\d s ago because its attempt took longer than timeout=2 s", head.reason
+            )
+            assert "let CancelledError pass" in str(head.what_to_do)
+            assert [run.offset for run in app.diagnose().outliving] == [0]
+            assert "Record orders/0/0 was cancelled or is no longer ours and still runs for 10.0 s" in app.explain()
+            released.set()
+            await asyncio.sleep(1.0)
+            assert head_of(app).state == "halted", "nobody knows what it did"
+            do_as_told(app, head_of(app).what_to_do, "skip")
+            await client.settle()
+
+    run(test())
+
+
+def test_a_run_whose_partition_is_gone_is_named() -> None:
+    app, hanging = make_app(), Hanging()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:
+        while not hanging.released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await hanging(record)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", key="k", partition=0)
+            await asyncio.sleep(1.0)
+            await client.revoke("orders", 0)
+            await asyncio.sleep(3.0)
+            (outliving,) = app.diagnose().outliving
+            assert "because its partition was taken away" in outliving.reason
+            await client.publish("orders", "waits", key="k", partition=1)
+            await asyncio.sleep(2.0)
+            head = head_of(app, 1)
+            assert head.state == "behind"
+            assert "behind record orders/0/0 of another partition (key b'k'), which was cancelled" in head.reason
+            assert f"test_doctor.py:{line_of('hangs here')}" in head.reason
+            hanging.released.set()
+            await asyncio.sleep(1.0)
+
+    run(test())
+
+
+async def until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - threads have no event of this loop
+            await asyncio.sleep(0.01)
+
+
+async def test_a_thread_is_looked_into_also_when_it_does_not_end() -> None:
+    app, broker = make_app(auto_offset_reset="earliest"), InMemoryBroker(partitions=1)
+    began, release = threading.Event(), threading.Event()
+
+    @app.consume("orders", timeout=0.3)
+    def handle(_: Record) -> None:
+        began.set()
+        release.wait(20.0)  # hangs in its thread
+
+    broker.publish("orders", b"x", key=b"k")
+    async with app.started(lambda: InMemoryTransport(broker, "doctor")):
+        try:
+            await until(began.is_set)
+            head = head_of(app)
+            assert head.state == "running"
+            place = f"{__file__}:{line_of('hangs in its thread')} in "
+            assert f", at {place}" in head.reason
+            assert " in thread " in head.reason
+            assert head.reason.endswith("in threading.Event.wait")
+            await until(lambda: head_of(app).state == "outliving")
+            assert place in head_of(app).reason
+            assert "a thread cannot be stopped" in str(head_of(app).what_to_do)
+        finally:
+            release.set()
+        await until(lambda: broker.committed("doctor", "orders", 0) == 1)
+
+
+# Failures
+
+
+def test_a_record_that_waits_for_its_next_attempt() -> None:
+    app = make_app()
+    fails = True
+
+    @app.consume("orders", retry=Retry(attempts=7, initial=20.0, maximum=90.0, jitter=0.0))
+    async def handle(_: Record) -> None:
+        if fails:
+            raise LookupError("no such customer")
+
+    async def test() -> None:
+        nonlocal fails
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await asyncio.sleep(26.0)
+            head = head_of(app)
+            assert (head.state, head.attempt, head.attempts) == ("retrying", 3, 7)
+            assert head.since == pytest.approx(6.0, abs=0.1)
+            assert head.reason == (
+                "it waits for its next attempt, number 3 of 7, in 34.0 s; the last one failed 6.0 s ago with "
+                "LookupError: no such customer"
+            )
+            fails = False
+            do_as_told(app, head.what_to_do, "retry_now")
+            await client.settle(timeout=1.0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("call", ["retry_now", "skip"])
+def test_a_halted_record_is_released_as_is_told(call: str) -> None:
+    app = make_app()
+    fails = True
+
+    @app.consume("orders", retry=ONCE)
+    async def handle(_: Record) -> None:
+        if fails:
+            raise LookupError("no such customer")
+
+    async def test() -> None:
+        nonlocal fails
+        async with client_of(app) as client:
+            await client.publish("orders", "x", key="k", partition=3)
+            await asyncio.sleep(4.0)
+            partition, head = partition_of(app, 3), head_of(app, 3)
+            assert partition.verdict == "stuck"
+            assert (head.state, head.attempt, head.attempts) == ("halted", 1, 1)
+            assert "halted 4.0 s ago after 1 attempt(s) with LookupError: no such customer" in head.reason
+            fails = False
+            do_as_told(app, head.what_to_do, call)
+            await client.settle()
+            assert app.statistics().handlers[0].skipped == (call == "skip")
+
+    run(test())
+
+
+def test_a_dead_letter_that_cannot_be_written() -> None:
+    app = make_app()
+
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
+    async def handle(_: Record) -> None:
+        raise ValueError("poison")
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            client.broker.fail_publishes("orders.dlt", MessageTooLargeError("the message is too large"))
+            await client.publish("orders", "x", partition=0)
+            await asyncio.sleep(15.0)
+            head = head_of(app)
+            assert head.state == "detour"
+            assert "its dead letter is written to orders.dlt: the message is too large" in head.reason
+            assert re.search(r"failed \d\.\d s ago: .*; it is done again in \d\.\d s", head.reason)
+            assert "may be written to, and takes a record of this size" in str(head.what_to_do)
+            do_as_told(app, head.what_to_do, "skip")
+            await client.settle()
+
+    run(test())
+
+
+def test_a_dead_letter_that_is_not_acknowledged() -> None:
+    app = make_app()
+
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
+    async def handle(_: Record) -> None:
+        client.broker.available = False
+        raise ValueError("poison")
+
+    client = TestClient(app)
+
+    async def test() -> None:
+        async with client:
+            await client.publish("orders", "x", partition=0)
+            await asyncio.sleep(5.0)
+            head = head_of(app)
+            assert head.state == "detour"
+            assert "is in work for 5.0 s: its dead letter is written to orders.dlt" in head.reason
+            assert any("in-memory broker" in finding.sentence for finding in app.diagnose().findings)
+            client.broker.available = True
+            await client.settle()
+
+    run(test())
+
+
+def test_a_budget_that_is_spent() -> None:
+    app = make_app()
+    down = True
+
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt", budget=Budget(burst=2)))
+    async def handle(_: Record) -> None:
+        if down:
+            raise ConnectionError("the ledger is away")
+
+    async def test() -> None:
+        nonlocal down
+        async with client_of(app) as client:
+            for number in range(9):
+                await client.publish("orders", "x", key=str(number), partition=0)
+            await asyncio.sleep(10.0)
+            partition = partition_of(app)
+            (finding,) = partition.findings
+            assert finding.kind == "paused"
+            assert finding.since == pytest.approx(10.0, abs=1.1)
+            assert re.match(
+                r"paused for (9|10)\.\d s: the dead-letter budget of handler handle is spent", finding.sentence
+            )
+            assert "failed with ConnectionError: the ledger is away" in str(finding.what_to_do)
+            assert partition.head is not None
+            assert partition.head.state in ("held", "detour", "running")
+            down = False
+            await client.settle(timeout=20.0)
+            assert partition_of(app).findings == ()
+
+    run(test())
+
+
+def test_what_was_parked_and_hangs_is_named_though_its_partition_goes_on() -> None:
+    app, hanging = make_app(), Hanging()
+
+    @app.consume("orders", retry=ONCE, on_failure=Park("orders.parked", delay=5.0))
+    async def handle(record: Record) -> None:
+        if not app.statistics().handlers[0].parked:
+            raise ValueError("not yet")
+        await hanging(record)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", key="k", partition=0)
+            await asyncio.sleep(15.0)
+            partition = partition_of(app)
+            (finding,) = partition.findings
+            assert partition.verdict == "up to date"
+            assert "record orders/0/0, which was parked and is run again, has been running" in finding.sentence
+            assert f"test_doctor.py:{line_of('hangs here')}" in finding.sentence
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+# Waiting for others
+
+
+def test_a_record_behind_one_of_another_partition_names_that_and_where_it_hangs() -> None:
+    """With a function as `shard_by` a shard spans partitions."""
+    app, hanging = make_app(), Hanging()
+    app.consume("orders", shard_by=lambda record: record.value.split()[1])(hanging)  # type: ignore[union-attr]
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang customer-7", key="a", partition=1)
+            await asyncio.sleep(1.0)
+            await client.publish("orders", "fine customer-7", key="b", partition=2)
+            await asyncio.sleep(3.0)
+            head = head_of(app, 2)
+            assert (head.state, head.key, head.shard) == ("behind", "b'b'", "b'customer-7'")
+            assert head.reason.startswith(
+                "it waits in its shard behind record orders/1/0 of another partition (key b'a'), which has been "
+                f"running in handler Hanging for 4.0 s, at {__file__}:{line_of('hangs here')}"
+            )
+            assert head.stack is not None
+            assert partition_of(app, 2).behind == 0
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+def test_a_record_behind_one_that_halted_is_told_how_to_release_that() -> None:
+    app = make_app()
+
+    @app.consume("orders", retry=ONCE)
+    async def handle(record: Record) -> None:
+        if record.partition == 1:
+            raise ValueError("broken")
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", key="k", partition=1)
+            await asyncio.sleep(1.0)
+            await client.publish("orders", "x", key="k", partition=2)
+            await asyncio.sleep(2.0)
+            head = head_of(app, 2)
+            assert "behind record orders/1/0 of another partition (key b'k'), which halted 3.0 s ago" in head.reason
+            do_as_told(app, head.what_to_do, "skip")
+            await client.settle()
+
+    run(test())
+
+
+def test_a_record_for_which_no_worker_is_free() -> None:
+    app, hanging = make_app(), Hanging()
+    app.consume("orders", concurrency=3)(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for number in range(2):
+                await client.publish("orders", "hang", key=f"a{number}", partition=0)
+            await client.publish("orders", "hang", key="b", partition=3)
+            await asyncio.sleep(2.0)
+            await client.publish("orders", "fine", key="c", partition=1)
+            await asyncio.sleep(4.0)
+            head = head_of(app, 1)
+            assert head.state == "queued"
+            assert head.since == pytest.approx(4.0, abs=0.1)
+            assert head.reason.startswith(
+                "it waits for its turn: all 3 workers of handler Hanging are busy, 3 of them with records that came in "
+                "before it; the longest run is that of record orders/0/0, for 6.0 s, at "
+            )
+            assert f"test_doctor.py:{line_of('hangs here')}" in head.reason
+            assert "raise concurrency= of the handler (now 3)" in str(head.what_to_do)
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+def test_a_fixed_shard_is_named_by_its_number_and_what_occupies_it() -> None:
+    app, hanging = make_app(max_buffered_records=20), Hanging()
+    app.consume("orders", shards=1)(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", key="a", partition=0)
+            await asyncio.sleep(1.0)
+            for number in range(30):
+                await client.publish("orders", "fine", key=f"b{number}", partition=1)
+            await asyncio.sleep(3.0)
+            head = head_of(app, 1)
+            assert (head.state, head.shard) == ("behind", "0")
+            assert "behind record orders/0/0 of another partition" in head.reason
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+def test_a_batch_that_fills_and_one_that_runs() -> None:
+    app = make_app()
+    released = asyncio.Event()
+
+    @app.consume("orders", batch=Batch(max_records=3, linger=20.0))
+    async def handle(_: list[Record]) -> None:
+        await released.wait()  # the batch hangs
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for number in range(2):
+                await client.publish("orders", "x", key=str(number), partition=0)
+            await asyncio.sleep(5.0)
+            head = head_of(app)
+            assert head.state == "collecting"
+            assert head.reason == "it waits for its batch to fill: 2 of 3 records, linger=20 s"
+            await client.publish("orders", "x", key="2", partition=0)
+            await asyncio.sleep(5.0)
+            head = head_of(app)
+            assert head.state == "running"
+            assert "in handler handle in a batch of 3 records for 5.0 s" in head.reason
+            assert f"test_doctor.py:{line_of('the batch hangs')}" in head.reason
+            released.set()
+            await client.settle()
+
+    run(test())
+
+
+# Limits
+
+
+def test_what_the_application_has_paused_says_who_why_since_when_and_how_to_go_on() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.publish("orders", "x", partition=1)
+            await client.settle()
+            await asyncio.sleep(50.0)
+            app.pause("orders", 1, why="the ledger is being moved")
+            app.pause_handler("handle", why="maintenance")
+            await client.publish("orders", "x", partition=1)
+            await asyncio.sleep(30.0)
+            finding, other = partition_of(app, 1).findings
+            assert (finding.kind, other.kind) == ("paused", "paused")
+            assert finding.since == pytest.approx(30.0, abs=1.1)
+            assert re.fullmatch(
+                r"paused by the application for (29|30)\.\d s: the ledger is being moved", finding.sentence
+            )
+            assert (
+                "has nothing in hand at position 1, committed 1, of a log that ends at 2"
+                in partition_of(app, 1).sentence
+            )
+            assert [one.sentence for one in partition_of(app, 2).findings] == [other.sentence]
+            assert other.sentence.endswith("s: maintenance")
+            do_as_told(app, finding.what_to_do, "resume")
+            do_as_told(app, other.what_to_do, "resume_handler")
+            await client.settle()
+
+    run(test())
+
+
+def test_a_record_of_a_paused_partition_waits_for_the_pause() -> None:
+    app = make_app()
+    first = asyncio.Event()
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        await first.wait()
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", key="k", partition=0)
+            await client.publish("orders", "x", key="k", partition=0)
+            await asyncio.sleep(1.0)
+            app.pause("orders", 0)
+            first.set()
+            await asyncio.sleep(5.0)
+            partition, head = partition_of(app), head_of(app)
+            assert (head.offset, head.state) == (1, "held")
+            assert head.reason == "it may not start: its partition is paused"
+            assert partition.verdict == "waiting"
+            assert partition.findings[0].sentence in app.explain().replace("Paused", "paused")
+            app.resume("orders", 0)
+            await client.settle()
+
+    run(test())
+
+
+def test_a_buffer_that_is_full() -> None:
+    app, hanging = make_app(max_buffered_records=50), Hanging()
+    app.consume("orders", shard_by="partition")(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for number in range(200):
+                await client.publish("orders", "hang", key=str(number), partition=number % 2)
+            await asyncio.sleep(20.0)
+            (finding,) = partition_of(app).findings
+            assert finding.kind == "no room"
+            assert finding.since == pytest.approx(20.0, abs=1.1)
+            assert re.match(
+                r"nothing more is taken in for \d+\.\d s: the buffer is full: \d+ of 50 records and \d+ of \d+ bytes",
+                finding.sentence,
+            )
+            assert "raise max_buffered_records" in str(finding.what_to_do)
+            assert head_of(app).state == "running"
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+def test_a_record_that_waits_for_room_and_what_waits_for_it() -> None:
+    app, hanging = make_app(max_buffered_bytes=24_000), Hanging()
+    app.consume("orders")(hanging)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
+        async with client_of(app, broker=broker) as client:
+            await client.publish("orders", "hang", partition=1)
+            await asyncio.sleep(1.0)
+            await client.publish("orders", b"x" * 30_000, partition=0)
+            await client.publish("orders", b"small", partition=1)
+            await asyncio.sleep(2.0)
+            (own,), (others,) = partition_of(app, 0).findings, partition_of(app, 1).findings
+            assert re.search(r"its next record, of \d+ bytes, waits for room", own.sentence)
+            assert re.search(r"a record of orders/0, of \d+ bytes, waits for room", others.sentence)
+            assert partition_of(app, 0).head is None
+            assert "raise max_buffered_bytes" in str(own.what_to_do)
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+def test_a_stuck_partition_has_its_minimum_and_what_it_gave_back_is_said_to_come_again() -> None:
+    app, hanging = make_app(max_buffered_records=1_000, stuck_after=5.0), Hanging()
+    app.consume("orders", shard_by="partition")(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", partition=0)
+            for number in range(900):
+                await client.publish("orders", "hang" if number == 200 else "fine", partition=0)
+            await asyncio.sleep(20.0)
+            partition = partition_of(app)
+            assert partition.verdict == "stuck"
+            (finding,) = partition.findings
+            assert "it cannot advance past record orders/0/0 and already holds 10 records" in finding.sentence
+            assert finding.what_to_do is not None
+            engine = app._engine
+            assert engine is not None
+            shed = engine.rebalance.fetchers[TopicPartition("orders", 0)].epoch.shed
+            given_back = _ward(engine, engine.handlers[0], engine.clock(), show_keys=True).describe(shed[max(shed)])
+            assert given_back.state == "given back"
+            assert "give its room to others" in given_back.reason
+            assert partition.behind == partition.window - 1
+            hanging.released.set()
+            await client.settle(timeout=30.0)
+
+    run(test())
+
+
+# The broker's side
+
+
+def test_commits_that_are_not_acknowledged() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            for _ in range(200):
+                client.fail_next_commit(TransportError("the coordinator is loading"))
+            await client.publish("orders", "x", partition=0)
+            await asyncio.sleep(8.0)
+            partition = partition_of(app)
+            (finding,) = partition.findings
+            assert (partition.verdict, finding.kind) == ("waiting", "commit")
+            assert finding.since == pytest.approx(8.0, abs=0.2)
+            assert "what is done up to offset 2 is not committed (committed: 1)" in finding.sentence
+            assert re.search(r"acknowledged for (7\.9|8\.0) s: the coordinator is loading", finding.sentence)
+
+    run(test())
+
+
+def test_a_partition_that_cannot_be_read() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            client.broker.fail_fetches("orders", 0, TransportError("the batch at offset 1 is damaged"))
+            await client.publish("orders", "x", partition=0)
+            await asyncio.sleep(8.0)
+            partition = partition_of(app)
+            (finding,) = partition.findings
+            assert (partition.verdict, finding.kind) == ("waiting", "unreadable")
+            assert re.fullmatch(r"it cannot be read: the batch at offset 1 is damaged \(for [78] s\)", finding.sentence)
+            client.broker.fail_fetches("orders", 0, None)
+            await client.settle(timeout=20.0)
+
+    run(test())
+
+
+def test_no_broker_answers() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            client.broker.available = False
+            await asyncio.sleep(30.0)
+            trouble = [finding for finding in app.diagnose().findings if finding.kind == "trouble"]
+            assert len(trouble) == 1
+            assert "Trouble: " in app.explain()
+            client.broker.available = True
+            await asyncio.sleep(30.0)
+            assert app.diagnose().findings == ()
+
+    run(test())
+
+
+def test_a_partition_that_is_being_taken_away_names_what_has_to_end() -> None:
+    app, hanging = make_app(drain_timeout=20.0), Hanging()
+    app.consume("orders")(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for number in range(5):
+                await client.publish("orders", "hang", key=str(number), partition=0)
+            await client.publish("orders", "fine", key="0", partition=0)
+            await asyncio.sleep(2.0)
+            revoking = asyncio.create_task(client.revoke("orders", 0))
+            await asyncio.sleep(6.0)
+            partition = partition_of(app)
+            (finding,) = partition.findings
+            assert finding.kind == "rebalancing"
+            assert finding.since is not None
+            assert 4.0 <= finding.since <= 6.0
+            assert "waits for 5 record(s) to end first: orders/0/0, orders/0/1, orders/0/2, ..." in finding.sentence
+            assert "Context.revoked" in str(finding.what_to_do)
+            assert head_of(app).state == "running"
+            assert [one.kind for one in app.diagnose().findings] == ["rebalancing"]
+            hanging.released.set()
+            await revoking
+
+    run(test())
+
+
+def test_an_app_that_stops_names_what_it_waits_for() -> None:
+    app, hanging = make_app(shutdown_timeout=20.0, drain_timeout=20.0), Hanging()
+    app.consume("orders")(hanging)
+    told = ""
+
+    async def test() -> None:
+        nonlocal told
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", partition=0)
+            await asyncio.sleep(1.0)
+            told_of = asyncio.create_task(tell())
+        await told_of
+
+    async def tell() -> None:
+        nonlocal told
+        await asyncio.sleep(5.0)
+        told = app.explain()
+        hanging.released.set()
+
+    run(test())
+    assert "The app is draining." in told
+    assert re.search(r"The app is draining for [45]\.\d s, and waits for 1 record\(s\) to end first: orders/0/0", told)
+
+
+def test_a_position_that_is_not_known_yet() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            await client.revoke("orders", 0)
+            for _ in range(200):
+                client.fail_next_commit(ConnectError("the coordinator is away"))
+            client.group.commit_from_outside({TopicPartition("orders", 0): None})
+            await client.assign("orders", 0)
+            await asyncio.sleep(12.0)
+            finding = next(one for one in app.diagnose().findings if one.kind == "rebalancing")
+            assert "where to go on is not known yet" in finding.sentence
+            assert "the coordinator is away" in finding.sentence
+            assert finding.since == pytest.approx(12.0, abs=1.1)
+
+    run(test())
+
+
+# When there is nothing to tell
+
+
+def test_what_is_done_and_committed_is_up_to_date() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for _ in range(3):
+                await client.publish("orders", "x", partition=0)
+            await client.settle()
+            await asyncio.sleep(100.0)
+            partition = partition_of(app)
+            assert (partition.verdict, partition.head, partition.findings) == ("up to date", None, ())
+            assert "orders/0 is up to date: everything up to offset 3 is done and committed." in app.explain()
+            assert "What to do" not in app.explain()
+
+    run(test())
+
+
+def test_what_has_just_come_in_is_advancing() -> None:
+    app, hanging = make_app(), Hanging()
+    app.consume("orders")(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", partition=0)
+            await asyncio.sleep(0.5)
+            assert partition_of(app).verdict == "advancing"
+            assert partition_of(app).since is None
+            assert "orders/0 advances: 1 record(s) incomplete" in app.explain()
+            assert "What to do" not in app.explain()
+            hanging.released.set()
+
+    run(test())
+
+
+def test_an_app_that_does_not_run_says_so() -> None:
+    app = make_app()
+    app.consume("orders")(Hanging())
+
+    assert app.explain() == "The app does not run.\n"
+    assert app.diagnose().partitions == ()
+    assert app.diagnose().state == "stopped"
+
+
+# Keys
+
+
+class Customer:
+    """A shard key of the application that must not be asked how it looks."""
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Customer)
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+
+def test_hidden_keys_are_told_apart_by_a_hash_of_this_process() -> None:
+    app, hanging = make_app(show_keys=False), Hanging()
+    app.consume("orders", shard_by=lambda _: Customer())(hanging)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for partition, key in enumerate(["alice", "bob", "alice"]):
+                await client.publish("orders", "hang", key=key, partition=partition)
+            await client.publish("orders", "hang", partition=3)
+            await asyncio.sleep(3.0)
+            keys = [head_of(app, number).key for number in range(4)]
+            assert keys[0] == keys[2] != keys[1]
+            assert re.fullmatch(r"#[0-9a-f]{8}", str(keys[0]))
+            assert keys[3] is None
+            assert head_of(app).shard == "of type Customer"
+            assert "alice" not in app.explain()
+            assert "alice" not in json.dumps(app.diagnose().asdict())
+            hanging.released.set()
+            await client.settle()
+
+    run(test())
+
+
+# From other threads
+
+
+def test_a_loop_that_is_blocked_is_explained_from_another_thread() -> None:
+    app, broker = make_app(auto_offset_reset="earliest"), InMemoryBroker(partitions=1)
+    told: list[str] = []
+    blocked, over = threading.Event(), threading.Event()
+
+    def blocks() -> None:
+        blocked.set()
+        over.wait(30.0)  # blocks the loop
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        blocks()
+
+    def ask() -> None:
+        blocked.wait(20.0)
+        end = time.monotonic() + 20.0
+        while time.monotonic() < end:
+            told.append(app.explain())
+            if "has not turned" in told[-1]:
+                break
+            time.sleep(0.1)
+        over.set()
+
+    async def main() -> None:
+        broker.publish("orders", b"x", key=b"k")
+        async with app.started(lambda: InMemoryTransport(broker, "doctor")):
+            await broker.until(lambda: broker.committed("doctor", "orders", 0) == 1)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    asyncio.run(main())
+    thread.join()
+
+    assert re.search(r"The event loop has not turned for [34]\.\d s", told[-1])
+    assert f"{__file__}:{line_of('blocks the loop')} in " in told[-1]
+    assert "which computes or blocks in threading.Event.wait without an await" in told[-1]
+    assert "asyncio.to_thread" in told[-1]
+
+
+def test_it_can_be_asked_from_a_thread_without_pause_while_records_flow() -> None:
+    app = make_app(auto_offset_reset="earliest", max_buffered_records=500)
+    broker = InMemoryBroker(partitions=4)
+    failures: list[BaseException] = []
+    asked = 0
+    over = threading.Event()
+
+    @app.consume("orders", concurrency=32, retry=Retry(attempts=3, initial=0.001))
+    async def handle(record: Record, context: Context) -> None:
+        if record.offset % 7 == 0 and context.attempt == 1:
+            raise ValueError("once")
+        if record.offset % 3 == 0:
+            await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0.0001))
+
+    def ask() -> None:
+        nonlocal asked
+        try:
+            while not over.is_set():
+                app.explain()
+                json.dumps(app.diagnose().asdict())
+                asked += 1
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            failures.append(error)
+
+    async def main() -> None:
+        for number in range(6_000):
+            broker.publish("orders", b"x", key=b"k%d" % (number % 200), partition=number % 4)
+        async with app.started(lambda: InMemoryTransport(broker, "doctor")):
+            for _ in range(3):
+                await broker.until(lambda: all(broker.committed("doctor", "orders", n) == 1_500 for n in range(4)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        asyncio.run(main())
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+    assert not failures
+    assert asked > 20
