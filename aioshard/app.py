@@ -277,6 +277,7 @@ class App(Handlers, Controls):
         if not self.handlers:
             message = f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')"
             raise HandlerError(message)
+        self._warn()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
@@ -297,6 +298,12 @@ class App(Handlers, Controls):
         except BaseException:
             await self._end(quietly=True)
             raise
+
+    def _warn(self) -> None:
+        from aioshard.settings import timeout_warnings  # noqa: PLC0415 - pydantic is imported on use
+
+        for sentence in timeout_warnings(self._settings, [(handler.name, handler.timeout) for handler in self]):
+            logger.warning("%s", sentence)
 
     async def _end(self, *, quietly: bool = False) -> None:
         engine, stack = self._engine, self._exit

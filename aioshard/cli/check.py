@@ -1,5 +1,6 @@
 """`aioshard check`: is the app what its author meant, and would it start? Without a broker."""
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app, surprises
+from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.errors import AioshardError, HandlerError
 from aioshard.handlers import Registration
 from aioshard.settings import Settings
@@ -85,9 +87,22 @@ def _handler(registration: Registration) -> dict[str, Any]:
         "shard_by": shard_by if isinstance(shard_by, str) else getattr(shard_by, "__name__", repr(shard_by)),
         "shards": registration.shards,
         "concurrency": registration.concurrency,
-        "on_failure": str(registration.on_failure),
+        "timeout": registration.timeout,
+        "batch": None if registration.batch is None else dataclasses.asdict(registration.batch),
+        "retry": registration.retry.attempts,
+        "on_failure": _failure(registration.on_failure),
         "runs_in": "event loop" if registration.is_async else "threads",
     }
+
+
+def _failure(policy: OnFailure) -> str:
+    match policy:
+        case DeadLetter(topic):
+            return f"dead letter: {topic}"
+        case Park(topic):
+            return f"park: {topic}"
+        case _:
+            return policy
 
 
 def _as_json(app: App, target: str, warnings: Sequence[str]) -> dict[str, Any]:
@@ -104,7 +119,7 @@ def _as_json(app: App, target: str, warnings: Sequence[str]) -> dict[str, Any]:
 def _as_text(app: App, target: str, warnings: Sequence[str]) -> Iterator[str]:
     yield f"{target} is an app of group {app.group_id!r}"
     yield ""
-    heading = ("handler", "topics", "shard by", "shards", "concurrency", "on failure", "runs in")
+    heading = ("handler", "topics", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
     yield from _table([heading, *(_row(_handler(registration)) for registration in app.handlers)])
     yield ""
     yield from _table([("setting", "value", "unit", ""), *_settings_rows(app.settings)])
@@ -122,6 +137,7 @@ def _row(handler: dict[str, Any]) -> tuple[str, ...]:
         handler["shard_by"],
         shards,
         str(handler["concurrency"]),
+        "-" if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
     )

@@ -73,7 +73,7 @@ def load_app(target: str, directory: str = ".") -> App:
 
 def surprises(app: App) -> list[str]:
     """Sentences about what works, but not as the numbers or the environment suggest."""
-    timeouts = [(handler.name, getattr(handler, "timeout", None)) for handler in app.handlers]
+    timeouts = [(handler.name, handler.timeout) for handler in app.handlers]
     return [*timeout_warnings(app.settings, timeouts), *misspelled_variables()]
 
 

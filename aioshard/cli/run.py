@@ -16,11 +16,12 @@ import click
 
 from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.loading import load_app, surprises
+from aioshard.cli.loading import load_app
 from aioshard.cli.main import INTERRUPTED, exit_code
 from aioshard.errors import AioshardError, NotDrainedError
 from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
+from aioshard.settings import misspelled_variables
 from aioshard.telemetry import logs
 
 __all__ = ["command"]
@@ -64,7 +65,7 @@ def command(
     app = load_app(target, app_dir)
     if bootstrap_servers is not None:
         app.configure(bootstrap_servers=bootstrap_servers)
-    for sentence in surprises(app):
+    for sentence in misspelled_variables():
         logger.warning("%s", sentence)
     with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory()) as runner:
         run = _Run(app, signals, as_json=as_json)

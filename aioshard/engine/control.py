@@ -66,7 +66,8 @@ def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> N
     for name in names:
         engine.pauses[name] = why
     for epoch in _meant(engine, what):
-        epoch.pause(APPLICATION, why)
+        for both in engine.feed_of(epoch.topic_partition.topic).with_side(epoch):
+            both.pause(APPLICATION, why)
         logger.warning("%s is paused: %s", epoch.topic_partition, why)
 
 
@@ -76,9 +77,12 @@ def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
     for name in names:
         engine.pauses.pop(name, None)
     for epoch in _meant(engine, what):
-        if engine.why_paused(epoch.topic_partition) is None and epoch.resume(APPLICATION):
+        if engine.why_paused(epoch.topic_partition) is not None:
+            continue
+        feed = engine.feed_of(epoch.topic_partition.topic)
+        if any([both.resume(APPLICATION) for both in feed.with_side(epoch)]):  # all of them, not up to the first
             logger.warning("%s goes on: the application resumed it", epoch.topic_partition)
-            engine.feed_of(epoch.topic_partition.topic).reopen(epoch)
+            feed.reopen(epoch)
 
 
 def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch]:

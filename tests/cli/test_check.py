@@ -15,11 +15,11 @@ from aioshard.cli.main import COMMANDS, main
 PROJECT = Path(__file__).parents[2]
 
 APP = """
-from aioshard import App, Handlers, Record
+from aioshard import App, DeadLetter, Handlers, Record
 
 app = App("billing", bootstrap_servers="broker:9092", auto_offset_reset="earliest", commit_interval=0.5)
 
-@app.consume("orders", "refunds", concurrency=8)
+@app.consume("orders", "refunds", concurrency=8, timeout=2.5, on_failure=DeadLetter("orders.dlt"))
 async def on_order(record: Record) -> None: ...
 
 @app.consume(pattern="audit[.].*", shards=4, shard_by=lambda record: record.key)
@@ -74,8 +74,9 @@ def test_a_good_app_is_shown_with_its_handlers_and_settings(write: Write, check:
     code, output, errors = check("shop:app")
     assert (code, errors) == (0, "")
     lines = [line.split() for line in output.splitlines()]
-    assert ["on_order", "orders,", "refunds", "key", "on", "demand", "8", "halt", "event", "loop"] in lines
-    assert ["on_audit", "/audit[.].*/", "<lambda>", "4", "4", "halt", "threads"] in lines
+    order = "on_order orders, refunds key on demand 8 2.5 s dead letter: orders.dlt event loop"
+    assert order.split() in lines
+    assert ["on_audit", "/audit[.].*/", "<lambda>", "4", "4", "-", "halt", "threads"] in lines
     assert ["commit_interval", "0.5", "seconds", "set"] in lines
     assert ["drain_timeout", "20", "seconds"] in lines
     assert "Warning" not in output
@@ -88,6 +89,7 @@ def test_the_same_as_json(write: Write, check: Check) -> None:
     assert (code, found["ok"], found["group_id"], found["warnings"]) == (0, True, "billing", [])
     assert [handler["name"] for handler in found["handlers"]] == ["on_order", "on_audit"]
     assert found["handlers"][0]["topics"] == ["orders", "refunds"]
+    assert (found["handlers"][0]["timeout"], found["handlers"][0]["retry"]) == (2.5, 5)
     assert found["settings"]["commit_interval"] == 0.5
 
 
@@ -249,7 +251,7 @@ from aioshard.cli.main import main
 try:
     main(["--help"])
 finally:
-    print(sorted(name for name in sys.modules if name.startswith("aioshard.cli")))
+    print(sorted(name for name in sys.modules if f"{name}.".startswith("aioshard.cli.")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert all(f"  {name} " in done.stdout for name in COMMANDS)

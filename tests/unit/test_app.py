@@ -104,3 +104,14 @@ def test_a_setting_that_is_refused_leaves_those_before_as_they_were() -> None:
     app.configure(commit_timeout=4.0)
 
     assert (app.settings.commit_interval, app.settings.commit_timeout) == (2.0, 4.0)
+
+
+async def test_a_time_out_that_no_drain_waits_for_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    app = App("billing", auto_offset_reset="earliest", drain_timeout=5.0)
+
+    @app.consume("orders", timeout=60.0)
+    async def on_order(record: Record) -> None: ...
+
+    async with TestClient(app):
+        pass
+    assert "handler 'on_order' may run for timeout=60 s but drain_timeout=5 s" in caplog.text
