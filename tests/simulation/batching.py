@@ -61,8 +61,8 @@ class BatchWorld(World):
         except BatchError as error:
             self.failed_in(list(error.errors))
             raise
-        except Exception:
-            self.failed_in(records)
+        except BaseException:
+            self.failed_in(records)  # a cancellation may be that of a time-out
             raise
         finally:
             for key, record in running.items():
