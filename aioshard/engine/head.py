@@ -1,5 +1,7 @@
 """What an incomplete record waits for, in sentences: which one, since when, and what to do."""
 
+import bisect
+import functools
 import hashlib
 import os
 from collections.abc import Hashable
@@ -220,24 +222,39 @@ class Ward:
 
     def _queued(self, delivery: Delivery) -> Cause:
         waited = self._now - delivery.arrived
-        workers = tuple(self.running.workers)
-        busy = [worker for worker in workers if worker.delivery is not None]
-        if len(busy) < len(workers) or not busy:
+        count = len(self.running.workers)
+        if len(self._busy) < count or not self._busy:
             return Cause("queued", waited, "waits for its turn, and starts next")
         name = self.running.spec.name
-        longest = min(busy, key=lambda worker: worker.started)
-        stack = stack_of(longest.running)
-        first, ran = longest.delivery, self._now - longest.started
-        older = sum(1 for run in tuple(self._workers) if run.arrived <= delivery.arrived)
-        reason = (
-            f"waits for its turn: all {len(workers)} workers of handler {name} are busy, {older} of them with records "
-            f"that came in before it; the longest run is that of record {first!r},{for_seconds(ran)}{_place(stack)}"
+        reason, stack = self._longest_run
+        older = bisect.bisect_right(self._arrivals, delivery.arrived)
+        return Cause(
+            "queued",
+            waited,
+            f"waits for its turn: all {count} workers of handler {name} are busy, {older} of them with records that "
+            f"came in before it; {reason}",
+            f"raise concurrency= of the handler (now {count}) if what it calls bears that, or see why its runs take as "
+            "long",
+            stack,
         )
-        advice = (
-            f"raise concurrency= of the handler (now {len(workers)}) if what it calls bears that, or see why its runs "
-            "take as long"
-        )
-        return Cause("queued", waited, reason, advice, stack)
+
+    # What all workers do, for many records that wait for one of them: found out once.
+
+    @functools.cached_property
+    def _busy(self) -> list[Worker]:
+        return list(dict.fromkeys(self._workers.values()))
+
+    @functools.cached_property
+    def _arrivals(self) -> list[float]:
+        """When what each busy worker has came in, sorted."""
+        return sorted({worker: delivery.arrived for delivery, worker in self._workers.items()}.values())
+
+    @functools.cached_property
+    def _longest_run(self) -> tuple[str, Stack]:
+        longest = min(self._busy, key=lambda worker: worker.started)
+        ran, stack = self._now - longest.started, stack_of(longest.running)
+        record = next(delivery for delivery, worker in self._workers.items() if worker is longest)
+        return f"the longest run is that of record {record!r},{for_seconds(ran)}{_place(stack)}", stack
 
     # Keys ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ answer is then that of one moment, or shorter.
 """
 
 import asyncio
+import functools
 import gc
 import os
 import sys
@@ -340,7 +341,11 @@ def _is_installed(file: str) -> bool:
 
 def _is_library(frame: FrameType) -> bool:
     """Whether a frame is of the standard library, of an installed package, or of aioshard."""
-    file = frame.f_code.co_filename
+    return _is_of_library(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=1_000)
+def _is_of_library(file: str) -> bool:
     return file.startswith((*_STANDARD_LIBRARY, _AIOSHARD)) or _is_installed(file)
 
 
