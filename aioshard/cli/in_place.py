@@ -25,7 +25,7 @@ from aioshard.serde.side_records import Coordinates, read_dead_letter
 from aioshard.testing import InMemoryBroker, InMemorySideTopics
 from aioshard.testing.transport import InMemoryTransport
 
-__all__ = ["ThroughHandlers"]
+__all__ = ["SwallowedError", "ThroughHandlers", "WaitsBehindError"]
 
 _CAUGHT = "aioshard.failed-in-place"
 """Topic that failed records would be sent to. None is: they are dead letters already."""

@@ -5,7 +5,7 @@
 | 0 | clean |
 | 1 | crashed: the brokers, or an unexpected error |
 | 2 | usage: wrong options, unknown module or app, a setting or a handler refused |
-| 3 | unhealthy: halted records in the way, an app that is not ready or does not answer, a figure that is wrong |
+| 3 | unhealthy: halted records in the way, failed dead letters, an app that is not ready, a figure that is wrong |
 | 4 | records still ran when the time to stop was over |
 | 130 | interrupted, or left at a second signal |
 """

@@ -19,7 +19,7 @@ from aioshard.ports import Message
 from aioshard.serde.side_records import release, tombstone
 from aioshard.settings import Settings
 
-__all__ = ["command"]
+__all__ = ["command", "drop", "release_", "show"]
 
 _ROWS = 50
 _NOTHING_CHOSEN = 3
@@ -179,7 +179,7 @@ def drop(
         settings = settings_of(bootstrap_servers)
         records = list((await _read(settings, topic, selection)).records(selection))
         if yes:
-            await _publish(settings, topic, [tombstone(topic, one.place) for one in records])
+            await _publish(settings, topic, [tombstone(topic, place) for one in records for place in one.places])
         return records
 
     records = run(work())

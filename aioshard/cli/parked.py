@@ -27,8 +27,8 @@ class Parked(NamedTuple):
 
     at: Coordinates
     """Where it came from."""
-    place: Place
-    """Under which key it is stored."""
+    places: tuple[Place, ...]
+    """Under which keys it is stored: more than one after a member was slow to notice that it had lost the partition."""
     key: bytes | None
     failure: Failure
     due: float
@@ -59,13 +59,14 @@ class ParkedTopic:
         self.strange = 0
         """Records that say nothing of parking."""
         self._side = side
-        self._parked: dict[Place, Parked] = {}
+        self._stored: dict[Coordinates, dict[Place, ParkedRecord]] = {}
+        """By generation; without values."""
         self._requests: set[Coordinates] = set()
         self._read = 0
 
     def __len__(self) -> int:
         """How many records are parked."""
-        return len(self._parked)
+        return len(self._stored)
 
     async def read(self) -> None:
         """Read the topic from its start to its end.
@@ -82,11 +83,13 @@ class ParkedTopic:
         self._read += 1
         match read_parked(record):
             case ParkedRecord() as parked:
-                key, failure = parked.original.key, parked.failure
-                at, place = parked.coordinates, parked.place
-                self._parked[place] = Parked(at, place, key, failure, parked.due, parked.replays)
+                known = self._stored.setdefault(parked.coordinates, {})
+                known[parked.place] = parked._replace(original=parked.original._replace(value=None, headers=()))
             case Removed(place):
-                self._parked.pop(place, None)
+                known = self._stored.get(place.coordinates, {})
+                known.pop(place, None)
+                if not known:
+                    self._stored.pop(place.coordinates, None)
             case ReleaseRequest(coordinates):
                 self._requests.add(coordinates)
             case ReleaseEnded(coordinates):
@@ -94,11 +97,17 @@ class ParkedTopic:
             case None:
                 self.strange += 1
 
+    def _all(self) -> Iterator[Parked]:
+        """What is parked, in order; of a record that is stored twice, as it was parked last."""
+        for at, known in sorted(self._stored.items(), key=operator.itemgetter(0)):
+            last = known[max(known)]
+            yield Parked(at, tuple(sorted(known)), last.original.key, last.failure, last.due, last.replays)
+
     def keys(self, selection: Selection) -> list[ParkedKey]:
         """The keys of which a record is selected, with all their records; the one that waits longest comes first."""
-        chosen = {_identity(one) for one in self._parked.values() if _is_selected(one, selection)}
+        chosen = {_identity(one) for one in self._all() if _is_selected(one, selection)}
         by_key: dict[object, list[Parked]] = {}
-        for one in sorted(self._parked.values(), key=operator.attrgetter("at")):
+        for one in self._all():
             identity = _identity(one)
             if identity in chosen:
                 by_key.setdefault(identity, []).append(one)
@@ -110,9 +119,7 @@ class ParkedTopic:
 
     def records(self, selection: Selection) -> Iterator[Parked]:
         """The selected records themselves, in order."""
-        for one in sorted(self._parked.values(), key=operator.attrgetter("at")):
-            if _is_selected(one, selection):
-                yield one
+        return (one for one in self._all() if _is_selected(one, selection))
 
 
 def _identity(one: Parked) -> object:

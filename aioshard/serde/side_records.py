@@ -17,11 +17,29 @@ how often it was. The tombstone of that key takes the record out. A request to r
 `release/topic/partition/offset` and the value `1`; its tombstone says that it was answered.
 """
 
-import math
 from typing import NamedTuple
 
 from aioshard.ports import Message
-from aioshard.records import TOPIC_NAME, Record
+from aioshard.records import Record
+from aioshard.serde.side_headers import (
+    DUE,
+    KEY,
+    LONGEST_MESSAGE,
+    NULL,
+    ONLY_PARKED,
+    OURS,
+    REPLAYS,
+    Coordinates,
+    DeadLetterRecord,
+    Failure,
+    as_text,
+    failure_headers,
+    is_number,
+    parted,
+    read_original,
+    seconds,
+    whole,
+)
 
 __all__ = [
     "LONGEST_MESSAGE",
@@ -44,87 +62,10 @@ __all__ = [
     "tombstone",
 ]
 
-LONGEST_MESSAGE = 1000
-"""Characters of an error's message that are kept; headers count against the size of a record."""
-
 REPLAYED = "aioshard.replayed"
 """Header of a record that was sent back to its topic: `topic/partition/offset` of its dead letter."""
 
-_TOPIC = "aioshard.topic"
-_PARTITION = "aioshard.partition"
-_OFFSET = "aioshard.offset"
-_TIMESTAMP = "aioshard.timestamp"
-_GROUP = "aioshard.group"
-_HANDLER = "aioshard.handler"
-_ATTEMPTS = "aioshard.attempts"
-_ERROR = "aioshard.error"
-_MESSAGE = "aioshard.message"
-_FAILED_AT = "aioshard.failed_at"
-_KEY = "aioshard.key"
-_NULL = "aioshard.null"
-_DUE = "aioshard.due"
-_REPLAYS = "aioshard.replays"
-
-_OF_A_DEAD_LETTER = frozenset(
-    {_TOPIC, _PARTITION, _OFFSET, _TIMESTAMP, _GROUP, _HANDLER, _ATTEMPTS, _ERROR, _MESSAGE, _FAILED_AT}
-)
-_ONLY_PARKED = frozenset({_KEY, _NULL, _DUE, _REPLAYS})
-_OURS = _OF_A_DEAD_LETTER | _ONLY_PARKED
-
 _RELEASE = "release"
-_LONGEST_NUMBER = len(str(2**63 - 1))
-
-Headers = tuple[tuple[str, bytes | None], ...]
-
-
-class Failure(NamedTuple):
-    """Why a record left its topic."""
-
-    group: str
-    handler: str
-    attempts: int
-    error: str
-    """Name of the exception's class."""
-    message: str
-    """What the exception says; cut to `LONGEST_MESSAGE` characters when it is written."""
-    failed_at: float
-    """Seconds since the epoch."""
-
-
-class Coordinates(NamedTuple):
-    """Where a record is: unlike its key, no two records share them.
-
-    Example:
-        >>> str(Coordinates("orders", 0, 41))
-        'orders/0/41'
-        >>> Coordinates.parse("orders/0/41")
-        Coordinates(topic='orders', partition=0, offset=41)
-        >>> Coordinates.parse("orders/0") is None
-        True
-    """
-
-    topic: str
-    partition: int
-    offset: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}/{self.partition}/{self.offset}"
-
-    @classmethod
-    def of(cls, record: Record) -> "Coordinates":
-        """Those of *record*."""
-        return cls(record.topic, record.partition, record.offset)
-
-    @classmethod
-    def parse(cls, text: str) -> "Coordinates | None":
-        """What `str` made of them; None when *text* is something else."""
-        match text.split("/"):
-            case topic, partition, offset if (
-                TOPIC_NAME.fullmatch(topic) and _is_number(partition) and _is_number(offset)
-            ):
-                return cls(topic, int(partition), int(offset))
-            case _:
-                return None
 
 
 class Place(NamedTuple):
@@ -148,20 +89,12 @@ class Place(NamedTuple):
         """What `str` made of it; None when *text* is something else."""
         where, _, generation = text.rpartition("@")
         coordinates = Coordinates.parse(where)
-        if coordinates is None or not _is_number(generation):
+        if coordinates is None or not is_number(generation):
             return None
         return cls(coordinates, int(generation))
 
 
 # Dead letters -------------------------------------------------------------------------
-
-
-class DeadLetterRecord(NamedTuple):
-    """A dead letter that was read."""
-
-    original: Record
-    """As the handler got it; its coordinates are those in its own topic."""
-    failure: Failure
 
 
 def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
@@ -178,8 +111,8 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
         >>> message.key, message.value, len(message.headers), dict(message.headers)["aioshard.failed_at"]
         (b'k', b'{}', 11, b'1700000009.5')
     """
-    own = tuple(header for header in record.headers if header[0] not in _OURS)
-    headers = own + _failure_headers(record, failure)
+    own = tuple(header for header in record.headers if header[0] not in OURS)
+    headers = own + failure_headers(record, failure)
     # A record of the first message format has no time, and says -1 ms.
     timestamp = record.timestamp if record.timestamp >= 0 else None
     return Message(topic, record.value, record.key, headers, None, timestamp)
@@ -187,10 +120,10 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
 
 def read_dead_letter(record: Record) -> DeadLetterRecord | None:
     """The dead letter that *record* is; None when it is none, or its headers cannot be read."""
-    original, ours = _parted(record.headers)
-    if ours.keys() & _ONLY_PARKED:
+    original, ours = parted(record.headers)
+    if ours.keys() & ONLY_PARKED:
         return None
-    return _read(original, ours, record.key, record.value)
+    return read_original(original, ours, record.key, record.value)
 
 
 def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None, timestamp: float | None) -> Message:
@@ -204,7 +137,7 @@ def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None
     """
     record = letter.original
     headers = tuple(header for header in record.headers if header[0] != REPLAYED)
-    mark = (REPLAYED, _text(str(read)))
+    mark = (REPLAYED, as_text(str(read)))
     return Message(record.topic, record.value, record.key, (*headers, mark), partition, timestamp)
 
 
@@ -276,30 +209,30 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
         >>> message.key, message.value, message.partition
         (b'orders/3/41@2', b'', 3)
     """
-    extra: list[tuple[str, bytes | None]] = [(_DUE, _text(repr(due))), (_REPLAYS, _text(str(replays)))]
+    extra: list[tuple[str, bytes | None]] = [(DUE, as_text(repr(due))), (REPLAYS, as_text(str(replays)))]
     if record.key is not None:
-        extra.append((_KEY, record.key))
+        extra.append((KEY, record.key))
     if record.value is None:
-        extra.append((_NULL, b"1"))
+        extra.append((NULL, b"1"))
     # The record comes back to its handler, so that even headers named like ours stay as they are.
-    headers = record.headers + _failure_headers(record, failure) + tuple(extra)
+    headers = record.headers + failure_headers(record, failure) + tuple(extra)
     place = Place(Coordinates.of(record), generation)
-    return Message(topic, record.value or b"", _text(str(place)), headers, record.partition)
+    return Message(topic, record.value or b"", as_text(str(place)), headers, record.partition)
 
 
 def tombstone(topic: str, place: Place) -> Message:
     """What takes a parked record out of the side topic."""
-    return Message(topic, None, _text(str(place)), (), place.coordinates.partition)
+    return Message(topic, None, as_text(str(place)), (), place.coordinates.partition)
 
 
 def release(topic: str, coordinates: Coordinates) -> Message:
     """The request to run the key of a parked record again now; its owner answers."""
-    return Message(topic, b"1", _text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
+    return Message(topic, b"1", as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
 
 
 def released(topic: str, coordinates: Coordinates) -> Message:
     """What takes an answered request out of the side topic."""
-    return Message(topic, None, _text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
+    return Message(topic, None, as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
 
 
 def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | ReleaseEnded | None:
@@ -323,101 +256,12 @@ def _request(record: Record, named: str) -> ReleaseRequest | ReleaseEnded | None
 
 
 def _parked(record: Record, place: Place) -> ParkedRecord | None:
-    original, ours = _parted(record.headers)
-    letter = _read(original, ours, ours.get(_KEY), None if _NULL in ours else record.value)
+    original, ours = parted(record.headers)
+    letter = read_original(original, ours, ours.get(KEY), None if NULL in ours else record.value)
     if letter is None or Coordinates.of(letter.original) != place.coordinates:
         return None
     try:
-        due, replays = _seconds(ours, _DUE), _whole(ours, _REPLAYS)
+        due, replays = seconds(ours, DUE), whole(ours, REPLAYS)
     except ValueError:
         return None
     return ParkedRecord(letter.original, letter.failure, due, replays, place.generation)
-
-
-# Headers ------------------------------------------------------------------------------
-
-
-def _failure_headers(record: Record, failure: Failure) -> Headers:
-    return (
-        (_TOPIC, _text(record.topic)),
-        (_PARTITION, _text(str(record.partition))),
-        (_OFFSET, _text(str(record.offset))),
-        (_TIMESTAMP, _text(repr(float(record.timestamp)))),
-        (_GROUP, _text(failure.group)),
-        (_HANDLER, _text(failure.handler)),
-        (_ATTEMPTS, _text(str(failure.attempts))),
-        (_ERROR, _text(failure.error)),
-        (_MESSAGE, _text(_cut(failure.message))),
-        (_FAILED_AT, _text(repr(float(failure.failed_at)))),
-    )
-
-
-def _parted(headers: Headers) -> tuple[Headers, dict[str, bytes | None]]:
-    """The original's headers, and ours: those from the last `aioshard.topic` on that are named like ours.
-
-    What a proxy or a tracer appended behind them is no less the record's own than what it came with.
-    """
-    begin = max((index for index, (name, _) in enumerate(headers) if name == _TOPIC), default=None)
-    if begin is None:
-        return headers, {}
-    ours = {name: value for name, value in headers[begin:] if name in _OURS}
-    return headers[:begin] + tuple(header for header in headers[begin:] if header[0] not in _OURS), ours
-
-
-def _read(
-    headers: Headers, ours: dict[str, bytes | None], key: bytes | None, value: bytes | None
-) -> DeadLetterRecord | None:
-    try:
-        coordinates = Coordinates(_string(ours, _TOPIC), _whole(ours, _PARTITION), _whole(ours, _OFFSET))
-        failure = Failure(
-            group=_string(ours, _GROUP),
-            handler=_string(ours, _HANDLER),
-            attempts=_whole(ours, _ATTEMPTS),
-            error=_string(ours, _ERROR),
-            message=_string(ours, _MESSAGE),
-            failed_at=_seconds(ours, _FAILED_AT),
-        )
-        timestamp = _seconds(ours, _TIMESTAMP)
-    except ValueError:
-        return None
-    if not TOPIC_NAME.fullmatch(coordinates.topic):
-        return None
-    return DeadLetterRecord(Record(*coordinates, key, value, headers, timestamp), failure)
-
-
-# Text ---------------------------------------------------------------------------------
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= LONGEST_MESSAGE else f"{message[: LONGEST_MESSAGE - 1]}…"
-
-
-def _text(text: str) -> bytes:
-    # Half a surrogate pair, as in the name of a file that is no UTF-8, must not keep a record from being written.
-    return text.encode("utf-8", "backslashreplace")
-
-
-def _string(headers: dict[str, bytes | None], name: str) -> str:
-    found = headers.get(name)
-    if found is None:
-        raise ValueError(name)
-    return found.decode("utf-8", "replace")
-
-
-def _whole(headers: dict[str, bytes | None], name: str) -> int:
-    text = _string(headers, name)
-    if not _is_number(text):
-        raise ValueError(name)
-    return int(text)
-
-
-def _seconds(headers: dict[str, bytes | None], name: str) -> float:
-    seconds = float(_string(headers, name))
-    if not math.isfinite(seconds):
-        raise ValueError(name)
-    return seconds
-
-
-def _is_number(text: str) -> bool:
-    """Whether it is a number as `str` writes an offset: `int` takes signs, blanks and underscores too."""
-    return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER and (text == "0" or text[0] != "0")

@@ -74,6 +74,11 @@ async def parked(kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic
     return made
 
 
+def place(offset: int, generation: int = 4) -> Place:
+    """Where a record of partition 0 is stored."""
+    return Place(Coordinates("orders", 0, offset), generation)
+
+
 ALICE, BOB = Coordinates("orders", 0, 5), Coordinates("orders", 0, 8)
 
 
@@ -239,6 +244,18 @@ async def test_a_record_is_dropped_alone(parked: ParkTopic) -> None:
     assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
+async def test_a_record_that_two_members_have_parked_is_one(parked: ParkTopic) -> None:
+    """As after one of them was slow to notice that the partition was taken away from it."""
+    await parked.park(5, b"alice", generation=5, due=FAILED_AT + 900)
+    listed = await parked.listed("--key", "alice")
+    assert [(one["offsets"], one["due"]) for one in listed] == [([5, 7, 9], FAILED_AT + 900)]
+
+    await parked.run("drop", "--record", "orders/0/5", "--yes")
+
+    assert await parked.written() == [Removed(place(5)), Removed(place(5, generation=5))]
+    assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
+
+
 async def test_thousands_are_dropped(parked: ParkTopic, publish: Publish) -> None:
     records = [Record("orders", 0, 100 + number, b"%d" % number, b"", (), 1.6e9) for number in range(1500)]
     await publish(*(park(parked.topic, record, FAILURE, generation=4, due=1.0) for record in records))
@@ -291,7 +308,7 @@ async def test_a_choice_that_makes_no_sense_is_refused(
 
 
 async def test_a_message_that_is_parked_can_be_any(parked: ParkTopic, publish: Publish) -> None:
-    await publish(Message(parked.topic, b"1", b"release/orders/0/x"), Message(parked.topic, b"", b"orders/7/5"))
+    await publish(Message(parked.topic, b"1", b"release/orders/0/x"), Message(parked.topic, b"", b"orders/7/5@3"))
 
     ended = await parked.run("list")
 

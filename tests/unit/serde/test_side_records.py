@@ -226,6 +226,18 @@ def test_a_parked_record_is_read_as_it_was_written(record: Record, failure: Fail
     assert read.coordinates == Coordinates.of(record)
 
 
+def test_a_parked_record_may_be_a_dead_letter_that_is_being_processed() -> None:
+    """As by an app that consumes a dead-letter topic: its handler reads those headers."""
+    letter = stored(dead_letter("dlt", RECORD, FAILURE))
+    letter = letter._replace(headers=(*letter.headers, ("own", b"1")))
+
+    read = read_parked(stored(park("parked", letter, FAILURE._replace(error="KeyError"), generation=3, due=1.0)))
+
+    assert isinstance(read, ParkedRecord)
+    assert read.original == letter
+    assert read.failure.error == "KeyError"
+
+
 @given(records, failures)
 def test_a_parked_record_is_no_tombstone_and_stands_in_the_partition_of_its_number(
     record: Record, failure: Failure
