@@ -124,7 +124,7 @@ class Admission:
         if epoch.gate is not Gate.OPEN:
             return self._for_probing(epoch)
         stuck = self.stuck(epoch)
-        if epoch.shed and (stuck or not epoch.fetching_again):
+        if epoch.shed and not epoch.fetching_again:
             return NOTHING  # what was given back comes before anything new
         waiting = self._waits_for_room()
         if waiting is not None and not stuck:

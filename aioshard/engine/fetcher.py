@@ -186,7 +186,7 @@ class Pump:
                 await asyncio.sleep(0)  # a client with data at hand never suspends
 
     def _make_room(self, transport: Transport) -> None:
-        """Have partitions that cannot advance keep a minimum only, and fetch again what others had given back."""
+        """Have partitions that cannot advance keep a minimum only, and fetch again what was given back and has room."""
         now = self._clock()
         if now < self._look_at:
             return
@@ -196,11 +196,11 @@ class Pump:
             epoch = fetcher.epoch
             if not epoch.is_open:
                 continue
-            stuck = self._admission.stuck(epoch)
-            if epoch.shed and not stuck and not epoch.fetching_again:
+            stuck, held = self._admission.stuck(epoch), epoch.held_usage
+            has_room = held.records < least.records and held.bytes < least.bytes
+            if epoch.shed and (has_room or not stuck) and not epoch.fetching_again:
                 epoch.fetching_again = True
                 transport.seek(topic_partition, min(epoch.shed))
-            held = epoch.held_usage
             if stuck and (held.records > 2 * least.records or held.bytes > 2 * least.bytes):
                 records = fetcher.give_back(least)
                 if records:
