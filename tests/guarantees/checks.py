@@ -8,12 +8,13 @@ import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tests.guarantees.observations import Kind, Place, Seen
 
 __all__ = [
+    "SAFE",
     "CommitsAt",
     "CommitsOnlyAdvance",
     "Guarantee",
@@ -26,6 +27,7 @@ __all__ = [
     "OnlyUncommittedAgain",
     "Story",
     "TakenInOnce",
+    "names",
     "verify",
 ]
 
@@ -33,6 +35,9 @@ SHOWN = 5
 """Breaches that a message spells out."""
 
 FOREVER = 1 << 62
+
+ENDS = (Kind.FINISHED, Kind.ENDED, Kind.EXHAUSTED)
+"""How runs end."""
 
 
 class CommitsAt(NamedTuple):
@@ -42,6 +47,8 @@ class CommitsAt(NamedTuple):
     """Nanoseconds of the monotonic clock."""
     answered: int
     offsets: Mapping[int, int]
+    side_ends: Mapping[int, int] = {}
+    """The ends of the partitions of the side topic, where there is one; asked for after that."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,17 @@ class Story:
         seen: What the members reported.
         commits: Committed offsets, sampled from the broker during the run and at its end, in that order.
         ends: The end of each partition's log.
+        passed: When it is known that a commit may pass a record that has not finished: it was skipped, or its dead
+            letter or parked copy is in the side topic.
+        let_go: From when on later records of the key of such a record may start; one that is parked is not let go.
     """
 
     produced: Mapping[Place, str]
     seen: Sequence[Seen]
     commits: Sequence[CommitsAt]
     ends: Mapping[int, int]
+    passed: Mapping[Place, int] = field(default_factory=dict)
+    let_go: Mapping[Place, int] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> list[Seen]:
         """The observations of one kind, in order of time."""
@@ -71,10 +83,22 @@ class Story:
             times.setdefault(seen.place, seen.at)
         return times
 
+    def first_settled(self) -> dict[Place, int]:
+        """When each record has finished, or was let go, whichever was first."""
+        return _earliest(self.first_finished(), self.let_go)
+
+    def first_passable(self) -> dict[Place, int]:
+        """When each record has finished, or may be passed by a commit, whichever was first."""
+        return _earliest(self.first_finished(), self.passed)
+
     def after(self, at: int) -> str:
         """A time as seconds since the first observation."""
         begin = min((seen.at for seen in self.seen), default=at)
         return f"+{(at - begin) / 1e9:.3f} s"
+
+
+def _earliest(one: Mapping[Place, int], other: Mapping[Place, int]) -> dict[Place, int]:
+    return {place: min(one.get(place, FOREVER), other.get(place, FOREVER)) for place in one.keys() | other.keys()}
 
 
 class Guarantee(Protocol):
@@ -98,11 +122,11 @@ def verify(story: Story, *guarantees: Guarantee) -> None:
 
 @dataclass(frozen=True)
 class NothingLost:
-    """I3: every record was processed, and nothing else was."""
+    """I3: every record was processed, or let go as its handler's policy has it, and nothing else was."""
 
     def breaches(self, story: Story) -> Iterator[str]:
         """Records that never finished, and observations of records that were not produced."""
-        for place in sorted(story.produced.keys() - story.first_finished().keys()):
+        for place in sorted(story.produced.keys() - story.first_settled().keys()):
             runs = sum(1 for seen in story.seen if seen.place == place and seen.kind is Kind.STARTED)
             yield f"record {_name(place)} (key {story.produced[place]}) never finished; it was started {runs} time(s)"
         for seen in story.of(Kind.STARTED):
@@ -117,7 +141,8 @@ class NothingLost:
 class KeyOrder:
     """I4: the records of one key start in offset order; those without a key in any.
 
-    Over all processes: no record starts before every earlier record of its key has finished at least once.
+    Over all processes: no record starts before every earlier record of its key has finished at least once, or was
+    skipped or dead-lettered.
     So a skip breaks it, in whatever process, and so does a hand-over that leaves something behind:
 
         1 2 3 | 3 4     kept: 3 had not finished when the partition moved, and ran again
@@ -136,7 +161,7 @@ class KeyOrder:
         yield from self._going_back(story)
 
     def _too_early(self, story: Story) -> Iterator[str]:
-        finished = story.first_finished()
+        finished = story.first_settled()
         ready: dict[Place, tuple[int, Place | None]] = {}
         """When all earlier records of the key had finished, and which was the last of them."""
         latest: dict[tuple[int, str], tuple[int, Place | None]] = {}
@@ -189,17 +214,20 @@ class OneAtATimePerKey:
                         f"{_name(other.place)} of the same key ran, since {story.after(other.at)}"
                     )
                 running[lane] = seen
-            elif seen.kind in (Kind.FINISHED, Kind.ENDED) and running.get(lane, seen).place == seen.place:
+            elif seen.kind in ENDS and running.get(lane, seen).place == seen.place:
                 running.pop(lane, None)
 
 
 @dataclass(frozen=True)
 class NeverAhead:
-    """I1: at the moment of each sample every record below the committed offset had finished."""
+    """I1, I2: at the moment of each sample every record below the committed offset had a terminal outcome.
+
+    It had finished, or was skipped, or its dead letter or parked copy had been in the side topic.
+    """
 
     def breaches(self, story: Story) -> Iterator[str]:
         """Committed offsets that had passed a record that was not finished."""
-        finished = story.first_finished()
+        finished = story.first_passable()
         offsets: dict[int, list[int]] = defaultdict(list)
         slowest: dict[int, list[tuple[int, int]]] = defaultdict(list)
         """For each record of a partition: which of it and those before it finished last, and when."""
@@ -239,7 +267,13 @@ class CommitsOnlyAdvance:
 
 @dataclass(frozen=True)
 class OnlyUncommittedAgain:
-    """I12: nothing starts that the broker had already told to be committed."""
+    """I12: nothing starts that the broker had already told to be committed.
+
+    Attributes:
+        apart_from: Records that were parked: they are run again after they were committed.
+    """
+
+    apart_from: Collection[Place] = ()
 
     def breaches(self, story: Story) -> Iterator[str]:
         """Starts below an offset that was committed before them."""
@@ -248,6 +282,8 @@ class OnlyUncommittedAgain:
             for partition, offset in commits.offsets.items():
                 known[partition].append((commits.answered, offset))
         for seen in story.of(Kind.STARTED):
+            if seen.place in self.apart_from:
+                continue
             told = known[seen.partition]
             before = bisect_left(told, (seen.at, -1)) - 1
             if before >= 0 and seen.offset < told[before][1]:
@@ -330,3 +366,15 @@ def _name(place: Place) -> str:
 def names(places: Iterable[Place]) -> str:
     """Places as messages name them."""
     return ", ".join(map(_name, sorted(places)))
+
+
+SAFE: tuple[Guarantee, ...] = (
+    NothingLost(),
+    KeyOrder(),
+    OneAtATimePerKey(),
+    NeverAhead(),
+    CommitsOnlyAdvance(),
+    OnlyUncommittedAgain(),
+    LagZero(),
+)
+"""What every scenario keeps, crashes included."""

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from aioshard import App, Context, Record
+from aioshard import App, Context, Record, Retry
 from aioshard.core.sharding import ShardBy
-from tests.guarantees.behaviour import VARIABLE, Behaviour
+from aioshard.errors import StateError
+from tests.guarantees.behaviour import POISON, VARIABLE, Behaviour
 from tests.guarantees.observations import Kind, Recorder
 
 __all__ = ["Report", "app", "make_app"]
@@ -36,6 +37,32 @@ class Ownerships:
         return self._numbers.setdefault(context.revoked, len(self._numbers) + 1)
 
 
+class Orders:
+    """What the test asks of a process: files `<process>.<number>.order`, each answered by one that ends in `.answer`.
+
+    An order is the name of a method of the app and its arguments; the answer is what it raised, or null.
+    """
+
+    def __init__(self, app: App, behaviour: Behaviour) -> None:
+        self._app = app
+        self._stem = str(Path(behaviour.directory, behaviour.process))
+        self._next = 1
+
+    def obey(self) -> None:
+        """Does what has been asked since."""
+        while (order := Path(f"{self._stem}.{self._next}.order")).exists():
+            name, arguments = json.loads(order.read_text())
+            refusal = None
+            try:
+                getattr(self._app, name)(*arguments)
+            except StateError as error:
+                refusal = str(error)
+            written = order.with_suffix(".new")
+            written.write_text(json.dumps(refusal))
+            written.replace(order.with_suffix(".answer"))
+            self._next += 1
+
+
 class Report:
     """Samples the statistics into the file `<process>.json`, from a thread, until closed.
 
@@ -44,6 +71,8 @@ class Report:
 
     def __init__(self, app: App, behaviour: Behaviour) -> None:
         self._app = app
+        self._explains = behaviour.explains
+        self._orders = Orders(app, behaviour)
         self._file = Path(behaviour.directory, f"{behaviour.process}.json")
         self._peaks = {"buffered_records": 0, "buffered_bytes": 0}
         self._samples = 0
@@ -64,6 +93,7 @@ class Report:
         while not self._closed.wait(SAMPLE_INTERVAL):
             if os.getppid() != self._parent:
                 os._exit(1)
+            self._orders.obey()
             self._sample()
         self._sample()
 
@@ -79,6 +109,7 @@ class Report:
             "rss_at_start": self._rss_at_start,
             "rss_peak": _memory("VmHWM"),
             "statistics": statistics.asdict(),
+            "explanation": self._app.explain() if self._explains else "",
         }
         written = self._file.with_suffix(".new")
         written.write_text(json.dumps(sample))
@@ -93,29 +124,75 @@ def _memory(name: str) -> int:
     raise LookupError(name)
 
 
+class Unhashable:
+    """A shard key that has no hash."""
+
+    def __hash__(self) -> int:
+        raise RuntimeError("the hash of this key is broken")
+
+
+class Incomparable:
+    """A shard key that cannot be compared with another one; all of them have the same hash."""
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("this key cannot be compared")
+
+
+def _sharding(behaviour: Behaviour, recorder: Recorder) -> ShardBy:
+    def reported(record: Record) -> bytes | None:
+        recorder.note(Kind.TAKEN_IN, (record.partition, record.offset), 0, record.key)
+        return record.key
+
+    def broken(record: Record) -> Any:
+        if not (record.value or b"").startswith(POISON):
+            return record.key
+        match behaviour.shard_by:
+            case "cannot be hashed":
+                return Unhashable()
+            case "cannot be compared":
+                return Incomparable()
+        raise KeyError("no tenant")
+
+    if behaviour.report_intake:
+        return reported
+    return "key" if behaviour.shard_by == "key" else broken
+
+
 def make_app(behaviour: Behaviour) -> App:
     """The app of one member."""
-    recorder = Recorder(Path(behaviour.directory), behaviour.process)
 
     @contextlib.asynccontextmanager
     async def reporting(app: App) -> AsyncIterator[None]:
         with Report(app, behaviour):
             yield
 
-    def key_of(record: Record) -> bytes | None:
-        recorder.note(Kind.TAKEN_IN, (record.partition, record.offset), 0, record.key)
-        return record.key
-
     app = App(behaviour.group, resources=reporting, **behaviour.settings)
-    handlers = _Handlers(behaviour, recorder)
+    for one in behaviour.all:
+        _consume(app, one)
+    return app
+
+
+def _consume(app: App, behaviour: Behaviour) -> None:
+    recorder = Recorder(Path(behaviour.directory), behaviour.process)
+    retry = Retry(**behaviour.retry)
+    handlers = _Handlers(behaviour, recorder, retry)
     forms: dict[str, Callable[..., object]] = {
         "context": handlers.with_context,
         "record": handlers.with_record,
         "thread": handlers.in_thread,
     }
-    shard_by: ShardBy = key_of if behaviour.report_intake else "key"
-    app.consume(behaviour.topic, concurrency=behaviour.concurrency, shard_by=shard_by)(forms[behaviour.form])
-    return app
+    app.consume(
+        behaviour.topic,
+        concurrency=behaviour.concurrency if behaviour.shards is None else None,
+        shards=behaviour.shards,
+        shard_by=_sharding(behaviour, recorder),
+        timeout=behaviour.timeout,
+        retry=retry,
+        on_failure=behaviour.policy,
+    )(forms[behaviour.form])
 
 
 class Run:
@@ -128,9 +205,10 @@ class Run:
 class _Handlers:
     """The handler in each of its forms."""
 
-    def __init__(self, behaviour: Behaviour, recorder: Recorder) -> None:
+    def __init__(self, behaviour: Behaviour, recorder: Recorder, retry: Retry) -> None:
         self._behaviour = behaviour
         self._recorder = recorder
+        self._retry = retry
         self._ownerships = Ownerships()
 
     @contextlib.contextmanager
@@ -141,17 +219,33 @@ class _Handlers:
         self._recorder.note(Kind.STARTED, place, epoch, record.key)
         try:
             yield run
-        except BaseException:
-            self._recorder.note(Kind.ENDED, place, epoch, record.key)
+        except BaseException as error:
+            kind = Kind.EXHAUSTED if self._was_the_last(context, error) else Kind.ENDED
+            self._recorder.note(kind, place, epoch, record.key)
             raise
         self._recorder.note(Kind.FINISHED if run.counts else Kind.ENDED, place, epoch, record.key)
 
+    def _was_the_last(self, context: Context | None, error: BaseException) -> bool:
+        """Whether a run that raised was an attempt that failed, and the last one."""
+        if context is None or context.attempt < self._retry.attempts:
+            return False
+        if isinstance(error, asyncio.CancelledError):
+            return context.deadline is not None and asyncio.get_running_loop().time() > context.deadline
+        return True
+
     async def with_context(self, record: Record, context: Context) -> None:
+        behaviour = self._behaviour
         with self._reported(record, context) as run:
-            if self._behaviour.hangs_at(record):
-                run.counts = await _hang(self._behaviour)
-            elif (seconds := self._behaviour.duration(record)) > 0:
+            if behaviour.hangs_at(record):
+                run.counts = await _hang(behaviour)
+                return
+            if (seconds := behaviour.duration(record)) > 0:
                 await asyncio.sleep(seconds)
+            if behaviour.hangs_until_cancelled(record, context.attempt):
+                await asyncio.Event().wait()
+            behaviour.fail(record)
+            if behaviour.output is not None:
+                await context.publish(behaviour.output, record.value, key=context.idempotency_key)
 
     async def with_record(self, record: Record) -> None:
         with self._reported(record, None):

@@ -31,6 +31,8 @@ class Kind(enum.StrEnum):
     """The run did its work and returns."""
     ENDED = "E"
     """The run was cancelled or failed, or was told to end before it returned: it does not count."""
+    EXHAUSTED = "X"
+    """The last attempt of the record failed."""
 
 
 class Seen(NamedTuple):

@@ -2,27 +2,25 @@
 
 import asyncio
 import itertools
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from json import loads
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
-from tests.guarantees.behaviour import VARIABLE, Behaviour
+from aioshard import Record
+from tests.guarantees.behaviour import BAD, HANGING, Behaviour
 from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
-from tests.guarantees.observations import Observations, Place
+from tests.guarantees.observations import Kind, Observations, Place
+from tests.guarantees.process import Member
+from tests.guarantees.sides import Kill, parkings, places_of_letters, there
 from tests.support.cluster import KafkaCluster, Message
-from tests.support.kafka_libs import PROJECT
 
-__all__ = ["SHORT", "Member", "Scenario", "even_keys", "skewed_keys"]
+__all__ = ["SHORT", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
 
 SHORT: Mapping[str, Any] = {
     "auto_offset_reset": "earliest",
@@ -39,93 +37,8 @@ SHORT: Mapping[str, Any] = {
 
 POLL_INTERVAL = 0.02
 SAMPLE_INTERVAL = 0.05
-TAIL_LINES = 25
 
-
-class Member:
-    """One process of the group.
-
-    Attributes:
-        process: Its name in the observations: the member's, and how often that was started.
-        began: When it was started, in nanoseconds of the monotonic clock.
-    """
-
-    def __init__(self, behaviour: Behaviour) -> None:
-        self.process = behaviour.process
-        self._directory = Path(behaviour.directory)
-        self._log = self._directory / f"{self.process}.log"
-        environment = os.environ | {VARIABLE: behaviour.json(), "PYTHONPATH": str(PROJECT)}
-        command = [sys.executable, "-m", "aioshard", "run", "tests.guarantees.member:app"]
-        self.began = time.monotonic_ns()
-        with self._log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                command, cwd=PROJECT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self._popen.poll() is None
-
-    @property
-    def sample(self) -> dict[str, Any]:
-        """The latest sample of its statistics, empty before the first one; see `member.Report`."""
-        file = self._directory / f"{self.process}.json"
-        sample: dict[str, Any] = loads(file.read_text()) if file.exists() else {}
-        return sample
-
-    @property
-    def statistics(self) -> dict[str, Any]:
-        """`Statistics.asdict()` of the latest sample."""
-        statistics: dict[str, Any] = self.sample.get("statistics", {"state": "not started", "partitions": []})
-        return statistics
-
-    @property
-    def partitions(self) -> dict[int, dict[str, Any]]:
-        """The statistics of the partitions that it owns and may work on."""
-        return {found["partition"]: found for found in self.statistics["partitions"] if not _is_closed(found)}
-
-    @property
-    def log(self) -> str:
-        """All that it printed."""
-        return self._log.read_text()
-
-    @property
-    def tail(self) -> str:
-        """The last lines of what it printed, for messages."""
-        lines = self.log.splitlines()[-TAIL_LINES:]
-        return "\n".join([f"--- {self.process}, {'alive' if self.alive else self._popen.returncode}:", *lines])
-
-    def ask_to_end(self) -> None:
-        """SIGTERM."""
-        self._popen.send_signal(signal.SIGTERM)
-
-    async def ended(self, timeout: float = 30.0) -> int:
-        """Waits for the end; returns the exit code."""
-        return await asyncio.to_thread(self._popen.wait, timeout)
-
-    async def stop(self, timeout: float = 30.0) -> int:
-        """SIGTERM, and waits; returns the exit code."""
-        self.ask_to_end()
-        return await self.ended(timeout)
-
-    def freeze(self) -> None:
-        """Lets the process stand still, until `thaw`."""
-        self._popen.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Lets a frozen process go on."""
-        self._popen.send_signal(signal.SIGCONT)
-
-    async def kill(self) -> None:
-        """SIGKILL, and waits."""
-        self._popen.kill()
-        await self.ended()
-
-
-def _is_closed(partition: Mapping[str, Any]) -> bool:
-    paused = partition["paused"]
-    return paused is not None and ("rebalancing" in paused or "draining" in paused)
+Recourse = Literal["halt", "skip", "letters", "parked"]
 
 
 class Scenario:
@@ -133,7 +46,11 @@ class Scenario:
 
     Attributes:
         produced: The key of each record that was produced.
+        failing: Those of them whose key fails until it is healed: nothing waits for them to finish.
         observations: What the members have reported.
+        side: The topic for dead letters or parked records, where there is one.
+        kills: The processes that `kill` has killed.
+        skipped: Records that somebody had skipped, and when.
     """
 
     def __init__(self, kafka: KafkaCluster, topic: str, group: str, directory: Path) -> None:
@@ -142,11 +59,19 @@ class Scenario:
         self.group = group
         self.directory = directory
         self.produced: dict[Place, str] = {}
+        self.failing: set[Place] = set()
+        self.side: str | None = None
+        self.kills: list[Kill] = []
+        self.skipped: dict[Place, int] = {}
         self.observations = Observations(directory)
         self.members: dict[str, Member] = {}
         self.commits: list[CommitsAt] = []
         self._starts: dict[str, int] = {}
+        self._recourse: Recourse = "halt"
+        self._side_partitions: list[TopicPartition] = []
+        self._sampling = asyncio.Lock()
         self._admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+        self._ends = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap)
         self._coordinator: int | None = None
         self._watch: asyncio.Task[None] | None = None
         self._feeding: asyncio.Task[None] | None = None
@@ -154,6 +79,7 @@ class Scenario:
 
     async def __aenter__(self) -> Self:
         await self._admin.start()
+        await self._ends.start()
         self._coordinator = await self._admin.find_coordinator(self.group)
         return self
 
@@ -167,13 +93,34 @@ class Scenario:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ends.stop()
         await self._admin.close()
 
     # Records --------------------------------------------------------------------------
 
-    async def create(self, partitions: int, config: Mapping[str, str] | None = None) -> None:
-        """Creates the topic, and begins to sample the group's committed offsets."""
+    async def create(
+        self,
+        partitions: int,
+        config: Mapping[str, str] | None = None,
+        *,
+        recourse: Recourse = "halt",
+        side: Mapping[str, str] | None = None,
+    ) -> None:
+        """Creates the topic, and begins to sample the group's committed offsets.
+
+        Args:
+            partitions: How many.
+            config: Of the topic.
+            recourse: What becomes of a record that has failed for good.
+            side: Configuration of the topic for dead letters or parked records.
+        """
         await self.kafka.create_topic(self.topic, partitions, config)
+        self._recourse = recourse
+        if recourse in ("letters", "parked"):
+            self.side = f"{self.topic}.{recourse}"
+            compacted = {"cleanup.policy": "compact"} if recourse == "parked" else {}
+            await self.kafka.create_topic(self.side, partitions, compacted | dict(side or {}))
+            self._side_partitions = [TopicPartition(self.side, number) for number in range(partitions)]
         self._watch = asyncio.create_task(self._sample_commits(), name="sample commits")
 
     async def produce(self, messages: Sequence[Message], partition: int | None = None) -> list[Place]:
@@ -181,19 +128,30 @@ class Scenario:
         places = await self.kafka.produce(self.topic, messages, partition)
         for place, (key, _) in zip(places, messages, strict=True):
             self.produced[place] = "" if key is None else key.decode()
+            if key is not None and key.startswith((BAD, HANGING)):
+                self.failing.add(place)
         return places
 
     def start_feeding(self, keys: Iterator[bytes], *, backlog: int, chunk: int, least: int = 0) -> None:
         """Begins to produce a chunk each time there are fewer than *backlog* unfinished records.
 
-        Goes on until `verify` and *least* records, so that there is load as long as the scenario lasts.
+        Goes on until `verify`, or `stop_feeding`, and *least* records, so that there is load as long as the scenario
+        lasts.
         """
         self._feeding = asyncio.create_task(self._feed(keys, backlog, chunk, least), name="feed")
 
     async def _feed(self, keys: Iterator[bytes], backlog: int, chunk: int, least: int) -> None:
         while len(self.produced) < least or not self._enough:
-            await self.until(lambda: self.unfinished < backlog, "the members have caught up with the feed")
-            await self.produce([(key, None) for key in itertools.islice(keys, chunk)])
+            await self.until(lambda: self.unfinished < backlog, "the members have caught up with the feed", 90)
+            first = len(self.produced)
+            values = (None if number % 7 == 0 else b"%d" % number for number in itertools.count(first))
+            await self.produce(list(zip(itertools.islice(keys, chunk), values, strict=False)))
+
+    async def stop_feeding(self) -> None:
+        """Lets the feed end when it has produced the least that it should."""
+        self._enough = True
+        if self._feeding is not None:
+            await self._feeding
 
     # Members --------------------------------------------------------------------------
 
@@ -217,9 +175,26 @@ class Scenario:
 
         await self.until(settled, f"{', '.join(names)} share {total} partitions", timeout)
 
+    async def kill(self, name: str) -> None:
+        """Kills a member, and notes what was committed by then."""
+        await self.members[name].kill()
+        self.kills.append(Kill(self.members[name].process, (await self.sample_commits()).offsets))
+
     def release(self) -> None:
         """Ends every run that hangs, also those to come."""
-        (self.directory / "release").touch()
+        self.tell("release")
+
+    def heal(self, key: str | None = None) -> None:
+        """Lets a key fail no more; None is every key."""
+        self.tell("healed" if key is None else f"healed-{key}")
+
+    def tell(self, what: str, *, holds: bool = True) -> None:
+        """Tells all members something; see `Behaviour.directory`."""
+        file = self.directory / what
+        if holds:
+            file.touch()
+        else:
+            file.unlink()
 
     # Waiting --------------------------------------------------------------------------
 
@@ -248,8 +223,13 @@ class Scenario:
 
     @property
     def unfinished(self) -> int:
-        """Records that were produced and have not finished, as of the last refresh."""
-        return len(self.produced) - len(self.observations.finished)
+        """Records that were produced and have not finished, as of the last refresh; those that fail do not count."""
+        finished = self.observations.finished
+        return len(self.produced) - len(finished) - len(self.failing - finished)
+
+    async def until_healthy_finished(self, timeout: float = 120.0) -> None:
+        """Returns when every record has finished whose key does not fail."""
+        await self.until(lambda: self.unfinished == 0, "every record of a healthy key has finished", timeout)
 
     async def until_finished(self, count: int, timeout: float = 60.0) -> None:
         """Returns when at least *count* different records have finished."""
@@ -270,10 +250,8 @@ class Scenario:
 
         When that does not come they are asked all the same, because they may know why.
         """
-        self._enough = True
         try:
-            if self._feeding is not None:
-                await self._feeding
+            await self.stop_feeding()
             await self.until_all_committed()
         except AssertionError:
             verify(await self.story(), *guarantees)
@@ -283,17 +261,35 @@ class Scenario:
     # The story ------------------------------------------------------------------------
 
     async def sample_commits(self) -> CommitsAt:
-        """Asks the broker once for the group's committed offsets, and notes them."""
-        asked = time.monotonic_ns()
-        found = await self._admin.list_consumer_group_offsets(self.group, group_coordinator_id=self._coordinator)
-        offsets = {at.partition: found[at].offset for at in found if at.topic == self.topic and found[at].offset >= 0}
-        self.commits.append(CommitsAt(asked, time.monotonic_ns(), offsets))
-        return self.commits[-1]
+        """Asks the broker once for the group's committed offsets and the ends of the side topic, and notes them."""
+        async with self._sampling:
+            asked = time.monotonic_ns()
+            found = await self._admin.list_consumer_group_offsets(self.group, group_coordinator_id=self._coordinator)
+            answered = time.monotonic_ns()
+            ends = await self._ends.end_offsets(self._side_partitions) if self._side_partitions else {}
+            offsets = {at.partition: found[at].offset for at in found if at.topic == self.topic}
+            self.commits.append(
+                CommitsAt(
+                    asked,
+                    answered,
+                    {partition: offset for partition, offset in offsets.items() if offset >= 0},
+                    {at.partition: end for at, end in ends.items()},
+                )
+            )
+            return self.commits[-1]
 
     async def _sample_commits(self) -> None:
         while True:
             await self.sample_commits()
             await asyncio.sleep(SAMPLE_INTERVAL)
+
+    async def originals(self) -> dict[Place, Record]:
+        """All records of the topic, as the broker has them."""
+        return {(record.partition, record.offset): record for record in await self.kafka.read(self.topic)}
+
+    async def side_records(self) -> list[Record]:
+        """All that the side topic holds, by partition and offset."""
+        return [] if self.side is None else await self.kafka.read(self.side)
 
     async def story(self) -> Story:
         """All that happened; the sampling has ended."""
@@ -304,7 +300,27 @@ class Scenario:
                 raise error
         await self.sample_commits()
         ends = await self.kafka.end_offsets(self.topic)
-        return Story(dict(self.produced), tuple(self.observations.refresh().seen), tuple(self.commits), ends)
+        seen = tuple(self.observations.refresh().seen)
+        passed, let_go = await self._diverted()
+        return Story(dict(self.produced), seen, tuple(self.commits), ends, passed, let_go)
+
+    async def _diverted(self) -> tuple[dict[Place, int], dict[Place, int]]:
+        """When records that have not finished could be passed by a commit, and by others of their key."""
+        passed, let_go = dict(self.skipped), dict(self.skipped)
+        if self._recourse == "skip":
+            for seen in self.observations.seen:
+                if seen.kind is Kind.EXHAUSTED:
+                    passed[seen.place] = let_go[seen.place] = min(seen.at, passed.get(seen.place, seen.at))
+        records, when = await self.side_records(), there(self.commits)
+        found = parkings(records) if self._recourse == "parked" else places_of_letters(records)
+        for place, record in found:
+            sampled = when(record.partition, record.offset)
+            if sampled is None:
+                continue
+            passed[place] = min(sampled.by, passed.get(place, sampled.by))
+            if self._recourse == "letters":
+                let_go[place] = min(sampled.not_before, let_go.get(place, sampled.not_before))
+        return passed, let_go
 
 
 def skewed_keys(seed: int, keys: int = 100) -> Iterator[bytes]:
@@ -321,3 +337,11 @@ def even_keys(seed: int, keys: int) -> Iterator[bytes]:
     chance = random.Random(seed)
     while True:
         yield b"k%d" % chance.randrange(keys)
+
+
+def failing_keys(seed: int, keys: int, failing: int) -> Iterator[bytes]:
+    """Keys without end, none more frequent than another, of which *failing* are BAD ones."""
+    chance = random.Random(seed)
+    names = [b"%s%d" % (BAD if number < failing else b"k", number) for number in range(keys)]
+    while True:
+        yield chance.choice(names)

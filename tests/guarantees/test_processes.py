@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.guarantees.checks import (
+    SAFE,
     CommitsOnlyAdvance,
     KeyOrder,
     LagZero,
@@ -14,22 +15,10 @@ from tests.guarantees.checks import (
     NoDuplicates,
     NothingLost,
     OneAtATimePerKey,
-    OnlyUncommittedAgain,
     TakenInOnce,
 )
 from tests.guarantees.observations import Kind
 from tests.guarantees.scenario import Scenario, even_keys, skewed_keys
-
-SAFE = (
-    NothingLost(),
-    KeyOrder(),
-    OneAtATimePerKey(),
-    NeverAhead(),
-    CommitsOnlyAdvance(),
-    OnlyUncommittedAgain(),
-    LagZero(),
-)
-"""What every scenario keeps, crashes included."""
 
 
 @pytest.mark.slow

@@ -1,0 +1,215 @@
+"""What a group writes beside its topic, dead letters and parked records: when it was there, and what is in it."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aioshard import Record
+from aioshard.serde.side_records import (
+    Coordinates,
+    DeadLetterRecord,
+    ParkedRecord,
+    ReleaseRequest,
+    Removed,
+    read_dead_letter,
+    read_parked,
+)
+from tests.guarantees.checks import CommitsAt, Story, names
+from tests.guarantees.observations import Kind, Place
+
+__all__ = [
+    "Kill",
+    "LettersExact",
+    "LettersRepeatedByKillsAlone",
+    "ParkedExactly",
+    "live",
+    "parkings",
+    "places_of_letters",
+    "requests",
+    "there",
+]
+
+
+class Kill(NamedTuple):
+    """A process that was killed."""
+
+    process: str
+    committed: Mapping[int, int]
+    """The group's committed offsets right after."""
+
+
+class There(NamedTuple):
+    """When a record of the side topic was there, as far as samples tell; nanoseconds of the monotonic clock."""
+
+    not_before: int
+    """It was not there at this time."""
+    by: int
+    """It was there when the commits of this sample had been told, or right after."""
+
+
+def there(commits: Sequence[CommitsAt]) -> Callable[[int, int], There | None]:
+    """A function that says of a partition and offset of the side topic when it was there; None is never."""
+    ends: dict[int, list[int]] = defaultdict(list)
+    for sample in commits:
+        for partition, end in sample.side_ends.items():
+            ends[partition].append(end)
+
+    def when(partition: int, offset: int) -> There | None:
+        told = ends[partition]
+        first = bisect_right(told, offset)
+        if first == len(told):
+            return None
+        # The topic was there from the first sample on in which it is told of.
+        first += len(commits) - len(told)
+        return There(commits[first - 1].answered if first else 0, commits[first].answered)
+
+    return when
+
+
+# Dead letters -------------------------------------------------------------------------
+
+
+def places_of_letters(letters: Sequence[Record]) -> Iterator[tuple[Place, Record]]:
+    """Each record of a dead-letter topic with the place of the original."""
+    for letter in letters:
+        read = read_dead_letter(letter)
+        assert read is not None, f"{letter} is no dead letter"
+        yield (read.original.partition, read.original.offset), letter
+
+
+@dataclass(frozen=True)
+class LettersExact:
+    """I2: each of the expected records is in the dead-letter topic, as it was, and no other one is.
+
+    Attributes:
+        letters: All that the dead-letter topic holds.
+        originals: All records of the topic.
+        expected: Where those are that should have been dead-lettered.
+        says: Whether what the headers say of the failure is right.
+    """
+
+    letters: Sequence[Record]
+    originals: Mapping[Place, Record]
+    expected: Collection[Place]
+    says: Callable[[DeadLetterRecord], bool]
+
+    def breaches(self, story: Story) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
+        """Letters that are missing, that should not be, or that differ from their original."""
+        found = list(places_of_letters(self.letters))
+        places = {place for place, _ in found}
+        if missing := set(self.expected) - places:
+            yield f"{len(missing)} record(s) have no dead letter: {names(missing)}"
+        if surplus := places - set(self.expected):
+            yield f"{len(surplus)} record(s) were dead-lettered that should not be: {names(surplus)}"
+        for place, letter in found:
+            original = self.originals.get(place)
+            read = read_dead_letter(letter)
+            assert read is not None
+            if original is None or read.original != original:
+                yield f"the dead letter of {names([place])} holds {read.original} instead of {original}"
+            elif (letter.key, letter.value, letter.timestamp) != (original.key, original.value, original.timestamp):
+                yield f"the dead letter of {names([place])} is {letter}, and the record was {original}"
+            elif not self.says(read):
+                yield f"the dead letter of {names([place])} says {read.failure}"
+
+
+@dataclass(frozen=True)
+class LettersRepeatedByKillsAlone:
+    """I12: a record has a second dead letter only because of a kill before the first one was committed.
+
+    Attributes:
+        letters: All that the dead-letter topic holds.
+        kills: In order of time.
+    """
+
+    letters: Sequence[Record]
+    kills: Sequence[Kill]
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Repetitions that no kill explains."""
+        killed = {kill.process: kill.committed for kill in self.kills}
+        copies: dict[Place, int] = defaultdict(int)
+        for place, _ in places_of_letters(self.letters):
+            copies[place] += 1
+        gave_up: dict[Place, list[str]] = defaultdict(list)
+        for seen in story.of(Kind.EXHAUSTED):
+            gave_up[seen.place].append(seen.process)
+        for place, count in copies.items():
+            processes = gave_up[place]
+            if count > len(processes):
+                yield f"record {names([place])} has {count} dead letters and failed for good {len(processes)} time(s)"
+            for process in processes[: count - 1]:
+                if process not in killed:
+                    yield f"record {names([place])} has {count} dead letters, and {process} was not killed"
+                elif (committed := killed[process].get(place[0], -1)) > place[1]:
+                    yield (
+                        f"record {names([place])} has {count} dead letters, and {committed} was committed when "
+                        f"{process} was killed"
+                    )
+
+
+# Parked records -----------------------------------------------------------------------
+
+
+def parkings(records: Sequence[Record]) -> Iterator[tuple[Place, Record]]:
+    """Each record of a park topic that parks one, with the place of the original."""
+    for record in records:
+        read = read_parked(record)
+        if isinstance(read, ParkedRecord):
+            yield _place(read.coordinates), record
+
+
+def live(records: Sequence[Record]) -> dict[Place, ParkedRecord]:
+    """What compaction leaves of a park topic: the latest of each parked record that was not removed."""
+    found: dict[Place, ParkedRecord] = {}
+    for record in records:
+        read = read_parked(record)
+        if isinstance(read, ParkedRecord):
+            found[_place(read.coordinates)] = read
+        elif isinstance(read, Removed):
+            found.pop(_place(read.coordinates), None)
+    return found
+
+
+def requests(records: Sequence[Record]) -> dict[str, ReleaseRequest]:
+    """The requests in a park topic that were not answered."""
+    found: dict[str, ReleaseRequest] = {}
+    for record in records:
+        name = (record.key or b"").decode()
+        found.pop(name, None)
+        read = read_parked(record)
+        if isinstance(read, ReleaseRequest):
+            found[name] = read
+    return found
+
+
+def _place(coordinates: Coordinates) -> Place:
+    return coordinates.partition, coordinates.offset
+
+
+@dataclass(frozen=True)
+class ParkedExactly:
+    """I2: what is parked now are the expected records, as they were, and no other one.
+
+    Attributes:
+        records: All that the park topic holds.
+        originals: All records of the topic.
+        expected: Where those are that should be parked.
+    """
+
+    records: Sequence[Record]
+    originals: Mapping[Place, Record]
+    expected: Collection[Place]
+
+    def breaches(self, story: Story) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
+        """Records that are parked and should not be, the reverse, and those that differ from their original."""
+        found = live(self.records)
+        if missing := set(self.expected) - found.keys():
+            yield f"{len(missing)} record(s) are not parked: {names(missing)}"
+        if surplus := found.keys() - set(self.expected):
+            yield f"{len(surplus)} record(s) are parked that should not be: {names(surplus)}"
+        for place, parked in found.items():
+            if parked.original != self.originals.get(place):
+                yield f"what is parked of {names([place])} holds {parked.original}, not {self.originals.get(place)}"

@@ -1,0 +1,156 @@
+"""Keys that fail and records that hang, under each policy, while processes are killed: nothing lost, and in order."""
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from aioshard.serde.side_records import DeadLetterRecord
+from tests.guarantees.behaviour import HANGING, dead_letter
+from tests.guarantees.checks import SAFE
+from tests.guarantees.observations import Kind, Place
+from tests.guarantees.scenario import Scenario, failing_keys
+from tests.guarantees.sides import LettersExact, LettersRepeatedByKillsAlone
+
+PARTITIONS = 6
+KEYS, FAILING = 200, 10
+ATTEMPTS = 4
+KILLABLE: Mapping[str, Any] = {"session_timeout": 3, "rebalance_timeout": 8, "start_timeout": 100}
+TROUBLED: Mapping[str, Any] = {
+    "concurrency": 16,
+    "base": 0.002,
+    "spread": 0.03,
+    "hangs_once": 0.01,
+    "timeout": 1.0,
+    "retry": {"attempts": ATTEMPTS, "initial": 0.01, "maximum": 0.05},
+}
+"""Handlers that raise for 5 % of the keys, and hang on 1 % of the records until their attempt has timed out."""
+ROOM_TO_HALT: Mapping[str, Any] = {**KILLABLE, "max_buffered_records": 100_000}
+"""What waits behind halted records fits into the hundredth that a partition keeps which cannot advance."""
+
+DEFAULT = pytest.param(6_000, 3, marks=[pytest.mark.slow, pytest.mark.timeout(300)], id="6000 records, 3 kills")
+FULL = pytest.param(20_000, 10, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)], id="20000 records, 10 kills")
+SIZES = pytest.mark.parametrize(("records", "kills"), [DEFAULT, FULL])
+
+
+async def endure(
+    scenario: Scenario, settings: Mapping[str, Any] = KILLABLE, *, records: int, kills: int, **behaviour: Any
+) -> None:
+    """Feeds three members while they are killed one by one, until every record of a healthy key has finished."""
+    chance = random.Random(records)
+    for name in "abc":
+        scenario.start(name, settings, **TROUBLED, **behaviour)
+    await scenario.until_settled("a", "b", "c")
+    await scenario.produce([(b"%s0" % HANGING, b"%d" % number) for number in range(5)])
+    scenario.start_feeding(failing_keys(records, KEYS, FAILING), backlog=1_500, chunk=500, least=records)
+    for number in range(kills):
+        reached = records * 0.9 * (number + chance.random()) / kills
+        await scenario.until_finished(int(reached), timeout=120)
+        name = chance.choice("abc")
+        await scenario.kill(name)
+        if chance.random() < 0.5:
+            await asyncio.sleep(chance.uniform(0.1, 3))  # the group may be settled again, or not, when it comes back
+        scenario.start(name, settings, **TROUBLED, **behaviour)
+    await scenario.stop_feeding()
+    await scenario.until_healthy_finished()
+
+
+def heads(scenario: Scenario) -> dict[str, Place]:
+    """The first record of each failing key."""
+    first: dict[str, Place] = {}
+    for place in sorted(scenario.failing):
+        first.setdefault(scenario.produced[place], place)
+    return first
+
+
+def says_why(scenario: Scenario, letter: DeadLetterRecord) -> bool:
+    """Whether the headers of a dead letter or a parked record name the group, the handler and the failure."""
+    key = (letter.original.key or b"").decode()
+    error, message = letter.failure.error, letter.failure.message
+    if key.startswith(HANGING.decode()):
+        right = error == "AttemptTimeoutError"
+    else:
+        right = (error, message) == ("ConnectionError", f"the account of {key} is locked")
+    named = (letter.failure.group, letter.failure.handler, letter.failure.attempts)
+    return right and named == (scenario.group, "with_context", ATTEMPTS)
+
+
+@SIZES
+async def test_halted_keys_hold_the_commit_and_nobody_else(scenario: Scenario, records: int, kills: int) -> None:
+    await scenario.create(PARTITIONS)
+    await endure(scenario, ROOM_TO_HALT, records=records, kills=kills)
+
+    ends = await scenario.kafka.end_offsets(scenario.topic)
+    oldest = {at: min((o for p, o in scenario.failing if p == at), default=end) for at, end in ends.items()}
+    await scenario.until(lambda: scenario.commits[-1].offsets == oldest, f"the group has committed {oldest}", 60)
+    assert await scenario.kafka.lag(scenario.group, scenario.topic) == sum(ends[at] - oldest[at] for at in ends)
+    assert set(map(scenario.produced.__getitem__, scenario.failing)) == set(heads(scenario)), "nothing is lost"
+    assert scenario.observations.finished.isdisjoint(scenario.failing)
+    assert scenario.observations.started.keys() & scenario.failing == set(heads(scenario).values())
+    await scenario.until(
+        lambda: sum(m.statistics["handlers"][0]["halted"] for m in scenario.members.values()) == len(heads(scenario)),
+        "all of them are counted as halted",
+    )
+
+    await let_go(scenario)
+    await scenario.verify(*SAFE)
+
+
+async def let_go(scenario: Scenario) -> None:
+    """Halted records of a are retried and skipped; b is restarted and c killed when their handlers are repaired."""
+    owner = scenario.members["a"]
+    halted = {key: place for key, place in heads(scenario).items() if place[0] in owner.partitions}
+    assert halted, "a has no halted record: it proves nothing"
+    again = next(iter(halted.values()))
+    before = sum(seen.place == again for seen in scenario.observations.of(owner.process, Kind.EXHAUSTED))
+    assert await owner.order("retry_now", scenario.topic, *again) is None
+
+    def failed_again() -> bool:
+        runs = [seen for seen in scenario.observations.of(owner.process, Kind.EXHAUSTED) if seen.place == again]
+        return len(runs) > before
+
+    await scenario.until(failed_again, "a record that is not repaired has halted again")
+    scenario.heal()
+    for number, place in enumerate(halted.values()):
+        if number == 1:
+            scenario.skipped[place] = scenario.commits[-1].answered
+        assert await owner.order("skip" if number == 1 else "retry_now", scenario.topic, *place) is None
+    own = {place for place in scenario.failing if scenario.produced[place] in halted} - scenario.skipped.keys()
+    await scenario.until(lambda: own <= scenario.observations.finished, "a has done what was released", 60)
+    assert scenario.observations.finished.isdisjoint(scenario.skipped)
+
+    await scenario.members["b"].stop()
+    await scenario.kill("c")
+    for name in "bc":
+        scenario.start(name, ROOM_TO_HALT, **TROUBLED)
+
+
+@SIZES
+async def test_skipped_records_let_their_keys_go_on(scenario: Scenario, records: int, kills: int) -> None:
+    await scenario.create(PARTITIONS, recourse="skip")
+    await endure(scenario, records=records, kills=kills, on_failure="skip")
+
+    await scenario.verify(*SAFE)
+    assert scenario.observations.finished.isdisjoint(scenario.failing)
+    gave_up = {seen.place for seen in scenario.observations.seen if seen.kind is Kind.EXHAUSTED}
+    assert gave_up == scenario.failing, "each of them had all its attempts, and no other record was given up"
+
+
+@SIZES
+async def test_dead_letters_are_exactly_the_records_of_failing_keys(
+    scenario: Scenario, records: int, kills: int
+) -> None:
+    await scenario.create(PARTITIONS, recourse="letters")
+    assert scenario.side is not None
+    await endure(scenario, records=records, kills=kills, on_failure=dead_letter(scenario.side))
+    await scenario.until_all_committed(timeout=120)
+
+    letters, originals = await scenario.side_records(), await scenario.originals()
+    await scenario.verify(
+        *SAFE,
+        LettersExact(letters, originals, scenario.failing, lambda letter: says_why(scenario, letter)),
+        LettersRepeatedByKillsAlone(letters, scenario.kills),
+    )
+    assert scenario.observations.finished.isdisjoint(scenario.failing)
