@@ -14,6 +14,9 @@ from aioshard.testing import InMemoryBroker, TestClient, replay_prefixes
 from examples import inbox_postgresql
 from tests.idempotence.stores import Customer, PostgresqlStore, Store, app_of, expected, order
 
+PATIENCE = 60.0
+"""Seconds: time is real here, and a machine may be busy."""
+
 
 def publish(broker: InMemoryBroker, count: int, customers: int) -> list[Record]:
     return [
@@ -25,7 +28,9 @@ def publish(broker: InMemoryBroker, count: int, customers: int) -> list[Record]:
 async def test_a_crash_after_any_prefix_and_at_any_await_leaves_the_effects_of_a_single_run(store: Store) -> None:
     history = publish(InMemoryBroker(partitions=1), count=5, customers=2)
 
-    await replay_prefixes(app_of(store, "customers"), history, reset=store.reset, effects=store.customers)
+    await replay_prefixes(
+        app_of(store, "customers"), history, reset=store.reset, effects=store.customers, timeout=PATIENCE
+    )
 
     assert store.customers() == expected(history)
 
@@ -37,7 +42,7 @@ async def test_what_two_processes_have_in_hand_at_the_same_time_counts_once(stor
 
     async with TestClient(old, broker=broker) as one, TestClient(new, broker=broker) as other:
         records = publish(broker, count=300, customers=20)
-        await asyncio.gather(one.settle(60.0), other.settle(60.0))
+        await asyncio.gather(one.settle(PATIENCE), other.settle(PATIENCE))
 
     assert store.customers() == expected(records)
     assert [app.statistics().handlers[0].processed for app in (old, new)] == [300, 300]
@@ -46,11 +51,11 @@ async def test_what_two_processes_have_in_hand_at_the_same_time_counts_once(stor
 async def test_everything_that_is_delivered_again_late_changes_nothing(store: Store) -> None:
     async with TestClient(app_of(store, "customers")) as client:
         records = publish(client.broker, count=40, customers=4)
-        await client.settle()
+        await client.settle(PATIENCE)
         before = store.customers()
         client.group.commit_from_outside(dict.fromkeys(client.group.subscribed(), 0))
         client.broker.lose()
-        await client.settle()
+        await client.settle(PATIENCE)
         assert client.app.statistics().handlers[0].processed == 80
 
     assert store.customers() == before == expected(records)
@@ -60,11 +65,11 @@ async def test_an_older_record_that_comes_after_a_newer_one_adds_up_and_does_not
     async with TestClient(app_of(store, "customers")) as client:
         client.broker.skip("orders", 0, 1)
         await client.publish("orders", order(5, "new street"), key="alice", partition=0)
-        await client.settle()
+        await client.settle(PATIENCE)
     late = InMemoryBroker()
     async with TestClient(app_of(store, "late"), broker=late) as client:
         await client.publish("orders", order(3, "old street"), key="alice", partition=0)
-        await client.settle()
+        await client.settle(PATIENCE)
 
     assert store.customers() == {"alice": Customer(spent=8, address="new street", version=1)}
     assert store.inbox() == {"orders/0/0", "orders/0/1"}
@@ -75,12 +80,12 @@ async def test_without_its_row_in_the_inbox_a_late_record_adds_up_again_and_the_
     async with TestClient(app_of(store, "customers")) as client:
         for amount, address in ((3, "old street"), (5, "new street")):
             await client.publish("orders", order(amount, address), key="alice", partition=0)
-        await client.settle()
+        await client.settle(PATIENCE)
         store.empty_inbox()
         client.broker.log("orders", 0).delete(1)  # only the older one comes again
         client.group.commit_from_outside(dict.fromkeys(client.group.subscribed(), 0))
         client.broker.lose()
-        await client.settle()
+        await client.settle(PATIENCE)
 
     assert store.customers() == {"alice": Customer(spent=11, address="new street", version=1)}
 
@@ -144,7 +149,7 @@ async def test_a_record_waits_for_how_its_other_run_ends(postgresql_url: str, ou
         await client.publish("orders", order(3, "street"), key="alice", partition=0)
         await until(lambda: waits_for_a_lock(postgresql_url))
         await (other.commit() if outcome == "commit" else other.rollback())
-        await client.settle()
+        await client.settle(PATIENCE)
 
     assert store.customers() == ({} if outcome == "commit" else {"alice": Customer(3, "street", 0)})
 
@@ -163,7 +168,7 @@ async def test_a_transaction_that_stands_still_does_not_hold_up_its_record_for_e
             async with pool.connection() as old:
                 await old.execute("INSERT INTO inbox VALUES ('orders/0/0', 'orders', 0, 0)")
                 await client.publish("orders", order(3, "street"), key="alice", partition=0)
-                await client.settle(timeout=20.0)
+                await client.settle(PATIENCE)
                 assert store.customers() == {"alice": Customer(3, "street", 0)}
 
 
@@ -174,6 +179,6 @@ def waits_for_a_lock(url: str) -> bool:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what nobody tells: it is in a database, or in the statistics."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - hence there is no event
             await asyncio.sleep(0.01)

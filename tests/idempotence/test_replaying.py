@@ -161,7 +161,7 @@ def test_setting_by_key_passes(run_it: RunIt) -> None:
         await asyncio.sleep(0)
         totals[record.key or b""] = int(record.value or b"")
 
-    run_it(replay_prefixes(app, ORDERS, reset=totals.clear, effects=lambda: totals))
+    run_it(replay_prefixes(app, ORDERS, reset=totals.clear, effects=lambda: totals, timeout=60.0))
 
     # Two clean runs; after each prefix of k records from each of k offsets; twice each record for its one await.
     clean, crashed = 2 * 4, sum(4 + repeated for ran in range(1, 5) for repeated in range(1, ran + 1))
@@ -194,7 +194,7 @@ def test_a_version_check_passes_in_a_thread_with_resources(run_it: RunIt, tmp_pa
         with contextlib.closing(sqlite3.connect(file)) as database:
             return database.execute("SELECT key, sum FROM sums ORDER BY key").fetchall() if file.stat().st_size else []
 
-    run_it(replay_prefixes(app, ORDERS, reset=lambda: file.unlink(missing_ok=True), effects=effects))
+    run_it(replay_prefixes(app, ORDERS, reset=lambda: file.unlink(missing_ok=True), effects=effects, timeout=60.0))
     assert asyncio.run(effects()) == [(b"a", 4), (b"b", 6)]
 
 
@@ -234,7 +234,7 @@ async def test_it_runs_inside_the_loop_of_a_test() -> None:
     async def reset() -> None:
         seen.clear()
 
-    await replay_prefixes(app, ORDERS, reset=reset, effects=lambda: seen)
+    await replay_prefixes(app, ORDERS, reset=reset, effects=lambda: seen, timeout=60.0)
     assert len(seen) == 4
 
 
