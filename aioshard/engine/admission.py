@@ -139,7 +139,7 @@ class Admission:
 
     def _for_probing(self, epoch: Epoch) -> Allowance:
         """Some records of a paused partition, whatever else is in hand: without them it might never go on."""
-        if epoch.gate is not Gate.PAUSED or epoch.shed:
+        if epoch.gate is not Gate.PAUSED or (epoch.shed and not epoch.fetching_again):
             return NOTHING
         free = self._buffer.bounds.bytes - self._buffer.bytes
         return Allowance(epoch.probe_room, max(free, 0), alone=not self._buffer.records)
