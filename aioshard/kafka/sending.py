@@ -5,14 +5,16 @@ What it does by itself, seen on a real broker, and what is done here instead:
 * a batch that the broker refuses (too large, not allowed) has used up its sequence numbers, and every later batch
   of its partition fails with OutOfOrderSequenceNumber, for ever: here it asks for a new producer id;
 * a refusal does not say whether it is meant for one record, or for all that happened to be in the same batch;
-* a batch whose callers have all given up is sent again and again, for ever: here it ends with the next failure;
+* a broker is sent nothing while a batch for it waits to be sent again, or a partition anywhere has no leader;
+* a batch whose callers have all given up is sent again and again, for ever: here it is dropped;
 * a key and a value that are both None, which Kafka stores, are refused by an assertion;
 * stopping waits for brokers that are gone.
 """
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiokafka import AIOKafkaProducer
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from aioshard.settings import Settings
 
 __all__ = ["RefusedError", "SendingClient", "connect"]
+
+logger = logging.getLogger("aioshard.kafka.sending")
 
 _LONG = 86_400.0
 """Seconds without end, for a time-out that must be a number; who waits has one of its own."""
@@ -90,8 +94,18 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
             retry_backoff_ms=round(backoff * 1000),
             request_timeout_ms=self._request_timeout_ms,
         )
+        self._drain_by_nodes = self._message_accumulator.drain_by_nodes
+        self._message_accumulator.drain_by_nodes = self._drain_and_look_up
         refuse_useless_connections(self.client)
         pace_look_ups(self.client, backoff)
+
+    def _drain_and_look_up(self, *arguments: Any, **options: Any) -> tuple[Any, bool]:
+        """Look for leaders that are not known while what has one is sent; aiokafka would wait for the answer."""
+        batches, leaders_missing = self._drain_by_nodes(*arguments, **options)
+        if leaders_missing:
+            waiter = self._message_accumulator.waiter()
+            self.client.force_metadata_update().add_done_callback(lambda _: self._message_accumulator._wakeup(waiter))
+        return batches, False
 
     @property
     def connected(self) -> bool:
@@ -179,26 +193,52 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
 
 
 class _Sender(Sender):  # type: ignore[misc]
-    """Sends with `_Request`, and knows its requests."""
+    """Sends with `_Request`, and lets a broker take more while batches wait to be sent again."""
 
     def __init__(self, client: Any, **options: Any) -> None:
         super().__init__(client, **options)
         self.requests: set[asyncio.Task[Any]] = set()
+        """Those in progress, or with batches that wait to be sent again."""
 
     async def _send_produce_req(self, node_id: int, batches: Mapping[Any, Any]) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - for mypy
         self.requests.add(task)
         try:
-            request = _Request(self, batches)
-            await request.do(node_id)
+            again = await _Request(self, batches).ask(node_id)
+            self._in_flight.remove(node_id)
+            self._muted_partitions.difference_update(batches.keys() - {batch.tp for batch in again})
+            if any(batch.future.done() and batch.future.exception() is not None for batch in batches.values()):
+                self.forget_producer_id()  # Before the next batch of the partition is given its number.
+            if again:
+                await self._send_again(again)
         finally:
             self.requests.discard(task)
-        self._in_flight.remove(node_id)
-        for partition in batches:
-            self._muted_partitions.remove(partition)
-        if any(batch.future.done() and batch.future.exception() is not None for batch in batches.values()):
-            self.forget_producer_id()  # Before the next batch of the partition is given its number.
+
+    async def _maybe_wait_for_pid(self) -> None:
+        """Before anything is sent: first of all drop what nobody wants any more."""
+        waiting = self._message_accumulator._batches
+        for partition in list(waiting):
+            batches = waiting[partition]
+            while batches and not _is_wanted(batches[0]):
+                batch = batches.popleft()
+                if batch.retry_count:
+                    self.forget_producer_id()  # Its numbers are used up.
+                batch.drain_ready()
+                batch.failure(kafka.KafkaTimeoutError("given up"))
+            if not batches:
+                del waiting[partition]
+        await super()._maybe_wait_for_pid()
+
+    async def _send_again(self, batches: Sequence[Any]) -> None:
+        """Put batches back after a pause; what is behind them in their partitions waits for them."""
+        accumulator = self._message_accumulator
+        accumulator._wakeup(accumulator.waiter())
+        await asyncio.sleep(self._retry_backoff)
+        for batch in batches:
+            accumulator.reenqueue(batch)
+        await self.client._maybe_wait_metadata()
+        self._muted_partitions.difference_update(batch.tp for batch in batches)
 
     def forget_producer_id(self) -> None:
         transactions = self._txn_manager
@@ -210,6 +250,24 @@ class _Sender(Sender):  # type: ignore[misc]
 
 class _Request(SendProduceReqHandler):  # type: ignore[misc]
     """One request to one broker: at most one batch of each of its partitions."""
+
+    async def ask(self, node_id: int) -> Sequence[Any]:
+        """Send it, settle the batches that were taken or refused, and return those to be sent again."""
+        try:
+            answer = await self._client.send(node_id, self.create_request())
+        except kafka.KafkaError as error:
+            logger.debug("a request to broker %d failed: %s", node_id, reason(error))
+            if getattr(error, "invalid_metadata", False):
+                self._client.force_metadata_update()
+            for batch in self._batches.values():
+                if self._can_retry(error, batch):
+                    self._to_reenqueue.append(batch)
+                else:
+                    batch.failure(error)
+        else:
+            self.handle_response(answer)
+        again: Sequence[Any] = self._to_reenqueue
+        return again
 
     def handle_response(self, response: Any) -> None:
         """Let the batches that are refused fail with what we want to know, before they fail without it."""
@@ -223,8 +281,12 @@ class _Request(SendProduceReqHandler):  # type: ignore[misc]
         super().handle_response(response)
 
     def _can_retry(self, error: Any, batch: Any) -> bool:
-        wanted = any(not message.done() for message, _ in batch._msg_futures) or not batch._msg_futures
-        return wanted and bool(error.retriable)
+        return bool(error.retriable) and _is_wanted(batch)
+
+
+def _is_wanted(batch: Any) -> bool:
+    """Whether anybody still waits for a batch; one that was handed over whole is always wanted."""
+    return not batch._msg_futures or any(not message.done() for message, _ in batch._msg_futures)
 
 
 async def connect(settings: "Settings", options: Mapping[str, Any], topic: str) -> SendingClient:

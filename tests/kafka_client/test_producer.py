@@ -1,0 +1,591 @@
+"""The producer on a real broker: what it refuses, what it outlives, and what is stored afterwards."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka import errors as kafka_errors
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.produce import ProduceRequest
+from confluent_kafka.admin import AclOperation
+
+from aioshard.errors import (
+    AuthenticationError,
+    AuthorizationError,
+    ClientLostError,
+    ConnectError,
+    MessageTooLargeError,
+    TransportError,
+)
+from aioshard.kafka import producer as producing
+from aioshard.kafka import sending
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.sending import SendingClient
+from aioshard.ports import Message
+from aioshard.settings import Settings
+from tests.support.access import allow, create_scram_user, deny
+from tests.support.cluster import KafkaCluster
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_properties import Credentials
+from tests.support.shared_kafka import SharedKafka
+
+Make = Callable[..., KafkaProducer]
+
+NOWHERE = "127.0.0.1:1"
+"""An address where nobody listens."""
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    """Makes producers that are closed at the end; arguments are settings."""
+    made: list[KafkaProducer] = []
+
+    def make(bootstrap: str, **settings: Any) -> KafkaProducer:
+        made.append(KafkaProducer(Settings(bootstrap_servers=bootstrap, **settings)))
+        return made[-1]
+
+    yield make
+    for producer in made:
+        async with asyncio.timeout(5):
+            await producer.close()
+
+
+@pytest.fixture
+def producer(kafka: SharedKafka, make: Make) -> KafkaProducer:
+    return make(kafka.bootstrap)
+
+
+@pytest.fixture
+async def user(kafka: SharedKafka, topic: str) -> Credentials:
+    """A user that nobody else uses and that may do nothing."""
+    credentials = Credentials(f"user-of-{topic}"[:60], "secret")
+    await create_scram_user(kafka, credentials)
+    return credentials
+
+
+def login(kafka: SharedKafka, user: Credentials) -> dict[str, Any]:
+    return {
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(kafka.certificates.ca_file),
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_username": user.username,
+        "sasl_password": user.password,
+    }
+
+
+def client_of(producer: KafkaProducer) -> SendingClient:
+    client = producer._shared.client
+    assert client is not None
+    return client
+
+
+def count_requests(producer: KafkaProducer, kind: type) -> list[float]:
+    """When each request of a kind was sent from now on."""
+    client = client_of(producer).client
+    sent: list[float] = []
+    for owner, name in ((client, "send"), *((connection, "send") for connection in client._conns.values())):
+        original = getattr(owner, name)
+
+        def noting(*arguments: Any, original: Any = original, **options: Any) -> Any:
+            if any(isinstance(argument, kind) for argument in arguments):
+                sent.append(time.monotonic())
+            return original(*arguments, **options)
+
+        setattr(owner, name, noting)
+        if kind is ProduceRequest:
+            break
+    return sent
+
+
+async def trouble_of(producer: KafkaProducer) -> str:
+    async with asyncio.timeout(5):
+        while (told := producer.trouble) is None:  # noqa: ASYNC110 - it is asked, it does not call
+            await asyncio.sleep(0.02)
+    return told
+
+
+async def values(cluster: KafkaCluster, topic: str) -> list[bytes | None]:
+    return [record.value for record in await cluster.read(topic)]
+
+
+# Batches and connections -----------------------------------------------------------------
+
+
+async def test_concurrent_messages_share_requests(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+    await kafka.create_topic(topic, 4)
+    await producer.publish(Message(topic, b"first"))
+    requests = count_requests(producer, ProduceRequest)
+
+    await asyncio.gather(*(producer.publish(Message(topic, bytes(100), b"%d" % key)) for key in range(2000)))
+
+    assert 0 < len(requests) < 40
+
+
+async def test_keys_go_where_java_puts_them(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+    await kafka.create_topic(topic, 7)
+    keys = [b"", b"a", "å".encode(), *(b"key-%d" % number for number in range(100))]
+
+    for key in keys:
+        await producer.publish(Message(topic, b"ours", key))
+    async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as other:
+        for key in keys:
+            await other.send_and_wait(topic, b"theirs", key=key)
+
+    placed = {(record.key, record.partition) for record in await kafka.read(topic)}
+    assert len(placed) == len(keys)
+
+
+async def test_those_who_come_first_share_one_connection_attempt(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kafka.create_topic(topic)
+    attempts: list[str] = []
+    connect = sending.connect
+
+    async def counting(settings: Any, options: Any, topic: str) -> SendingClient:
+        attempts.append(topic)
+        return await connect(settings, options, topic)
+
+    monkeypatch.setattr(producing, "connect", counting)
+
+    calls = [asyncio.create_task(producer.publish(Message(topic, b"%d" % number))) for number in range(50)]
+    await asyncio.sleep(0)
+    calls[0].cancel()  # It began to connect.
+    await asyncio.wait(calls)
+
+    assert [call.result() for call in calls[1:]] == list(range(49))
+    assert len(attempts) == 1
+
+
+async def test_where_nobody_listens_everybody_is_told_at_once(make: Make) -> None:
+    producer = make(NOWHERE)
+
+    async with asyncio.timeout(5):
+        calls = (producer.publish(Message("t", b"v")) for _ in range(20))
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert {type(end) for end in ended} == {ConnectError}
+    assert NOWHERE in str(ended[0])
+    assert all(isinstance(end, ConnectError) and end.retriable for end in ended)
+
+
+async def test_a_server_that_says_nothing_is_named_in_time(make: Make) -> None:
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await reader.read()
+
+    silent = await asyncio.start_server(listen, "127.0.0.1", 0)
+    host, port = silent.sockets[0].getsockname()[:2]
+    async with silent, asyncio.timeout(10):
+        with pytest.raises(ConnectError, match="no answer within 3 s"):
+            await make(f"{host}:{port}").publish(Message("t", b"v"))
+
+
+# What the brokers refuse -----------------------------------------------------------------
+
+
+async def test_a_refusal_does_not_break_the_partition(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+    """aiokafka's own producer would fail with OutOfOrderSequenceNumber from here on; see the canary tests."""
+    await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
+    await producer.publish(Message(topic, b"before"))
+
+    for number in range(3):
+        with pytest.raises(MessageTooLargeError, match=rf"of 5003 bytes is too large for topic '{topic}'"):
+            await producer.publish(Message(topic, bytes(5000), b"key"))
+        await producer.publish(Message(topic, b"after %d" % number))
+
+    assert await values(kafka, topic) == [b"before", b"after 0", b"after 1", b"after 2"]
+
+
+async def test_one_message_is_refused_and_not_those_that_were_in_its_batch(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
+    """A broker refuses batches; a message among others is refused for what it is, or for what they are together."""
+    await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
+    sizes = [300] * 20
+    sizes[7] = 5000
+
+    ended = await asyncio.gather(
+        *(producer.publish(Message(topic, bytes([number]) * size)) for number, size in enumerate(sizes)),
+        return_exceptions=True,
+    )
+
+    assert isinstance(ended.pop(7), MessageTooLargeError)
+    assert sorted(offset for offset in ended if isinstance(offset, int)) == list(range(19))
+    assert sorted((value or b"")[0] for value in await values(kafka, topic)) == [*range(7), *range(8, 20)]
+
+
+async def test_a_compacted_topic_takes_no_message_without_a_key(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
+    await kafka.create_topic(topic, 1, {"cleanup.policy": "compact"})
+
+    keyless, keyed = await asyncio.gather(
+        producer.publish(Message(topic, b"v")), producer.publish(Message(topic, b"v", b"k")), return_exceptions=True
+    )
+
+    assert isinstance(keyless, TransportError)
+    assert not keyless.retriable
+    assert "none without a key" in str(keyless)
+    assert keyed == 0
+
+
+async def test_a_time_stamp_that_the_topic_does_not_take_is_told(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
+    await kafka.create_topic(topic, 1, {"message.timestamp.before.max.ms": "60000"})
+
+    with pytest.raises(TransportError, match="INVALID_TIMESTAMP") as caught:
+        await producer.publish(Message(topic, b"v", timestamp=1_700_000_000.0))
+
+    assert not caught.value.retriable
+    assert await producer.publish(Message(topic, b"v")) == 0
+
+
+async def test_a_message_that_no_request_has_room_for_is_refused_here(
+    kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker closes the connection on it without a word, and it would be sent again, for ever."""
+    await kafka.create_topic(topic)
+    producer = make(kafka.bootstrap)
+    monkeypatch.setitem(producer._options, "max_request_size", 3000)
+
+    with pytest.raises(MessageTooLargeError, match=r"up to 3000 bytes"):
+        await producer.publish(Message(topic, bytes(3001)))
+
+    assert await producer.publish(Message(topic, bytes(2900))) == 0
+
+
+async def test_the_limit_of_a_message_is_the_brokers_not_the_clients(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
+    await kafka.create_topic(topic, 1, {"max.message.bytes": str(8 * 1024 * 1024)})
+
+    assert await producer.publish(Message(topic, bytes(4 * 1024 * 1024))) == 0
+
+
+async def test_who_may_not_write_is_refused_until_it_is_granted(
+    kafka: SharedKafka, topic: str, make: Make, user: Credentials
+) -> None:
+    """And again when it is taken away; another topic is not affected."""
+    other = f"{topic}-other"
+    for name in (topic, other):
+        await kafka.create_topic(name)
+    await allow(kafka, user, "topic", topic, AclOperation.DESCRIBE)
+    await allow(kafka, user, "topic", other, AclOperation.WRITE, AclOperation.DESCRIBE)
+    producer = make(kafka.secure_bootstrap, **login(kafka, user))
+
+    async def refused() -> None:
+        with pytest.raises(AuthorizationError, match=rf"write to topic '{topic}'"):
+            await producer.publish(Message(topic, b"refused"))
+
+    for _ in range(2):
+        await asyncio.gather(refused(), refused(), producer.publish(Message(other, b"v")))
+    await allow(kafka, user, "topic", topic, AclOperation.WRITE)
+    for number in range(3):
+        assert await producer.publish(Message(topic, b"v")) == number
+    await deny(kafka, user, "topic", topic, AclOperation.WRITE)
+    await refused()
+
+    assert len(await values(kafka, other)) == 2
+
+
+async def test_who_may_not_even_see_the_topic_is_refused_at_once(
+    kafka: SharedKafka, topic: str, make: Make, user: Credentials
+) -> None:
+    other = f"{topic}-other"
+    for name in (topic, other):
+        await kafka.create_topic(name)
+    await allow(kafka, user, "topic", other, AclOperation.WRITE)
+    producer = make(kafka.secure_bootstrap, **login(kafka, user))
+
+    for _ in range(2):
+        async with asyncio.timeout(3):
+            with pytest.raises(AuthorizationError, match=rf"write to topic '{topic}'"):
+                await producer.publish(Message(topic, b"v"))
+
+    assert await producer.publish(Message(other, b"v")) == 0
+
+
+async def test_who_may_write_nowhere_gets_no_producer_until_it_may(
+    kafka: SharedKafka, topic: str, make: Make, user: Credentials
+) -> None:
+    await kafka.create_topic(topic)
+    producer = make(kafka.secure_bootstrap, **login(kafka, user))
+
+    with pytest.raises(AuthorizationError, match=rf"write to topic '{topic}'"):
+        await producer.publish(Message(topic, b"v"))
+    await allow(kafka, user, "topic", topic, AclOperation.WRITE)
+
+    assert await producer.publish(Message(topic, b"v")) == 0
+
+
+async def test_a_wrong_password_is_told(kafka: SharedKafka, topic: str, make: Make, user: Credentials) -> None:
+    producer = make(kafka.secure_bootstrap, **{**login(kafka, user), "sasl_password": "wrong"})
+
+    with pytest.raises(AuthenticationError, match=f"refused user '{user.username}'"):
+        await producer.publish(Message(topic, b"v"))
+
+
+# Topics that are not there ---------------------------------------------------------------
+
+
+async def test_a_missing_topic_is_told_once_for_all_who_wait(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.5)
+    there = f"{topic}-there"
+    await kafka.create_topic(there)
+
+    async with asyncio.timeout(3):
+        calls = [asyncio.create_task(producer.publish(Message(topic, b"v"))) for _ in range(20)]
+        assert await producer.publish(Message(there, b"v")) == 0
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+
+    for end in ended:
+        assert isinstance(end, TransportError)
+        assert f"topic '{topic}' does not exist" in str(end)
+    await kafka.create_topic(topic)
+    assert await producer.publish(Message(topic, b"v")) == 0
+
+
+async def test_a_topic_that_appears_meanwhile_is_found(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+    call = asyncio.create_task(producer.publish(Message(topic, b"v")))
+    await asyncio.sleep(0)
+
+    await kafka.create_topic(topic)
+
+    assert await call == 0
+
+
+async def test_a_deleted_topic_is_told_and_not_asked_for_in_a_loop(
+    kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiokafka would ask for it some 2,000 times a second, with a line in the log for each."""
+    monkeypatch.setattr(producing, "_REQUEST_TIMEOUT", 1.0)
+    monkeypatch.setattr(producing, "_TOPIC_TIMEOUT", 0.5)
+    there = f"{topic}-there"
+    for name in (topic, there):
+        await kafka.create_topic(name)
+    producer = make(kafka.bootstrap)
+    for name in (topic, there):
+        await producer.publish(Message(name, b"v"))
+    requests = count_requests(producer, MetadataRequest)
+
+    await kafka.delete_topic(topic)
+    call = asyncio.create_task(producer.publish(Message(topic, b"v")))
+    for number in range(1, 20):
+        assert await producer.publish(Message(there, b"v")) == number
+    with pytest.raises(TransportError, match="does not exist"):
+        await call
+    with pytest.raises(TransportError, match="does not exist"):
+        await producer.publish(Message(topic, b"v"))
+
+    assert 0 < len(requests) < 40
+    await kafka.create_topic(topic)
+    assert await producer.publish(Message(topic, b"v")) == 0
+
+
+async def test_new_partitions_are_found_when_one_is_asked_for(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
+    await kafka.create_topic(topic)
+    await producer.publish(Message(topic, b"v"))
+    await kafka.add_partitions(topic, 3)
+
+    assert await producer.publish(Message(topic, b"v", partition=2)) == 0
+
+
+# Brokers that are gone -------------------------------------------------------------------
+
+
+async def test_a_restart_of_the_broker_is_waited_for(
+    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producing, "_QUIET", 0.3)
+    await own_kafka.create_topic(topic)
+    producer = make(own_kafka.bootstrap)
+    await producer.publish(Message(topic, b"before"))
+
+    await own_kafka.stop()
+    calls = [asyncio.create_task(producer.publish(Message(topic, b"%d" % number))) for number in range(10)]
+    told = await trouble_of(producer)
+    assert told.startswith(f"10 message(s) wait to be acknowledged by the brokers, the oldest, for topic '{topic}'")
+    assert told.endswith(f"no connection to a broker of {own_kafka.bootstrap} is open")
+    await own_kafka.start()
+
+    assert await asyncio.gather(*calls) == list(range(1, 11))
+    assert producer.trouble is None
+    assert await values(own_kafka, topic) == [b"before", *(b"%d" % number for number in range(10))]
+
+
+async def test_what_was_given_up_is_not_sent_later(
+    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producing, "_PATIENCE", 1.0)
+    await own_kafka.create_topic(topic)
+    producer = make(own_kafka.bootstrap)
+    await producer.publish(Message(topic, b"before"))
+
+    await own_kafka.kill()
+    calls = (producer.publish(Message(topic, b"given up")) for _ in range(5))
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    for end in ended:
+        assert isinstance(end, TransportError)
+        assert end.retriable
+        assert "acknowledged nothing for 1 s" in str(end)
+    with pytest.raises(ConnectError):
+        await producer.publish(Message(topic, b"not tried"))
+    await own_kafka.start()
+    monkeypatch.undo()
+
+    assert await producer.publish(Message(topic, b"after")) == 1
+    assert await values(own_kafka, topic) == [b"before", b"after"]
+
+
+async def test_a_broker_that_hangs_is_trouble_and_closing_does_not_wait_for_it(
+    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producing, "_QUIET", 0.3)
+    await own_kafka.create_topic(topic)
+    producer = make(own_kafka.bootstrap)
+    await producer.publish(Message(topic, b"before"))
+
+    own_kafka.freeze()
+    try:
+        call = asyncio.create_task(producer.publish(Message(topic, b"v")))
+        assert (await trouble_of(producer)).endswith("nothing was acknowledged since")
+        async with asyncio.timeout(4):
+            await producer.close()
+        with pytest.raises(ClientLostError, match="closed"):
+            await call
+    finally:
+        own_kafka.thaw()
+
+
+async def test_a_partition_that_stands_still_is_given_up_alone(
+    kafka: SharedKafka, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few replicas in sync: its messages end, others are stored, and it goes on when it can."""
+    monkeypatch.setattr(producing, "_PATIENCE", 1.0)
+    monkeypatch.setattr(producing, "_QUIET", 0.3)
+    stuck = f"{topic}-stuck"
+    await kafka.create_topic(topic)
+    await kafka.create_topic(stuck)
+    producer = make(kafka.bootstrap)
+    for name in (topic, stuck):
+        await producer.publish(Message(name, b"before"))
+    client = client_of(producer)
+    holding = hold_back(client, stuck)
+
+    call = asyncio.create_task(producer.publish(Message(stuck, b"given up")))
+    troubles = set()
+    number = 0
+    while not call.done():
+        number += 1
+        assert await producer.publish(Message(topic, b"v")) == number
+        troubles.add(producer.trouble and producer.trouble.rpartition("; ")[2])
+    assert number > 20, "others do not wait until it is tried again"
+    with pytest.raises(TransportError, match="while others were") as caught:
+        await call
+    assert caught.value.retriable
+    assert "others were acknowledged meanwhile: are enough replicas of its partition in sync?" in troubles
+    holding.clear()
+
+    assert await producer.publish(Message(stuck, b"after")) == 1
+    assert await values(kafka, stuck) == [b"before", b"after"]
+    assert client_of(producer) is client
+
+
+def hold_back(client: SendingClient, topic: str) -> set[str]:
+    """Answers for a topic as a broker does that has too few replicas of it, while the topic is in the set."""
+    holding = {topic}
+    send = client.client.send
+
+    async def answering(node: int, request: Any, **options: Any) -> Any:
+        if not isinstance(request, ProduceRequest):
+            return await send(node, request, **options)
+        code = kafka_errors.NotEnoughReplicasError.errno
+        held = [
+            (name, [(part, code, -1, -1, -1) for part, _ in parts])
+            for name, parts in request._topics
+            if name in holding
+        ]
+        request._topics = [(name, parts) for name, parts in request._topics if name not in holding]
+        answer = await send(node, request, **options) if request._topics else SimpleNamespace(API_VERSION=7, topics=[])
+        answer.topics = [*answer.topics, *held]
+        return answer
+
+    client.client.send = answering
+    return holding
+
+
+# Clients that are lost -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["sender", "look-up"])
+async def test_a_client_whose_tasks_ended_is_replaced(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer, task: str
+) -> None:
+    await kafka.create_topic(topic)
+    await producer.publish(Message(topic, b"v"))
+    client = client_of(producer)
+    ended = client._sender.sender_task if task == "sender" else client.client._sync_task
+
+    ended.cancel()
+    await asyncio.wait([ended])
+
+    assert await producer.publish(Message(topic, b"v")) == 1
+    assert client_of(producer) is not client
+
+
+async def test_a_client_that_breaks_while_messages_wait_tells_them(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer
+) -> None:
+    await kafka.create_topic(topic)
+    await producer.publish(Message(topic, b"v"))
+    client = client_of(producer)
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    client._message_accumulator.drain_by_nodes = broken
+    ended = await asyncio.gather(*(producer.publish(Message(topic, b"v")) for _ in range(5)), return_exceptions=True)
+
+    assert {type(end) for end in ended} == {ClientLostError}
+    assert await producer.publish(Message(topic, b"v")) == 1
+
+
+@pytest.mark.parametrize(
+    "code", [kafka_errors.OutOfOrderSequenceNumber, kafka_errors.UnknownProducerId, kafka_errors.InvalidProducerEpoch]
+)
+async def test_a_producer_id_that_the_broker_does_not_take_is_replaced(
+    kafka: SharedKafka, topic: str, producer: KafkaProducer, code: type[kafka_errors.BrokerResponseError]
+) -> None:
+    await kafka.create_topic(topic)
+    await producer.publish(Message(topic, b"v"))
+    client = client_of(producer)
+    known = client._txn_manager.producer_id
+    send = client.client.send
+
+    async def answering(node: int, request: Any, **options: Any) -> Any:
+        answer = await send(node, request, **options)
+        if isinstance(request, ProduceRequest):
+            client.client.send = send
+            answer.topics = [
+                (name, [(part, code.errno, *rest) for part, _, *rest in parts]) for name, parts in answer.topics
+            ]
+        return answer
+
+    client.client.send = answering
+    with pytest.raises(TransportError) as caught:
+        await producer.publish(Message(topic, b"refused"))
+    assert caught.value.retriable
+
+    assert await producer.publish(Message(topic, b"v")) == 2
+    assert client._txn_manager.producer_id != known
