@@ -130,10 +130,11 @@ class Committer:
             awaited: list[asyncio.Future[None]] = [self._waiter]
             timeout = None
             if self._due(self._owned):
-                timeout = max(self._last + self._interval - self._clock(), 0.0)
-                if timeout <= 0 and _is_member(transport.membership()):
-                    return
-                timeout = max(timeout, _RETRY_DELAY)
+                timeout = self._last + self._interval - self._clock()
+                if timeout <= 0:
+                    if _is_member(transport.membership()):
+                        return
+                    timeout = _RETRY_DELAY
             else:
                 self.trouble = None
                 awaited += [epoch.frontier() for epoch in self._owned]

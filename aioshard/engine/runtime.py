@@ -33,7 +33,8 @@ logger = logging.getLogger("aioshard.engine")
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
 _CHECK_INTERVAL = 0.05
-_TURNS_TO_END = 10
+_TURN = 0.01
+"""Seconds between looks at runs that were told to end, while the app stops: nothing tells when they do."""
 
 
 class Options(NamedTuple):
@@ -313,11 +314,10 @@ class Engine:
         await self.rebalance.drain(epochs, timeout - reserve)
         late = dict.fromkeys(d for d in self._running_now() if d.epoch.gate is not Gate.ENDED)
         await self.committer.flush(epochs, max(min(deadline - self.clock(), reserve), 0.1))
-        for _ in range(_TURNS_TO_END):
-            # What was taken from us has been told to end, maybe just now: it is late only if it does not.
-            if all(delivery in late for delivery in self._running_now()):
-                break
-            await asyncio.sleep(0)
+        enough = deadline - min(reserve, 1.0)
+        # What was taken from us has been told to end, maybe just now: it is late only if it does not.
+        while any(delivery not in late for delivery in self._running_now()) and self.clock() < enough:
+            await asyncio.sleep(_TURN)
         return [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
 
     def _running_now(self) -> list[Delivery]:

@@ -3,7 +3,7 @@
 import asyncio
 
 from aioshard import App, Record
-from aioshard.testing import InMemoryBroker, InMemoryTransport, run
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 
 
 def test_an_assignment_that_comes_while_the_app_drains_starts_nothing() -> None:
@@ -30,3 +30,30 @@ def test_an_assignment_that_comes_while_the_app_drains_starts_nothing() -> None:
     run(test())
 
     assert started == [(0, 0)]
+
+
+def test_a_run_of_a_lost_partition_that_ends_within_the_time_to_stop_is_not_late() -> None:
+    """A handler that needs a round trip to end when it is cancelled, as database drivers do."""
+    app = App("stopping", shutdown_timeout=5.0)
+    cancelled: list[float] = []
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None:  # noqa: ARG001 - hangs whatever comes
+        try:
+            await asyncio.sleep(1_000.0)
+        except asyncio.CancelledError:
+            cancelled.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.2)
+            raise
+
+    async def test() -> float:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", partition=0)
+            await asyncio.sleep(1.0)
+            client.broker.lose()
+            await asyncio.sleep(0.01)
+        return asyncio.get_running_loop().time()
+
+    ended = run(test())
+    assert cancelled
+    assert ended - cancelled[0] < 1.0
