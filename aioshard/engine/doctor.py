@@ -133,11 +133,9 @@ def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionD
     head = None if oldest is None else ward.describe(oldest)
     committable = tracker.position if oldest is None else oldest.offset
     findings = tuple(_findings(engine, epoch, head, now, ward))
-    verdict = _verdict(engine, epoch, head, findings, now)
-    since = None
-    if verdict in ("waiting", "stuck"):
-        moved = _seconds(engine.since.of(("committable", epoch.topic_partition), committable), now)
-        since = moved if head is None else _standing(head.age, moved)
+    standing = _standing(engine, epoch, committable, head, now)
+    verdict = _verdict(engine, epoch, head, findings, standing=standing, now=now)
+    since = standing if verdict in ("waiting", "stuck") else None
     window = tracker.position - committable
     behind = 0
     if oldest is not None:
@@ -158,24 +156,38 @@ def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionD
     )
 
 
-def _standing(age: float, moved: float | None) -> float:
-    """Since when a record is in the way: it may have come in long before, behind others that were slower."""
-    # What was noted about when it came in was noted a moment later.
-    return age if moved is None or moved > age - 2 * _MOMENT else moved
+def _standing(engine: Engine, epoch: Epoch, committable: int, head: HeadOfLine | None, now: float) -> float | None:
+    """For how long the partition has not advanced; None when nobody noted that it did."""
+    noted = engine.since.of(("committable", epoch.topic_partition), committable)
+    moved = _seconds(engine.since.looked_at if noted is None else noted, now)
+    if head is None:
+        return moved
+    # Not since it came in: it may have been behind others that were slower. What was noted is a moment late.
+    return head.age if moved is None or (noted is not None and moved > head.age - 2 * _MOMENT) else min(moved, head.age)
 
 
 def _seconds(at: float | None, now: float) -> float | None:
     return None if at is None else max(now - at, 0.0)
 
 
-def _verdict(engine: Engine, epoch: Epoch, head: HeadOfLine | None, findings: Sequence[Finding], now: float) -> Verdict:
-    if epoch.stuck(now, engine.options.stuck_after):
+def _verdict(
+    engine: Engine,
+    epoch: Epoch,
+    head: HeadOfLine | None,
+    findings: Sequence[Finding],
+    *,
+    standing: float | None,
+    now: float,
+) -> Verdict:
+    limit = engine.options.stuck_after
+    lasts = standing is not None and standing > limit
+    if head is not None and epoch.stuck(now, limit) and (lasts or head.state == "halted"):
         return "stuck"
     if any(finding.kind != _PARKED for finding in findings):
         return "waiting"
     if head is not None:
-        moves = head.state in ("running", "queued", "detour", "collecting", "behind") and head.age < _MOMENT
-        return "advancing" if moves else "waiting"
+        waits = head.state in ("outliving", "retrying", "halted", "given back", "held")
+        return "waiting" if waits or standing is None or standing >= _MOMENT else "advancing"
     end = _end_of(engine, epoch)
     up_to_date = epoch.acknowledged == epoch.tracker.position and (end is None or end <= epoch.tracker.position)
     return "up to date" if up_to_date else "advancing"

@@ -250,7 +250,9 @@ class StuckWatch:
         self._episodes = episodes
 
     def _look_at(self, epoch: Epoch, episode: _Episode) -> None:
-        if not episode.stuck and epoch.stuck(self._clock(), self._stuck_after):
+        # One that has waited long behind another is not in the way yet when it comes to the front.
+        blocked = episode.checks > 0 or episode.oldest.block is not None
+        if not episode.stuck and blocked and epoch.stuck(self._clock(), self._stuck_after):
             logger.warning("stuck: %s", self._describe(epoch))
             episode.stuck = episode.reported = True
         elif not episode.reported and episode.checks >= _LASTS and self._held_up(epoch, episode.oldest):

@@ -665,7 +665,7 @@ def test_commits_that_are_not_acknowledged() -> None:
         async with client_of(app) as client:
             await client.publish("orders", "x", partition=0)
             await client.settle()
-            for _ in range(200):
+            for _ in range(2_000):
                 client.fail_next_commit(TransportError("the coordinator is loading"))
             await client.publish("orders", "x", partition=0)
             await asyncio.sleep(8.0)
@@ -786,7 +786,7 @@ def test_a_position_that_is_not_known_yet() -> None:
             await client.publish("orders", "x", partition=0)
             await client.settle()
             await client.revoke("orders", 0)
-            for _ in range(200):
+            for _ in range(2_000):
                 client.fail_next_commit(ConnectError("the coordinator is away"))
             client.group.commit_from_outside({TopicPartition("orders", 0): None})
             await client.assign("orders", 0)
@@ -837,6 +837,36 @@ def test_what_has_just_come_in_is_advancing() -> None:
             hanging.released.set()
 
     run(test())
+
+
+def test_a_partition_whose_records_waited_long_is_not_stuck_while_it_moves(caplog: pytest.LogCaptureFixture) -> None:
+    """What was in hand for long behind another record is not in the way when it comes to the front."""
+    app, hanging = make_app(stuck_after=10.0), Hanging()
+
+    @app.consume("orders", shard_by="partition")
+    async def handle(record: Record) -> None:
+        await hanging(record)
+        await asyncio.sleep(0.4)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "hang", partition=0)
+            for _ in range(40):
+                await client.publish("orders", "fine", partition=0)
+            await asyncio.sleep(15.0)
+            assert partition_of(app).verdict == "stuck"
+            hanging.released.set()
+            await asyncio.sleep(10.3)
+            partition, head = partition_of(app), head_of(app)
+            assert head.age > 20.0
+            assert partition.verdict == "advancing"
+            await client.settle(timeout=30.0)
+
+    run(test())
+    assert [text.partition(":")[0] for text in caplog.messages if "gives back" not in text] == [
+        "stuck",
+        "orders/0 goes on",
+    ]
 
 
 def test_an_app_that_does_not_run_says_so() -> None:
