@@ -55,7 +55,7 @@ class Replayed:
                 is left out; the offset counts.
         """
         self.start = 0 if note is None else note.offset
-        """Everything below it is done; reading may begin here."""
+        """Everything below it is done, as of the last note; reading may begin here."""
         self._done = set() if note is None else _unpacked(note)
         self._tracker: OffsetTracker[None] = OffsetTracker(self.start)
 
@@ -91,8 +91,9 @@ class Replayed:
         Raises:
             NoteTooLongError: It does not fit.
         """
-        below = self.below(position)
-        text = _packed(below, {offset for offset in (*self._done, *soon) if offset >= below})
+        below = self.start = self.below(position)
+        self._done = {offset for offset in self._done if offset >= below}
+        text = _packed(below, {*self._done, *(offset for offset in soon if offset >= below)})
         if len(text) > LONGEST_NOTE:
             raise NoteTooLongError
         return Committed(below, text)
