@@ -70,12 +70,13 @@ class Lot:
         self.keys = ParkedKeys()
         self.writing: set[int] = set()
         """Offsets of what is on its way to the side topic."""
+        self.read_to = 0
+        """Where to go on in the side topic."""
         self.restored = False
         """Whether everything was read that was there when the partition became ours."""
         self.failures: dict[Hashable, Failure] = {}
         """What the first record of each key failed with."""
         self._start = source.tracker.position
-        self._read_to = 0
         self._doubtful: set[int] = set()
         """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
         self._requests: list[Coordinates] = []
@@ -95,9 +96,16 @@ class Lot:
 
     def read(self, record: Record) -> Message | None:
         """Take note of a record of the side topic; returns what is to be written in answer to it, if anything."""
-        if record.offset < self._read_to:
-            return None  # read anew for another partition that is kept in the same place
-        self._read_to = record.offset + 1
+        if not self.restored or record.offset < self.read_to:
+            return None  # it is, or was, read by `restore`
+        self.read_to = record.offset + 1
+        return self._take_note(record)
+
+    def restore(self, record: Record) -> None:
+        """Take note of what was there when the partition became ours."""
+        self._take_note(record)
+
+    def _take_note(self, record: Record) -> Message | None:
         found = read_parked(record)
         ours = self.source.topic_partition
         if found is None or TopicPartition(found.coordinates.topic, found.coordinates.partition) != ours:

@@ -27,8 +27,6 @@ logger = logging.getLogger("aioshard.engine.parking")
 
 _POLL_TIMEOUT = 1.0
 _BACKOFF = 1.0
-_NO_PROGRESS = 5.0
-"""Seconds without a record after which reading what is parked has failed, and is begun anew."""
 _MOST_PARKED = 100_000
 """Parked records of one partition; each costs memory here, so that more are refused until some are gone."""
 _LONGEST_WAIT = 60.0
@@ -61,7 +59,6 @@ class Parking:
         side_topics: SideTopics,
         buffer: Buffer,
         clock: Callable[[], float],
-        wall: Callable[[], float] = time.time,
     ) -> None:
         """Make the parking of one handler; `read` and `replay` are its tasks.
 
@@ -77,7 +74,6 @@ class Parking:
             side_topics: Reads it; closed by whoever gives it.
             buffer: What is held of all partitions.
             clock: Loop time.
-            wall: Seconds since the epoch.
         """
         self.policy = policy
         self.trouble: str | None = None
@@ -92,12 +88,10 @@ class Parking:
         self._side = side_topics
         self._buffer = buffer
         self._clock = clock
-        self._wall = wall
         self._lots: dict[Epoch, Lot] = {}
         self._ensured = 0
-        self._progress = asyncio.Event()
         self._due = asyncio.Event()
-        self._epoch_time = wall() - clock()
+        self._epoch_time = time.time() - clock()
         self._behind = Detour(f"its key is parked, and it is written to {policy.topic} behind it", self._park_behind)
         self._first = Detour(f"it is parked in {policy.topic}", self._park)
         self._again = Detour(f"it is parked in {policy.topic} again", self._park_again)
@@ -217,27 +211,30 @@ class Parking:
             await self._side.ensure(self.policy.topic, partitions)
             self._ensured = partitions
         stored_in = TopicPartition(self.policy.topic, epoch.topic_partition.partition)
-        others = {lot.stored_in for lot in self._lots.values()} - {stored_in}
         lot = Lot(epoch, stored_in, generation, buffer=self._buffer, shard_key=self._shard_key)
         self._lots[epoch] = lot
-        # Anew from its start, also for another topic's partition of the same number: to that one nothing is new.
-        self._side.watch(others)
-        self._side.watch(others | {stored_in})
-        end = await self._side.end(stored_in)
-        while self._side.position(stored_in) < end:
-            before = self._side.position(stored_in)
-            self._progress.clear()
-            with anyio.move_on_after(_NO_PROGRESS):
-                await self._progress.wait()
-            if self._side.position(stored_in) <= before:
-                raise TransportError(
-                    f"the parked records of {epoch.topic_partition} could not be read from {stored_in}: "
-                    f"{self.trouble or 'nothing came'}"
-                )
+        self._watch()
+        await self._read_all(lot)
         await asyncio.gather(*(self._publish(message) for message in lot.finish_restoring()))
         if lot.keys.keys:
             message = "%s: %d record(s) of %d key(s) are parked in %s"
             logger.info(message, epoch.topic_partition, len(lot.keys), lot.keys.keys, self.policy.topic)
+
+    def _watch(self) -> None:
+        self._side.watch({lot.stored_in for lot in self._lots.values()})
+
+    async def _read_all(self, lot: Lot) -> None:
+        """Read a side partition from its start, until nothing lies between that and what `read` follows."""
+        at = 0
+        while True:
+            end = await self._side.end(lot.stored_in)
+            while at < end and (records := await self._side.read(lot.stored_in, at)):
+                for record in records:
+                    lot.restore(record)
+                at = records[-1].offset + 1
+            if self._side.position(lot.stored_in) <= max(at, end):
+                lot.read_to = max(at, end)
+                return
 
     def side_of(self, epoch: Epoch) -> Epoch | None:
         """The epoch of what is run again of a partition."""
@@ -269,7 +266,7 @@ class Parking:
             lot.end()
             for shards in self._shards:
                 shards.purge(lot.replays)
-            self._side.watch({other.stored_in for other in self._lots.values()})
+            self._watch()
             self._due.set()
 
     # Tasks --------------------------------------------------------------------------
@@ -289,7 +286,6 @@ class Parking:
                     logger.error("topic %s cannot be read or answered: %s", self.policy.topic, error)  # noqa: TRY400
                 self.trouble = str(error)
                 await asyncio.sleep(_BACKOFF)
-            self._progress.set()
 
     async def _read(self, record: Record) -> None:
         for lot in list(self._lots.values()):
