@@ -32,14 +32,13 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
         AuthorizationError: We may not create it, or not look at it.
         TransportError: It could not be found out, or not be created.
     """
-    count = await client.partition_count(topic)
     admin = AIOKafkaAdminClient(**options)
     try:
         await admin.start()
-        if not count:
-            await _create(admin, topic, partitions)
-            count = await client.partition_count(topic) or partitions
-        await _check(admin, topic, count, partitions)
+        count = await client.partition_count(topic)
+        if not count and await _create(admin, topic, partitions):
+            return
+        await _check(admin, topic, count or await client.partition_count(topic), partitions)
     except kafka.KafkaError as error:
         failed = TransportError(f"the brokers did not say whether topic {topic!r} is compacted: {reason(error)}")
         failed.retriable = bool(error.retriable)
@@ -48,19 +47,20 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
         await admin.close()
 
 
-async def _create(admin: Any, topic: str, partitions: int) -> None:
-    """Create a topic with the brokers' own number of replicas; one that exists by now is as good."""
+async def _create(admin: Any, topic: str, partitions: int) -> bool:
+    """Create a topic with the brokers' own number of replicas; false when somebody else just did."""
     wanted = NewTopic(topic, partitions, 1, topic_configs=_CONFIGURATION)
     wanted.replication_factor = -1  # aiokafka does not take it as an argument.
     answer = await admin.create_topics([wanted])
     ((_, code, *told),) = answer.topic_errors
     error = kafka.for_code(code)
     if not code or error is kafka.TopicAlreadyExistsError:
-        return
+        return not code
     if error in (kafka.TopicAuthorizationFailedError, kafka.ClusterAuthorizationFailedError):
         raise AuthorizationError(
-            f"topic {topic!r} does not exist and the brokers do not allow this user to create it: grant CREATE on it, "
-            f"or create it with {partitions} partitions and cleanup.policy=compact"
+            f"topic {topic!r} does not exist, as far as this user may see, and the brokers do not allow this user to "
+            f"create it: grant CREATE on it, or create it with {partitions} partitions and cleanup.policy=compact and "
+            "grant READ, WRITE and DESCRIBE_CONFIGS"
         )
     failed = TransportError(f"topic {topic!r} could not be created: {told[0] if told and told[0] else reason(error())}")
     failed.retriable = bool(error.retriable)

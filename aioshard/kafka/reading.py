@@ -104,11 +104,14 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         return bool(await self.force_metadata_update())
 
     async def partition_count(self, topic: str) -> int:
-        """How many partitions a topic has now; 0 when there is none of that name, or nobody answered."""
-        await self.look_up(topic)
-        if not self.cluster.partitions_for_topic(topic):
-            await self.look_up(topic)  # The first one may have been on its way already.
-        return len(self.cluster.partitions_for_topic(topic) or ())
+        """How many partitions a topic has now; 0 when there is none of that name, or we may not see it.
+
+        Raises:
+            KafkaError: The broker did not answer.
+        """
+        request = MetadataRequest([topic], allow_auto_topic_creation=False)
+        answer = await self.send(self.get_random_node(), request)
+        return sum(len(found["partitions"]) for found in answer.to_object()["topics"])
 
     async def _metadata_update(self, cluster_metadata: Any, topics: Any) -> bool:
         """In place of aiokafka's, which creates the topics that it asks for, and asks for all when it has none."""

@@ -103,6 +103,14 @@ class KafkaHarness:
         await self.kafka.produce_transaction(
             partition.topic, aborted, partition.partition, abort=True, transactional_id=identity
         )
+        await self._until_no_transaction_is_open()
+
+    async def _until_no_transaction_is_open(self) -> None:
+        """The marker of a transaction comes a moment after its end was acknowledged."""
+        topic = self.one.topic
+        async with asyncio.timeout(20):
+            while await self.kafka.end_offsets(topic, "read_committed") != await self.kafka.end_offsets(topic):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
     async def delete_before(self, partition: TopicPartition, offset: int) -> None:
         await self.kafka.delete_records(partition.topic, {partition.partition: offset})
@@ -117,6 +125,7 @@ class KafkaHarness:
 
         async def commit() -> None:
             await producer.commit_transaction()
+            await self._until_no_transaction_is_open()
 
         return commit
 

@@ -1,0 +1,548 @@
+"""Side topics on a real broker: compaction, refusals, outages, and what a fetch may bring."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+from aiokafka import errors as kafka_errors
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource
+
+from aioshard.errors import AuthorizationError, ConnectError, CorruptRecordError, SideTopicError, TransportError
+from aioshard.kafka import side_topics as reading
+from aioshard.kafka.reading import ReadingClient
+from aioshard.kafka.side_topics import KafkaSideTopics
+from aioshard.records import Record, TopicPartition
+from aioshard.settings import Settings
+from tests.support.access import allow, create_scram_user, deny
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_properties import Credentials
+from tests.support.shared_kafka import SharedKafka
+
+Make = Callable[..., KafkaSideTopics]
+
+QUICKLY_COMPACTED = {
+    "cleanup.policy": "compact",
+    "segment.ms": "100",
+    "min.cleanable.dirty.ratio": "0.01",
+    "delete.retention.ms": "0",
+}
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    """Makes readers that are closed at the end; arguments are settings."""
+    made: list[KafkaSideTopics] = []
+
+    def make(bootstrap: str, **settings: Any) -> KafkaSideTopics:
+        made.append(KafkaSideTopics(Settings(bootstrap_servers=bootstrap, **({"fetch_max_wait": 0.05} | settings))))
+        return made[-1]
+
+    yield make
+    for one in made:
+        async with asyncio.timeout(5):
+            await one.close()
+
+
+@pytest.fixture
+def side_topics(kafka: SharedKafka, make: Make) -> KafkaSideTopics:
+    return make(kafka.bootstrap)
+
+
+@pytest.fixture
+async def user(kafka: SharedKafka, topic: str) -> Credentials:
+    """A user that nobody else uses and that may do nothing."""
+    credentials = Credentials(f"user-of-{topic}"[:60], "secret")
+    await create_scram_user(kafka, credentials)
+    return credentials
+
+
+def login(kafka: SharedKafka, user: Credentials) -> dict[str, Any]:
+    return {
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(kafka.certificates.ca_file),
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_username": user.username,
+        "sasl_password": user.password,
+    }
+
+
+async def client_of(side_topics: KafkaSideTopics) -> ReadingClient:
+    return await side_topics._shared.get(0.0)
+
+
+def answering(client: ReadingClient, change: Callable[[Any], None]) -> Callable[[], None]:
+    """Changes each answer to a fetch, until what this returns is called."""
+    send = client.send
+
+    async def changed(node: int, request: Any, **options: Any) -> Any:
+        answer = await send(node, request, **options)
+        if isinstance(request, FetchRequest):
+            change(answer)
+        return answer
+
+    def stop() -> None:
+        client.send = send
+
+    client.send = changed
+    return stop
+
+
+async def take(side_topics: KafkaSideTopics, count: int) -> list[Record]:
+    found: list[Record] = []
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            found += await side_topics.poll(1.0)
+    assert len(found) == count
+    return found
+
+
+async def catch_up(side_topics: KafkaSideTopics, *partitions: TopicPartition) -> list[Record]:
+    ends = {partition: await side_topics.end(partition) for partition in partitions}
+    found: list[Record] = []
+    async with asyncio.timeout(20):
+        while any(side_topics.position(partition) < end for partition, end in ends.items()):
+            found += await side_topics.poll(1.0)
+    return found
+
+
+async def failure_of(side_topics: KafkaSideTopics) -> TransportError:
+    """What polling raises, sooner or later."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await side_topics.poll(0.2)
+            except TransportError as error:
+                return error
+
+
+def offsets(records: Sequence[Record]) -> list[int]:
+    return [record.offset for record in records]
+
+
+# Topics ----------------------------------------------------------------------------------
+
+
+def configuration(kafka: SharedKafka, topic: str) -> dict[str, str]:
+    wanted = ConfigResource(ConfigResource.Type.TOPIC, topic)
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap})  # Kept until the answer is there: it is lost with it.
+    (answer,) = admin.describe_configs([wanted]).values()
+    return {name: entry.value for name, entry in answer.result().items()}
+
+
+async def test_a_topic_is_created_compacted(kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics) -> None:
+    await side_topics.ensure(topic, 5)
+
+    found = await asyncio.to_thread(configuration, kafka, topic)
+    assert found["cleanup.policy"] == "compact"
+    assert found["segment.ms"] == "3600000"
+    assert float(found["min.cleanable.dirty.ratio"]) == 0.1
+    assert len(await kafka.partitions(topic)) == 5
+
+
+async def test_two_that_create_a_topic_at_the_same_time_both_have_it(
+    kafka: SharedKafka, topic: str, make: Make
+) -> None:
+    one, two = make(kafka.bootstrap), make(kafka.bootstrap)
+
+    await asyncio.gather(*(who.ensure(topic, 2) for who in (one, two, one, two)))
+
+    assert len(await kafka.partitions(topic)) == 2
+
+
+@pytest.mark.parametrize("policy", ["delete", "compact,delete"])
+async def test_a_topic_that_deletes_by_age_is_refused(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, policy: str
+) -> None:
+    await kafka.create_topic(topic, 1, {"cleanup.policy": policy})
+
+    with pytest.raises(SideTopicError, match=rf"'{topic}' has cleanup.policy={policy}.*Set\s+cleanup.policy=compact"):
+        await side_topics.ensure(topic, 1)
+
+
+async def test_a_name_that_cannot_be_is_refused_in_the_brokers_words(side_topics: KafkaSideTopics) -> None:
+    with pytest.raises(TransportError, match=r"could not be created.*other than ASCII") as caught:
+        await side_topics.ensure("not a name", 1)
+
+    assert not caught.value.retriable
+
+
+async def test_who_may_not_create_it_is_told_what_to_do(
+    kafka: SharedKafka, topic: str, make: Make, user: Credentials
+) -> None:
+    side_topics = make(kafka.secure_bootstrap, **login(kafka, user))
+    with pytest.raises(AuthorizationError, match="grant CREATE on it, or create it with 2 partitions"):
+        await side_topics.ensure(topic, 2)
+
+    await kafka.create_topic(topic, 2, {"cleanup.policy": "compact"})
+    await allow(kafka, user, "topic", topic, AclOperation.READ, AclOperation.DESCRIBE)
+    with pytest.raises(AuthorizationError, match="DESCRIBE_CONFIGS"):
+        await side_topics.ensure(topic, 2)
+
+    await allow(kafka, user, "topic", topic, AclOperation.DESCRIBE_CONFIGS)
+    await side_topics.ensure(topic, 2)
+
+
+async def test_what_is_only_looked_for_is_not_created(
+    topic: str, side_topics: KafkaSideTopics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker may create topics on use: then a misspelt name would make one, which is not compacted."""
+    monkeypatch.setattr(reading, "_GRACE", 0.3)
+    client = await client_of(side_topics)
+    asked: list[bool] = []
+    for connection in client._conns.values():
+
+        def noting(request: Any, *arguments: Any, send: Any = connection.send, **options: Any) -> Any:
+            if isinstance(request, MetadataRequest):
+                asked.append(request._allow_auto_topic_creation)
+            return send(request, *arguments, **options)
+
+        connection.send = noting
+    missing = TopicPartition(topic, 0)
+    side_topics.watch([missing])
+
+    await failure_of(side_topics)
+    with pytest.raises(TransportError):
+        await side_topics.end(missing)
+
+    assert asked
+    assert set(asked) == {False}
+
+
+# What a fetch may bring ------------------------------------------------------------------
+
+
+async def test_a_compacted_topic_is_read_to_its_end(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    """Real compaction: first records in the middle go, tombstones too, and at the end a transaction left its marker."""
+    at = TopicPartition(topic, 0)
+    await kafka.create_topic(topic, 1, QUICKLY_COMPACTED)
+    await kafka.produce(topic, [(b"a", b"1"), (b"b", b"2"), (b"a", b"3")], 0)
+    side_topics.watch([at])
+    assert offsets(await catch_up(side_topics, at)) == [0, 1, 2]
+
+    async with asyncio.timeout(60):
+        while True:
+            # A segment is closed with the first record after its time, and only closed ones are compacted.
+            await kafka.produce(topic, [(b"b", None)], 0)
+            await kafka.produce_transaction(topic, [(b"c", b"4")], 0, transactional_id=topic)
+            while await kafka.end_offsets(topic, "read_committed") != (ends := await kafka.end_offsets(topic)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # The marker comes a moment after the end was acknowledged.
+            side_topics.watch([])
+            side_topics.watch([at])
+            found = await catch_up(side_topics, at)
+            if found[0].offset > 1:
+                break
+
+    assert offsets(found) == sorted(set(offsets(found)))
+    kept = {record.key: record.value for record in found if record.value is not None}
+    assert kept == {b"a": b"3", b"c": b"4"}
+    assert side_topics.position(at) == ends[0]
+    assert found[-1].offset == side_topics.position(at) - 2
+    assert offsets(await side_topics.read(at, 0))[0] == found[0].offset
+
+
+async def test_an_end_that_holds_nothing_is_come_to(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    """Where the last batches have gone a broker returns nothing, although the end is further on."""
+    one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    await kafka.create_topic(topic, 2)
+    for at in (one, two):
+        await kafka.produce(topic, [(b"k", b"v")], at.partition)
+    side_topics.watch([one, two])
+    await take(side_topics, 2)
+
+    def move_ends(answer: Any) -> None:
+        answer.topics = [
+            (name, [(part, code, 9, 9, *rest) for part, code, _, _, *rest in parts]) for name, parts in answer.topics
+        ]
+
+    answering(await client_of(side_topics), move_ends)
+
+    async with asyncio.timeout(10):
+        while (side_topics.position(one), side_topics.position(two)) != (9, 9):
+            assert await side_topics.poll(1.0) == []
+
+
+async def test_that_others_bring_so_much_is_not_taken_for_the_end(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    """A broker also returns nothing of a partition when what it returns of others is enough."""
+    partitions = [TopicPartition(topic, number) for number in range(4)]
+    await kafka.create_topic(topic, 4)
+    for at in partitions:
+        await kafka.produce(topic, [(b"k", bytes(400_000))] * 8, at.partition)
+    side_topics.watch(partitions)
+
+    found = await catch_up(side_topics, *partitions)
+
+    for at in partitions:
+        assert offsets([record for record in found if record.topic_partition == at]) == list(range(8))
+
+
+async def test_records_larger_than_a_fetch_come_too(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    await kafka.create_topic(topic, 2, {"max.message.bytes": str(8 * 1024 * 1024)})
+    large = bytes(900_000)  # aiokafka's own limit is 1 MiB, and a batch may be larger than a fetch all the same.
+    for at in (one, two):
+        await kafka.produce(topic, [(None, large), (None, large), (None, b"small")], at.partition)
+    side_topics.watch([one, two])
+
+    found = await catch_up(side_topics, one, two)
+
+    assert sorted((record.partition, record.offset) for record in found) == [(p, o) for p in (0, 1) for o in range(3)]
+    assert offsets(await side_topics.read(one, 1))[0] == 1
+
+
+async def test_a_batch_that_cannot_be_read_is_told_and_not_skipped(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    one, two = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    await kafka.create_topic(topic, 2)
+    for value in (b"first", b"second"):
+        await kafka.produce(topic, [(b"k", value)], 0)
+
+    def damage(answer: Any) -> None:
+        answer.topics = [
+            (name, [(*head, data.replace(b"second", b"sec#nd") if data else data) for *head, data in parts])
+            for name, parts in answer.topics
+        ]
+
+    stop = answering(await client_of(side_topics), damage)
+    side_topics.watch([one, two])
+    assert offsets(await take(side_topics, 1)) == [0]
+
+    error = await failure_of(side_topics)
+    assert isinstance(error, CorruptRecordError)
+    assert f"offset 1 of {one}" in str(error)
+    assert side_topics.position(one) == 1
+    with pytest.raises(CorruptRecordError):
+        await side_topics.read(one, 1)
+    await kafka.produce(topic, [(b"k", b"other")], 1)
+    assert [record.topic_partition for record in await take(side_topics, 1)] == [two]
+    stop()
+
+    assert [record.value for record in await take(side_topics, 1)] == [b"second"]
+
+
+@pytest.mark.parametrize(
+    "code", [kafka_errors.NotLeaderForPartitionError, kafka_errors.UnknownError, kafka_errors.KafkaStorageError]
+)
+async def test_a_change_of_leader_is_no_failure(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, code: type[kafka_errors.BrokerResponseError]
+) -> None:
+    at = TopicPartition(topic, 0)
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(b"k", b"v")])
+    answers = 0
+
+    def move(answer: Any) -> None:
+        nonlocal answers
+        answers += 1
+        if answers <= 2:
+            answer.topics = [(name, [(p, code.errno, *rest) for p, _, *rest in parts]) for name, parts in answer.topics]
+
+    answering(await client_of(side_topics), move)
+    side_topics.watch([at])
+
+    assert offsets(await take(side_topics, 1)) == [0]
+    answers = 0
+    assert offsets(await side_topics.read(at, 0)) == [0]
+
+
+async def test_a_topic_that_was_made_anew_is_read_from_its_start(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    at = TopicPartition(topic, 0)
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(b"k", b"old")] * 3)
+    side_topics.watch([at])
+    await take(side_topics, 3)
+
+    await kafka.delete_topic(topic)
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(b"k", b"new")])
+
+    async with asyncio.timeout(20):
+        while side_topics.position(at) != 1:
+            try:
+                found = await side_topics.poll(1.0)
+            except TransportError:
+                continue
+            assert [record.value for record in found] in ([], [b"new"])
+
+
+# Who may read ----------------------------------------------------------------------------
+
+
+async def test_who_may_not_read_is_told_until_it_may(
+    kafka: SharedKafka, topic: str, make: Make, user: Credentials
+) -> None:
+    """READ and DESCRIBE on the topic are enough; another topic is read all the while."""
+    other = f"{topic}-other"
+    for name in (topic, other):
+        await kafka.create_topic(name)
+        await kafka.produce(name, [(b"k", b"v")])
+    await allow(kafka, user, "topic", other, AclOperation.READ)
+    side_topics = make(kafka.secure_bootstrap, **login(kafka, user))
+    side_topics.watch([TopicPartition(topic, 0), TopicPartition(other, 0)])
+
+    assert [record.topic for record in await take(side_topics, 1)] == [other]
+    error = await failure_of(side_topics)
+    assert isinstance(error, AuthorizationError)
+    assert f"read topic '{topic}'" in str(error)
+    for asking in (side_topics.end(TopicPartition(topic, 0)), side_topics.read(TopicPartition(topic, 0), 0)):
+        with pytest.raises(AuthorizationError, match=f"read topic '{topic}'"):
+            await asking
+    await allow(kafka, user, "topic", topic, AclOperation.READ)
+
+    found: list[Record] = []
+    async with asyncio.timeout(20):
+        while not found:
+            try:
+                found = [*await side_topics.poll(0.2)]
+            except AuthorizationError:
+                continue
+    assert [record.topic for record in found] == [topic]
+    await deny(kafka, user, "topic", topic, AclOperation.READ)
+    assert isinstance(await failure_of(side_topics), AuthorizationError)
+
+
+async def test_a_failure_is_told_also_while_others_bring_records(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_GRACE", 0.2)
+    monkeypatch.setattr(reading, "_TOLD_AGAIN", 0.3)
+    await kafka.create_topic(topic)
+    there, missing = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    side_topics.watch([there, missing])
+
+    async def keep_busy() -> None:
+        while True:
+            await kafka.produce(topic, [(b"k", b"v")])
+
+    busy = asyncio.create_task(keep_busy())
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(TransportError, match=f"{missing} cannot be read"):
+                await take(side_topics, 1_000_000)
+    finally:
+        busy.cancel()
+        await asyncio.wait([busy])
+
+
+# Brokers that are gone -------------------------------------------------------------------
+
+
+async def test_where_nobody_listens_everything_says_so(make: Make) -> None:
+    side_topics = make("127.0.0.1:1")
+    at = TopicPartition("parked", 0)
+    side_topics.watch([at])
+
+    async with asyncio.timeout(10):
+        for asking in (side_topics.poll(5.0), side_topics.end(at), side_topics.read(at, 0), side_topics.ensure("t", 1)):
+            with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1"):
+                await asking
+
+
+async def test_an_outage_is_told_and_nothing_is_left_out(
+    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_PATIENCE", 2.0)
+    at = TopicPartition(topic, 0)
+    await own_kafka.create_topic(topic)
+    await own_kafka.produce(topic, [(b"k", b"before")])
+    side_topics = make(own_kafka.bootstrap)
+    side_topics.watch([at])
+    await take(side_topics, 1)
+
+    await own_kafka.stop()
+    error = await failure_of(side_topics)
+    assert isinstance(error, ConnectError)
+    assert f"no connection to a broker of {own_kafka.bootstrap} is open" in str(error)
+    for asking in (side_topics.end(at), side_topics.read(at, 0)):
+        with pytest.raises(ConnectError, match="within 2 s"):
+            await asking
+    await own_kafka.start()
+    await own_kafka.produce(topic, [(b"k", b"after")])
+
+    found: list[Record] = []
+    async with asyncio.timeout(20):
+        while not found:
+            try:
+                found = [*await side_topics.poll(0.5)]
+            except TransportError:
+                continue
+    assert [record.value for record in found] == [b"after"]
+    assert await side_topics.end(at) == 2
+
+
+async def test_a_long_outage_makes_the_client_anew(
+    own_kafka: KafkaBroker, topic: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have learned addresses that are no longer those of the brokers."""
+    monkeypatch.setattr(reading, "_SILENCE", 0.5)
+    await own_kafka.create_topic(topic)
+    side_topics = make(own_kafka.bootstrap)
+    side_topics.watch([TopicPartition(topic, 0)])
+    assert await side_topics.poll(0.2) == []
+    client = await client_of(side_topics)
+
+    await own_kafka.kill()
+    async with asyncio.timeout(10):
+        while "could be reached" not in str(await failure_of(side_topics)):
+            pass
+    await own_kafka.start()
+    await own_kafka.produce(topic, [(b"k", b"v")])
+
+    async with asyncio.timeout(20):
+        while side_topics.position(TopicPartition(topic, 0)) == 0:
+            try:
+                await side_topics.poll(0.5)
+            except TransportError:
+                continue
+    assert await client_of(side_topics) is not client
+
+
+async def test_a_client_whose_task_ended_is_replaced(
+    kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
+) -> None:
+    at = TopicPartition(topic, 0)
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(b"k", b"a")])
+    side_topics.watch([at])
+    await take(side_topics, 1)
+    client = await client_of(side_topics)
+
+    client._sync_task.cancel()
+    await asyncio.wait([client._sync_task])
+    await kafka.produce(topic, [(b"k", b"b")])
+
+    assert [record.value for record in await take(side_topics, 1)] == [b"b"]
+    assert await client_of(side_topics) is not client
+
+
+async def test_closing_does_not_wait_for_a_broker_that_hangs(own_kafka: KafkaBroker, topic: str, make: Make) -> None:
+    await own_kafka.create_topic(topic)
+    side_topics = make(own_kafka.bootstrap)
+    side_topics.watch([TopicPartition(topic, 0)])
+    await side_topics.poll(0.1)
+
+    own_kafka.freeze()
+    try:
+        polling = asyncio.create_task(side_topics.poll(30.0))
+        asking = asyncio.create_task(side_topics.read(TopicPartition(topic, 0), 0))
+        await asyncio.sleep(0)
+        before = asyncio.get_running_loop().time()
+        await side_topics.close()
+        ended = await asyncio.gather(polling, asking, return_exceptions=True)
+        assert asyncio.get_running_loop().time() - before < 4
+    finally:
+        own_kafka.thaw()
+    assert all(isinstance(end, TransportError) for end in ended)
