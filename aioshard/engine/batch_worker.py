@@ -123,14 +123,14 @@ class BatchWorker(Worker):
 
     def _start(self, batch: DeliveryBatch) -> None:
         """Take note that the deliveries of a batch start."""
+        runs = batch.deliveries[0].detour is None
         for delivery in batch.deliveries:
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
                 epoch.highest_started = delivery.offset
-            if delivery.detour is not None:
-                continue
-            delivery.starts += 1
-            if delivery.aside:
+            delivery.starts += runs
+        if runs and not batch.plain:
+            for delivery in batch.deliveries:
                 self._settlement.counters.replayed += delivery.cancelled
                 delivery.cancelled = False
                 delivery.aside = delivery.then is not None
@@ -149,17 +149,18 @@ class BatchWorker(Worker):
         left: list[Delivery] = []
         done = 0
         for delivery in batch.deliveries:
-            if delivery in failed:
+            if batch.plain and not failed:  # for most batches that is all
+                done += delivery.epoch.complete(delivery)
+            elif delivery in failed or (delivery.then is not None and delivery.detour is None):
                 if delivery.epoch.gate is not Gate.ENDED:
                     left.append(delivery)
-            elif delivery.then is not None and delivery.detour is None:
-                if delivery.epoch.gate is not Gate.ENDED:
-                    delivery.divert(delivery.then)
-                    left.append(delivery)
-            elif delivery.epoch.complete(delivery):
-                done += 1
+            else:
+                done += delivery.epoch.complete(delivery)
         self._settlement.counters.count(outcome, done)
         heads = self._shards.end(batch, left)
+        for delivery in left:
+            if delivery not in failed and delivery.then is not None:
+                delivery.divert(delivery.then)
         for delivery in heads:
             if delivery not in failed:
                 self._shards.go_on(delivery)

@@ -17,7 +17,7 @@ class DeliveryBatch:
         * All of them have failed equally often, so the batch has one number of attempts.
     """
 
-    __slots__ = ("deliveries", "full", "keys", "limit", "overdue", "revoked", "ripe_at", "size", "timer")
+    __slots__ = ("deliveries", "full", "keys", "limit", "overdue", "plain", "revoked", "ripe_at", "size", "timer")
 
     def __init__(self, limit: int, ripe_at: float) -> None:
         self.deliveries: list[Delivery] = []
@@ -32,6 +32,8 @@ class DeliveryBatch:
         self.full = False
         self.overdue = False
         """Whether it has waited for as long as it may."""
+        self.plain = True
+        """Whether none of them has a past: has run before, or takes a detour now or later."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while it waits for more."""
         self.revoked = asyncio.Event()
@@ -46,6 +48,8 @@ class DeliveryBatch:
         """Append a delivery, of a shard that the batch occupies, or that has no other."""
         self.deliveries.append(delivery)
         self.size += delivery.size - RECORD_OVERHEAD
+        if delivery.aside:
+            self.plain = False
         if len(self.deliveries) >= self.limit or self.size >= max_bytes:
             self.full = True
 
