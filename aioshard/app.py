@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from aioshard.checks import check_linger
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
 from aioshard.engine.doctor import diagnose
@@ -277,6 +278,8 @@ class App(Handlers, Controls):
         if not self.handlers:
             message = f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')"
             raise HandlerError(message)
+        for handler in self:
+            check_linger(handler.name, handler.batch, self._settings.stuck_after)
         self._warn()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()

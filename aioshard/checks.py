@@ -16,6 +16,7 @@ from aioshard.records import TOPIC_NAME, Record
 __all__ = [
     "check_batch",
     "check_failing",
+    "check_linger",
     "check_signature",
     "check_source",
     "check_workers",
@@ -39,6 +40,15 @@ def check_batch(batch: object) -> None:
     if batch is not None and not isinstance(batch, Batch):
         raise HandlerError(
             f"batch={batch!r} was refused: expected Batch(max_records=…, linger=…, max_bytes=…), or None"
+        )
+
+
+def check_linger(name: str, batch: Batch | None, stuck_after: float) -> None:
+    """Refuse a handler whose records would count as stuck while they wait for their batch to fill."""
+    if batch is not None and batch.linger >= stuck_after:
+        raise HandlerError(
+            f"handler {name!r} lets batches wait for linger={batch.linger:g} s, and a record that is in hand for "
+            f"stuck_after={stuck_after:g} s counts as stuck: give it less linger, or raise stuck_after"
         )
 
 

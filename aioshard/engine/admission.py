@@ -35,6 +35,9 @@ class HasEpoch(Protocol):
             After how many completions at the latest more is wanted.
         """
 
+    def no_room(self) -> None:
+        """Nothing more of the partition finds room now: what waits to be joined by more is not to wait."""
+
 
 class _Waiting(NamedTuple):
     """A record that found no room, and where its partition stood then."""
@@ -107,6 +110,7 @@ class Admission:
         allowance = self._allowance(topic_partition)
         if not allowance.records:
             self._buffer.arm()
+            self._tell_no_room(topic_partition)
         if not allowance.records or allowance.alone:
             return allowance
         partition = self._partitions[topic_partition]
@@ -115,6 +119,12 @@ class Admission:
             self._buffer.arm(partition.when_wanted(self._buffer.wake))
             return NOTHING
         return allowance._replace(records=min(allowance.records, wanted))
+
+    def _tell_no_room(self, topic_partition: TopicPartition) -> None:
+        """What waits to be joined by more waits in vain; but not because this partition itself cannot advance."""
+        partition = self._partitions.get(topic_partition)
+        if partition is not None and partition.epoch.gate is Gate.OPEN and not self.stuck(partition.epoch):
+            partition.no_room()
 
     def _allowance(self, topic_partition: TopicPartition) -> Allowance:
         partition = self._partitions.get(topic_partition)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from aioshard.core.sharding import ShardKey, shard_number
+from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
 from aioshard.records import Record
@@ -16,6 +17,7 @@ logger = logging.getLogger("aioshard.engine.fetcher")
 
 _ENOUGH = 1_000
 _ENOUGH_PER_WORKER = 4
+_ENOUGH_BATCHES = 2
 """A handler wants so many records queued, and no more: enough to keep its workers busy until the pump comes again."""
 
 
@@ -49,6 +51,7 @@ class Feed:
         fixed: bool,
         workers: int,
         unkeyed: Callable[[Delivery, Exception, Shards], None],
+        at_once: int = 1,
         sure: bool = False,
         aside: Aside | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class Feed:
             fixed: Whether they are fixed: a record's shard is the hash of its key then.
             workers: How many serve them.
             unkeyed: Told about a delivery for which the sharding function failed.
+            at_once: How many records one of them runs at once, at most.
             sure: Whether the sharding function is ours: it neither raises nor gives what has no hash.
             aside: What of the partitions is kept elsewhere.
         """
@@ -70,7 +74,8 @@ class Feed:
         self._unkeyed = unkeyed
         self._sure = sure
         self._turn = 0
-        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers)
+        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * at_once)
+        self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
     @property
     def wanted(self) -> int:
@@ -89,6 +94,11 @@ class Feed:
         """
         self.shards[0].on_idle = wake
         return self._enough // 2 - self.wanted
+
+    def no_room(self) -> None:
+        """Nothing more finds room now: batches that are being formed do not wait for more."""
+        for shards in self._batched:
+            shards.no_room()
 
     async def put(self, deliveries: list[Delivery], waiting: deque[Delivery]) -> None:
         """Give each delivery its shard key and queue it; waits only where a fixed shard is full.

@@ -49,6 +49,10 @@ class Fetcher:
         """See `Feed.when_wanted`."""
         return self.feed.when_wanted(wake)
 
+    def no_room(self) -> None:
+        """See `Feed.no_room`."""
+        self.feed.no_room()
+
     @property
     def has_unfed(self) -> bool:
         """Whether records came in that the task has not come to yet; not while a full shard keeps it waiting."""

@@ -104,6 +104,7 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         shards,
         fixed=spec.shards is not None,
         workers=len(workers),
+        at_once=1 if spec.batched is None else spec.batched.batch.max_records,
         unkeyed=settlement.unkeyed,
         sure=spec.sure_key,
         aside=parking,

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshard.app import App
+from aioshard.core.batching import Batch
 from aioshard.errors import StateError, TransportError
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
@@ -68,7 +69,8 @@ class TestClient:
 
         Args:
             app: Its settings and handlers are as they were again afterwards.
-            speed: How many times faster the delays of retries pass, in real time: 100 makes 30 s into 0.3 s.
+            speed: How many times faster the delays of retries, and the linger of batches, pass in real time: 100 makes
+                30 s into 0.3 s.
             broker: To share it between several apps, or to prepare it; a new one without.
             latency: How long each operation of the client takes, in seconds.
 
@@ -242,7 +244,7 @@ class TestClient:
 
 @contextlib.contextmanager
 def _test_settings(app: App, speed: float) -> Iterator[None]:
-    """Let *app* begin at the earliest record, commit often and retry soon, for a while."""
+    """Let *app* begin at the earliest record, commit often, and retry and fill batches soon, for a while."""
     settings = app.settings
     before: dict[str, Any] = {
         "auto_offset_reset": settings.auto_offset_reset,
@@ -261,6 +263,7 @@ def _test_settings(app: App, speed: float) -> Iterator[None]:
                 initial=registration.retry.initial / speed,
                 maximum=registration.retry.maximum / speed,
             ),
+            batch=_quicker(registration.batch, speed),
         )
         for registration in registrations
     ]
@@ -269,6 +272,10 @@ def _test_settings(app: App, speed: float) -> Iterator[None]:
     finally:
         app._registrations = registrations  # noqa: SLF001
         app.configure(**before)
+
+
+def _quicker(batch: Batch | None, speed: float) -> Batch | None:
+    return None if batch is None else dataclasses.replace(batch, linger=batch.linger / speed)
 
 
 def _encoded(value: object) -> bytes:

@@ -18,9 +18,13 @@ class Partition:
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
         self.wanted = 1_000_000
+        self.told_no_room = False
 
     def when_wanted(self, wake: Callable[[], None]) -> int:  # noqa: ARG002
         return 1
+
+    def no_room(self) -> None:
+        self.told_no_room = True
 
 
 def admission_of(*epochs: Epoch, buffer: Buffer) -> Admission:
