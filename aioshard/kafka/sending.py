@@ -160,12 +160,14 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         at = TopicPartition(message.topic, partition)
         timestamp = None if message.timestamp is None else round(message.timestamp * 1000)
         if alone and (pending := accumulator._batches.get(at)):
-            pending[-1]._builder.close()
+            batch = pending[-1]
+            batch._builder.close()
         added: asyncio.Future[Any] = await accumulator.add_message(
             at, message.key, message.value, _LONG, timestamp_ms=timestamp, headers=list(message.headers)
         )
         if alone:
-            accumulator._batches[at][-1]._builder.close()
+            batch = accumulator._batches[at][-1]
+            batch._builder.close()
         return added
 
     def forget_producer_id(self) -> None:

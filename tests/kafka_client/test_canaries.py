@@ -12,27 +12,36 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaConsumer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.admin import NewTopic
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 from aiokafka.structs import TopicPartition as TheirTopicPartition
 
 import aioshard.kafka.chunk
 import aioshard.kafka.client
+import aioshard.kafka.connections
 import aioshard.kafka.intake
 import aioshard.kafka.internals
 import aioshard.kafka.options
 from aioshard.errors import AuthorizationError, CommitError
-from aioshard.ports import Allowance, Committed, Fault
+from aioshard.kafka import reading, sending
+from aioshard.kafka.options import client_options, producer_options
+from aioshard.kafka.reading import ReadingClient
+from aioshard.kafka.sending import SendingClient
+from aioshard.ports import Allowance, Committed, Fault, Message
 from aioshard.records import TopicPartition
+from aioshard.settings import Settings
 from tests.kafka_client.members import Member
 from tests.support.shared_kafka import SharedKafka
 
@@ -40,7 +49,16 @@ Join = Callable[..., Member]
 
 ATTRIBUTES = {
     "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
-    "client": {"_conns", "_get_conn", "_sync_task"},
+    "client": {
+        "_conns",
+        "_get_conn",
+        "_maybe_wait_metadata",
+        "_md_update_fut",
+        "_md_update_waiter",
+        "_retry_backoff",
+        "_sync_task",
+        "_topics",
+    },
     "connection": {"_versions", "_writer"},
     "coordinator": {
         "_assignors",
@@ -75,8 +93,19 @@ ATTRIBUTES = {
         "_isolation_level",
         "_records",
     },
+    "accumulator": {"_batches", "_pending_batches", "_wakeup"},
+    "batch": {"_builder", "_drain_waiter", "_msg_futures"},
+    "transactions": {"_pid_and_epoch", "_pid_waiter", "_sequence_numbers"},
 }
 """Names as in our code."""
+
+INHERITED = {
+    "SendingClient": {"_closed", "_message_accumulator", "_request_timeout_ms", "_sender", "_txn_manager"},
+    "_Sender": {"_in_flight", "_message_accumulator", "_muted_partitions", "_retry_backoff", "_txn_manager"},
+    "_Request": {"_batches", "_can_retry", "_client", "_to_reenqueue"},
+    "ReadingClient": {"_get_conn", "_retry_backoff", "_sync_task", "_topics"},
+}
+"""What our subclasses of theirs use of themselves."""
 
 OTHERS = {
     "coordinator": {"coordinator_id", "ensure_coordinator_known", "generation", "member_id", "check_errors"},
@@ -84,6 +113,9 @@ OTHERS = {
     "client": {"cluster", "coordinator_lookup", "force_metadata_update", "get_random_node", "send", "set_topics"},
     "part": {"next_fetch_offset"},
     "connection": {"close", "connected"},
+    "accumulator": {"add_message", "drain_by_nodes", "fail_all", "reenqueue", "waiter"},
+    "batch": {"drain_ready", "failure", "future", "record_count", "retry_count", "tp"},
+    "transactions": {"has_pid"},
 }
 """Public by name, and documented nowhere."""
 
@@ -93,13 +125,30 @@ def test_the_version_is_the_one_that_was_read() -> None:
 
 
 def test_the_table_holds_every_private_attribute_that_we_use() -> None:
-    modules = (aioshard.kafka.internals, aioshard.kafka.chunk, aioshard.kafka.intake, aioshard.kafka.client)
+    modules = (
+        aioshard.kafka.internals,
+        aioshard.kafka.chunk,
+        aioshard.kafka.intake,
+        aioshard.kafka.client,
+        aioshard.kafka.connections,
+        sending,
+        reading,
+    )
     used: dict[str, set[str]] = {}
     for module in modules:
         for name, attribute in re.findall(r"\b([a-z]+)\.(_[a-z][a-z_]*)", inspect.getsource(module)):
             if name != "self":
                 used.setdefault(name, set()).add(attribute)
     assert used == ATTRIBUTES
+
+
+@pytest.mark.parametrize("kind", [SendingClient, sending._Sender, sending._Request, ReadingClient])
+def test_the_table_holds_every_private_attribute_that_our_subclasses_use_of_theirs(kind: type) -> None:
+    source = inspect.getsource(kind)
+    used = set(re.findall(r"\bself\.(_[a-z][a-z_]*)", source))
+    ours = {"_drain_and_look_up", "_drain_by_nodes", "_offset", "_send_again"}
+
+    assert used - ours == INHERITED[kind.__name__]
 
 
 async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
@@ -303,3 +352,96 @@ def test_the_sticky_assignor_keeps_its_state_on_the_class_that_we_make_for_each_
     assert (first.member_assignment, first.generation) == ([("t", 0)], 7)
     assert (second.member_assignment, second.generation) == (None, -1)
     assert (StickyPartitionAssignor.member_assignment, StickyPartitionAssignor.generation) == (None, -1)
+
+
+# The producer ----------------------------------------------------------------------------
+
+
+async def test_a_producer_has_what_we_use(kafka: SharedKafka, topic: str) -> None:
+    await kafka.create_topic(topic)
+    settings = Settings(bootstrap_servers=kafka.bootstrap)
+    client = await sending.connect(settings, producer_options(settings), topic)
+    try:
+        await client.look_up(topic)
+        await client.add(Message(topic, b"v"), 0)
+        accumulator = client._message_accumulator
+        (batches,) = accumulator._batches.values()
+        found = {
+            "client": client.client,
+            "connection": next(iter(client.client._conns.values())),
+            "accumulator": accumulator,
+            "batch": batches[0],
+            "transactions": client._txn_manager,
+        }
+        request = sending._Request(client._sender, {})
+        subclasses = {"SendingClient": client, "_Sender": client._sender, "_Request": request}
+        missing = [
+            *(f"{name}.{one}" for name, thing in found.items() for one in ATTRIBUTES[name] if not hasattr(thing, one)),
+            *(f"{name}.{one}" for name, thing in found.items() for one in OTHERS[name] if not hasattr(thing, one)),
+            *(
+                f"{name}.{one}"
+                for name, thing in subclasses.items()
+                for one in INHERITED[name]
+                if not hasattr(thing, one)
+            ),
+        ]
+        assert missing == []
+    finally:
+        client.give_up(RuntimeError("the test is over"))
+        await client.tear_down()
+
+
+async def test_a_reader_has_what_we_use(kafka: SharedKafka) -> None:
+    settings = Settings(bootstrap_servers=kafka.bootstrap)
+    client = await reading.connect(settings, client_options(settings, request_timeout=5))
+    missing = [one for one in INHERITED["ReadingClient"] | ATTRIBUTES["client"] if not hasattr(client, one)]
+    await client.tear_down()
+
+    assert missing == []
+
+
+async def test_their_producer_still_breaks_its_partition_with_a_refusal(kafka: SharedKafka, topic: str) -> None:
+    """Why ours asks for a new producer id then. Theirs would do once this fails."""
+    await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, enable_idempotence=True, max_request_size=1 << 20)
+    async with producer:
+        await producer.send_and_wait(topic, b"v")
+        with pytest.raises(kafka_errors.MessageSizeTooLargeError):
+            await producer.send_and_wait(topic, bytes(5000))
+        with pytest.raises(kafka_errors.OutOfOrderSequenceNumber):
+            await producer.send_and_wait(topic, b"v")
+
+
+def test_what_is_replaced_of_their_sender_is_as_it_was_read() -> None:
+    routine = inspect.getsource(Sender._sender_routine)
+    assert routine.index("await self._maybe_wait_for_pid()") < routine.index("drain_by_nodes(")
+    assert "unknown_leaders_exist,\n                ) = self._message_accumulator.drain_by_nodes(" in routine
+    assert "waiters.add(self._message_accumulator.waiter())" in routine
+    request = inspect.getsource(Sender._send_produce_req)
+    for statement in (
+        "handler = SendProduceReqHandler(self, batches)",
+        "await handler.do(node_id)",
+        "self._in_flight.remove(node_id)",
+        "self._muted_partitions.remove(tp)",
+    ):
+        assert statement in request
+    do = inspect.getsource(SendProduceReqHandler.do)
+    for statement in (
+        "request = self.create_request()",
+        "response = await self._client.send(node_id, request)",
+        "self._client.force_metadata_update()",
+        "await asyncio.sleep(self._default_backoff)",
+        "self._sender._message_accumulator.reenqueue(batch)",
+        "await self._client._maybe_wait_metadata()",
+    ):
+        assert statement in do
+
+
+def test_a_topic_with_the_brokers_own_number_of_replicas_cannot_be_asked_for_in_their_words() -> None:
+    with pytest.raises(kafka_errors.IllegalArgumentError):
+        NewTopic("t", 1, -1)
+
+
+def test_their_look_up_would_create_topics() -> None:
+    assert "MetadataRequest(list(topics) if topics else None)" in inspect.getsource(AIOKafkaClient._metadata_update)
+    assert inspect.signature(MetadataRequest).parameters["allow_auto_topic_creation"].default is None
