@@ -73,7 +73,8 @@ class HandlerStatistics:
     halted: int
     """Records that hold their shard now because their attempts are used up."""
     outliving: tuple[str, ...]
-    """`topic/partition/offset` of runs that outlive their cancellation or epoch and hold their shard."""
+    """`topic/partition/offset` of runs that outlive their cancellation or epoch and hold their shard; of a batch, the
+    first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -73,12 +73,12 @@ class Ward:
         }
 
     def find_outliving(self) -> list[HeadOfLine]:
-        """The runs that were told to end, or whose partition is gone, and that have not ended."""
-        return [
-            self.describe(delivery)
-            for delivery, worker in self._workers.items()
-            if worker.cancelled or delivery.epoch.gate is Gate.ENDED
-        ]
+        """The runs that were told to end, or whose partition is gone, and that have not ended; of a batch, the first."""
+        firsts: dict[Worker, Delivery] = {}
+        for delivery, worker in self._workers.items():
+            if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
+                firsts.setdefault(worker, delivery)
+        return [self.describe(delivery) for delivery in firsts.values()]
 
     def describe(self, delivery: Delivery) -> HeadOfLine:
         """All that is known of an incomplete record."""

@@ -91,7 +91,7 @@ def _handler(running: Running) -> HandlerStatistics:
         dead_lettered=counters.dead_lettered,
         parked=counters.parked,
         halted=sum(len(part.halted) for part in shards),
-        outliving=tuple(repr(delivery) for worker in busy for delivery in _outliving(worker)),
+        outliving=tuple(repr(first) for worker in busy for first in _outliving(worker)[:1]),
     )
 
 

@@ -104,16 +104,17 @@ class TimeoutWatch:
     def check(self) -> None:
         """Tell those who are overdue."""
         now = self._clock()
-        still: set[Delivery] = set()
+        still: dict[Delivery, Worker] = {}
         for worker in self._workers:
             if worker.overdue(now):
                 worker.time_out()
             elif worker.cancelled and now - worker.started > self._timeout + _LETS_GO:
-                still.update(worker.deliveries)
-        for delivery in still - self._reported:
-            message = "the handler of %r was cancelled after timeout=%g s and does not end: its shard waits for it"
-            logger.error(message, delivery, self._timeout)
-        self._reported = still
+                still |= dict.fromkeys(worker.deliveries[:1], worker)
+        for delivery in still.keys() - self._reported:
+            message = "the handler of %r%s was cancelled after timeout=%g s and does not end: its shard waits for it"
+            others = len(still[delivery].deliveries) - 1
+            logger.error(message, delivery, f" and {others} more of its batch" if others > 0 else "", self._timeout)
+        self._reported = set(still)
 
 
 class SinceWatch:
