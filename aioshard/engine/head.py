@@ -73,7 +73,7 @@ class Ward:
         }
 
     def find_outliving(self) -> list[HeadOfLine]:
-        """The runs that were told to end, or whose partition is gone, and that have not ended; of a batch, the first."""
+        """The runs that were told to end, or whose partition is gone, and have not ended; of a batch, the first."""
         firsts: dict[Worker, Delivery] = {}
         for delivery, worker in self._workers.items():
             if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
