@@ -256,6 +256,14 @@ async def test_a_record_that_two_members_have_parked_is_one(parked: ParkTopic) -
     assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[7, 9]]
 
 
+async def test_what_a_member_that_had_lost_the_partition_takes_out_was_its_own(parked: ParkTopic) -> None:
+    await parked.park(5, b"alice", generation=5)
+
+    await parked.publish(tombstone(parked.topic, place(5)))
+
+    assert [one["offsets"] for one in await parked.listed("--key", "alice")] == [[5, 7, 9]]
+
+
 async def test_thousands_are_dropped(parked: ParkTopic, publish: Publish) -> None:
     records = [Record("orders", 0, 100 + number, b"%d" % number, b"", (), 1.6e9) for number in range(1500)]
     await publish(*(park(parked.topic, record, FAILURE, generation=4, due=1.0) for record in records))

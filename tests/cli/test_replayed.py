@@ -3,16 +3,18 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aioshard.cli.replayed import LONGEST_NOTE, NoteTooLongError, Replayed
 from aioshard.ports import Committed
 
-OFFSETS = st.sets(st.integers(0, 3000), max_size=60)
+OFFSETS = st.sets(st.integers(0, 40) | st.integers(0, 3000), max_size=60)
 
 
-@given(OFFSETS, st.lists(st.sets(st.integers(0, 3000), max_size=60), max_size=4), st.integers(0, 5))
+@example({0, 1}, [{1}], 0)
+@example({0, 1, 2}, [{1}, {0}, {2}], 3)
+@given(OFFSETS, st.lists(OFFSETS, max_size=4), st.integers(0, 5))
 def test_what_was_finished_in_any_run_is_done_and_nothing_else(
     offsets: set[int], runs: list[set[int]], behind: int
 ) -> None:
@@ -31,6 +33,7 @@ def test_what_was_finished_in_any_run_is_done_and_nothing_else(
         assert {offset for offset in offsets if replayed.is_done(offset)} == finished
         note = replayed.note(position)
         assert note.offset == min(offsets - finished, default=position)
+        assert {offset for offset in offsets if replayed.is_done(offset)} == finished
 
     after = Replayed(note)
 
