@@ -3,13 +3,15 @@
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from aioshard.engine.control import pause, release, resume
+from aioshard.engine.control import pause, release, resume, set_concurrency
 from aioshard.engine.epoch import Detour
+from aioshard.engine.handler import Running
 from aioshard.engine.recourse import skipping
 from aioshard.engine.runtime import Engine
 from aioshard.errors import StateError
+from aioshard.handlers import Registration
 from aioshard.records import TopicPartition
 from aioshard.serde.messages import message
 
@@ -28,6 +30,7 @@ class Controls:
     """
 
     group_id: str
+    _registrations: list[Registration]
     _engine: Engine | None = None
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -123,6 +126,44 @@ class Controls:
             StateError: As `pause_handler`.
         """
         self._do(lambda engine: resume(engine, _handler(engine, name)))
+
+    def set_concurrency(self, handler: str | Callable[..., Any], concurrency: int) -> None:
+        """Have another number of workers for a handler from now on, until the app stops.
+
+        More begin at once. Of those that are too many the idle ones end at once, the others after their current run:
+        nothing is interrupted, and order is kept. Threads of a plain `def` follow.
+
+        Args:
+            handler: Its function, or the name of it.
+            concurrency: At least 1; `pause_handler` lets nothing start.
+
+        Raises:
+            StateError: The app does not run, or has no such handler.
+            HandlerError: The number was refused, or the handler has fixed shards.
+        """
+
+        def act(engine: Engine) -> None:
+            set_concurrency(self._running(engine, handler), concurrency)
+
+        self._do(act)
+
+    def _running(self, engine: Engine, handler: str | Callable[..., Any]) -> Running:
+        """What serves a handler."""
+        if isinstance(handler, str):
+            found = [running for running in engine.handlers if running.spec.name == _handler(engine, handler)]
+        else:
+            found = [
+                running
+                for running, registration in zip(engine.handlers, self._registrations, strict=True)
+                if registration.function is handler
+            ]
+        if not found:
+            raise StateError(
+                f"{handler!r} is no handler of app {self.group_id!r}: give the function that was decorated"
+            )
+        if len(found) > 1:
+            raise StateError(f"{len(found)} handlers are meant by {handler!r}: give the function of one")
+        return found[0]
 
     def _do(self, act: Callable[[Engine], T]) -> T:
         """Act on the engine in its event loop, from whichever thread."""

@@ -65,6 +65,7 @@ class Registration:
             publish: Publishes what handlers send.
         """
         one_topic = len(self.topics) == 1 and self.pattern is None
+        threads = None if self.is_async else anyio.CapacityLimiter(self.concurrency)
         return HandlerSpec(
             name=self.name,
             topics=self.topics,
@@ -77,11 +78,14 @@ class Registration:
             retry=self.retry,
             on_failure=self.on_failure,
             call=self.function if self.is_async and not self.takes_context and self.batch is None else None,
-            invoke=self._invoke(state, publish) if self.batch is None else None,
-            batched=None if self.batch is None else Batched(self.batch, self._invoke_batch(state, publish)),
+            invoke=self._invoke(state, publish, threads) if self.batch is None else None,
+            batched=None if self.batch is None else Batched(self.batch, self._invoke_batch(state, publish, threads)),
+            resized=None if threads is None else functools.partial(_resize, threads),
         )
 
-    def _invoke(self, state: Callable[[], Any], publish: Publish) -> Callable[[Delivery], Awaitable[object]]:
+    def _invoke(
+        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None
+    ) -> Callable[[Delivery], Awaitable[object]]:
         function, timeout = self.function, self.timeout
 
         def arguments(delivery: Delivery) -> tuple[Any, ...]:
@@ -92,12 +96,13 @@ class Registration:
             deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
             return (record, Context(record, attempt, deadline, epoch.revoked, False, state(), publish))  # noqa: FBT003
 
-        if self.is_async:
+        if threads is None:
             return lambda delivery: function(*arguments(delivery))
-        limiter = anyio.CapacityLimiter(self.concurrency)
-        return lambda delivery: _run_in_thread(functools.partial(function, *arguments(delivery)), limiter)
+        return lambda delivery: _run_in_thread(functools.partial(function, *arguments(delivery)), threads)
 
-    def _invoke_batch(self, state: Callable[[], Any], publish: Publish) -> Callable[[DeliveryBatch], Awaitable[object]]:
+    def _invoke_batch(
+        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None
+    ) -> Callable[[DeliveryBatch], Awaitable[object]]:
         function, timeout = self.function, self.timeout
 
         def arguments(batch: DeliveryBatch) -> tuple[Any, ...]:
@@ -108,10 +113,13 @@ class Registration:
             attempt = batch.deliveries[0].failures + 1
             return (records, BatchContext(attempt, deadline, batch.revoked, False, state(), publish))  # noqa: FBT003
 
-        if self.is_async:
+        if threads is None:
             return lambda batch: function(*arguments(batch))
-        limiter = anyio.CapacityLimiter(self.concurrency)
-        return lambda batch: _run_in_thread(functools.partial(function, *arguments(batch)), limiter)
+        return lambda batch: _run_in_thread(functools.partial(function, *arguments(batch)), threads)
+
+
+def _resize(threads: anyio.CapacityLimiter, concurrency: int) -> None:
+    threads.total_tokens = concurrency
 
 
 async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> None:

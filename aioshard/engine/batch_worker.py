@@ -64,11 +64,11 @@ class BatchWorker(Worker):
         return () if batch is None else batch.deliveries
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled, or retired."""
         self._task = asyncio.current_task()
         shards = self._shards
         ahead = 0
-        while True:
+        while not self.asked:  # between two runs that is to retire, and nothing else
             batch = shards.take_batch()
             if batch is None:
                 await shards.wait()
@@ -83,6 +83,7 @@ class BatchWorker(Worker):
             if ahead >= RUN_AHEAD:
                 ahead = 0
                 await self._let_the_loop_turn()
+        shards.notify()  # whoever woke us meant one that works
 
     async def _let_the_loop_turn(self) -> None:
         """Yield between two batches, for handlers that never suspend."""

@@ -1,15 +1,16 @@
-"""What an operator does to a running engine: release halted records, pause and resume."""
+"""What an operator does to a running engine: release halted records, pause and resume, change the concurrency."""
 
 import logging
 from collections.abc import Collection
 
 from aioshard.engine.epoch import Delivery, Detour, Epoch
+from aioshard.engine.handler import Running
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
-from aioshard.errors import StateError
+from aioshard.errors import HandlerError, StateError
 from aioshard.records import TopicPartition
 
-__all__ = ["pause", "release", "resume"]
+__all__ = ["pause", "release", "resume", "set_concurrency"]
 
 logger = logging.getLogger("aioshard.engine.control")
 
@@ -83,6 +84,28 @@ def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
         if any([both.resume(APPLICATION) for both in feed.with_side(epoch)]):  # all of them, not up to the first
             logger.warning("%s goes on: the application resumed it", epoch.topic_partition)
             feed.reopen(epoch)
+
+
+def set_concurrency(running: Running, concurrency: int) -> None:
+    """Have so many workers for a handler from now on.
+
+    Raises:
+        HandlerError: It has fixed shards, or fewer than one worker was asked for.
+    """
+    name, shards = running.spec.name, running.spec.shards
+    if type(concurrency) is not int or concurrency < 1:
+        raise HandlerError(
+            f"set_concurrency({name!r}, {concurrency!r}) was refused: expected a whole number of at least 1; "
+            "pause_handler() lets nothing start"
+        )
+    if shards is not None:
+        raise HandlerError(
+            f"set_concurrency({name!r}, {concurrency}) was refused: the handler has shards={shards}, each with one "
+            "worker; leave shards out for a concurrency that can be changed"
+        )
+    before = running.staff.concurrency
+    running.staff.change(concurrency, name)
+    logger.info("handler %s: concurrency %d, %d before", name, concurrency, before)
 
 
 def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch]:

@@ -74,8 +74,14 @@ class Feed:
         self._unkeyed = unkeyed
         self._sure = sure
         self._turn = 0
-        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * at_once)
+        self._at_once = at_once
+        self._enough = 0
+        self.serve(workers)
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
+
+    def serve(self, workers: int) -> None:
+        """So many workers serve the shards from now on."""
+        self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * self._at_once)
 
     @property
     def wanted(self) -> int:

@@ -1,5 +1,6 @@
 """A handler as the engine runs it, and what serves it."""
 
+import functools
 import re
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from aioshard.engine.probing import Probing
 from aioshard.engine.recourse import DeadLettering, Halting, Publish, Skipping
 from aioshard.engine.settling import Counters, Recourse, Settlement
 from aioshard.engine.shards import Shards
+from aioshard.engine.staffing import Staff
 from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record
@@ -53,6 +55,8 @@ class HandlerSpec(NamedTuple):
     """Runs one attempt in every other case; None where the handler takes batches."""
     batched: Batched | None = None
     """Where the handler takes batches: what runs them, in place of the two above."""
+    resized: Callable[[int], None] | None = None
+    """Told when the concurrency was changed."""
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
@@ -65,6 +69,7 @@ class Running(NamedTuple):
     spec: HandlerSpec
     feed: Feed
     workers: list[Worker]
+    staff: Staff
     counters: Counters
     parking: Parking | None
     """Where `on_failure=Park(...)`."""
@@ -95,10 +100,8 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         clock=around.clock,
         paused=lambda delivery, why: probing.pause(delivery.epoch, why),
     )
-    workers = [
-        _worker(spec, around, f"{spec.name} worker {number}", part, settlement=settlement, parking=parking)
-        for number, part in enumerate(served)
-    ]
+    make = functools.partial(_worker, spec, around, settlement=settlement, parking=parking)
+    workers = [make(f"{spec.name} worker {number}", part) for number, part in enumerate(served)]
     feed = Feed(
         spec.shard_key,
         shards,
@@ -109,7 +112,8 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         sure=spec.sure_key,
         aside=parking,
     )
-    return Running(spec, feed, workers, counters, parking)
+    staff = Staff(workers, lambda name: make(name, shards[0]), feed, spec.resized)
+    return Running(spec, feed, workers, staff, counters, parking)
 
 
 def _shards(spec: HandlerSpec, around: Surroundings) -> list[Shards]:

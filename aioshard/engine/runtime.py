@@ -173,8 +173,7 @@ class Engine:
             AioshardError: What makes consuming impossible, such as `NoOffsetError`.
         """
         for handler in self.handlers:
-            for worker in handler.workers:
-                self._tasks.start(worker.run(), worker.name, lasts=True)
+            handler.staff.start(self._tasks)
         self._tasks.start(self._watch.run(), "stuck watch")
         self._tasks.start(self.since.run(), "since watch")
         self._tasks.start(self.standstill.run(), "trouble watch")

@@ -359,10 +359,7 @@ class Shards:
         if self.yielding:
             self._burst = 1
         else:
-            for _ in range(min(self._burst, len(self._idle))):
-                idle = self._idle.popleft()
-                if not idle.done():
-                    idle.set_result(None)
+            self.wake(self._burst)
             self._burst *= 2
         self.notify()
 
@@ -377,6 +374,13 @@ class Shards:
     def unseen(self) -> int:
         """How many deliveries no worker has looked at yet."""
         return len(self._front) + len(self._arrivals)
+
+    def wake(self, workers: int | None = None) -> None:
+        """Wake so many idle workers, or all of them, to look at what there is and what is asked of them."""
+        for _ in range(len(self._idle) if workers is None else min(workers, len(self._idle))):
+            idle = self._idle.popleft()
+            if not idle.done():
+                idle.set_result(None)
 
     async def wait(self) -> None:
         """Wait until `take` may have something."""

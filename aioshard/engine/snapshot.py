@@ -82,7 +82,7 @@ def _handler(running: Running) -> HandlerStatistics:
     return HandlerStatistics(
         name=running.spec.name,
         topics=running.spec.topics if running.spec.pattern is None else (*running.spec.topics, running.spec.pattern),
-        concurrency=len(running.workers),
+        concurrency=running.staff.concurrency,
         busy=len(busy),
         shards=len(shards) if running.spec.shards is not None else len(shards[0]),
         processed=counters.processed,

@@ -39,7 +39,7 @@ class Asked(enum.IntFlag):
     TIME_OUT = 2
     """End the run; the attempt has failed."""
     RETIRE = 4
-    """End when the run does."""
+    """End the worker when its run has ended, or at once when there is none."""
 
 
 class Ending(NamedTuple):
@@ -86,7 +86,7 @@ class Worker(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled, or retired."""
 
     @property
     def deliveries(self) -> Sequence[Delivery]:
@@ -97,6 +97,19 @@ class Worker(ABC):
     def cancelled(self) -> bool:
         """Whether the current run was told to end and has not."""
         return self.delivery is not None and bool(self.asked & (Asked.INTERRUPT | Asked.TIME_OUT))
+
+    def retire(self) -> None:
+        """Ask the worker to end after its current run; one that waits has to be woken (`Shards.wake`)."""
+        self.asked |= Asked.RETIRE
+
+    def stay(self) -> None:
+        """Take `retire` back; too late for a worker whose task has ended."""
+        self.asked &= ~Asked.RETIRE
+
+    @property
+    def retires(self) -> bool:
+        """Whether the worker ends soon, or has."""
+        return bool(self.asked & Asked.RETIRE)
 
     def interrupt(self) -> None:
         """Ask the current run to end; its record stays incomplete. Does nothing between runs."""
@@ -198,8 +211,8 @@ class RecordWorker(Worker):
         self._invoke = invoke
         self._divert = divert
 
-    async def run(self) -> None:  # noqa: C901, PLR0912 - the hot path: no calls
-        """Serve until cancelled."""
+    async def run(self) -> None:  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls
+        """Serve until cancelled, or retired."""
         self._task = asyncio.current_task()
         shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
         take, next_after, counters = shards.take, shards.next_after, self._settlement.counters
@@ -209,8 +222,11 @@ class RecordWorker(Worker):
         delivery = take()
         while True:
             if delivery is None:
+                if self.asked:  # to retire: between two runs, nothing else is asked
+                    shards.notify()  # whoever woke us meant one that works
+                    return
                 await shards.wait()
-                delivery = take()
+                delivery = self._take()
                 continue
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
@@ -261,7 +277,7 @@ class RecordWorker(Worker):
             self._shards.yielding -= 1
         if delivery.epoch.gate and not delivery.epoch.may_start(delivery):
             self._shards.again(delivery)
-            return self._shards.take()
+            return self._take()
         return delivery
 
     async def _take_detour(self, delivery: Delivery) -> Delivery | None:
@@ -298,7 +314,16 @@ class RecordWorker(Worker):
         self.delivery = self.running = None
         if delivery.epoch.complete(delivery):
             self._settlement.counters.count(outcome)
-        return self._shards.next_after(delivery)
+        return self._next_after(delivery)
+
+    def _take(self) -> Delivery | None:
+        return None if self.asked else self._shards.take()
+
+    def _next_after(self, delivery: Delivery) -> Delivery | None:
+        if not self.asked:
+            return self._shards.next_after(delivery)
+        self._shards.release(delivery)
+        return None
 
     # What is not success --------------------------------------------------------
 
@@ -318,7 +343,7 @@ class RecordWorker(Worker):
         self._shards.again(delivery)
         if ending.fatal:
             raise error
-        return self._shards.take()
+        return self._take()
 
     def _returned_although_asked(self, delivery: Delivery) -> Delivery | None:
         if self.asked & Asked.INTERRUPT:
@@ -336,7 +361,7 @@ class RecordWorker(Worker):
         self._shards.again(delivery)
         if ending:
             raise asyncio.CancelledError
-        return self._shards.take()
+        return self._take()
 
     def _swallowed_time_out(self, delivery: Delivery) -> Delivery | None:
         """The handler returned although its attempt had timed out: nobody knows what it did, so the shard halts."""
@@ -348,7 +373,7 @@ class RecordWorker(Worker):
             self._settlement.swallowed(delivery, SwallowedCancellationError(self.timeout or 0.0), self._shards)
         if ending:
             raise asyncio.CancelledError
-        return self._shards.take()
+        return self._take()
 
     def _runs_again(self, delivery: Delivery) -> None:
         if delivery.cancelled:
@@ -359,7 +384,7 @@ class RecordWorker(Worker):
     def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
         """An attempt failed: another one later, or a detour, or the shard halts."""
         if delivery.epoch.gate is Gate.ENDED:
-            return self._shards.next_after(delivery)
+            return self._next_after(delivery)
         if self._settlement.failed(delivery, error, self._shards):
             return delivery
-        return self._shards.take()
+        return self._take()
