@@ -65,7 +65,7 @@ class ToTopic:
         """Seconds after which the topic deletes a record, counted from its timestamp; None is never."""
         try:
             settings = await self._administration.topic_settings(topic, _DECIDES_ON_AGE)
-        except AuthorizationError as error:
+        except TransportError as error:
             click.echo(
                 f"Whether topic {topic!r} keeps records of this age is not known: {error}. What is older than its "
                 "retention.ms would be deleted unread; --timestamp now sends with the time of now",

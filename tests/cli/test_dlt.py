@@ -10,6 +10,8 @@ import pytest
 from aioshard import Settings
 from aioshard.cli.replayed import note_group
 from aioshard.kafka.administration import Administration
+from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Committed
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter, park
@@ -424,6 +426,24 @@ async def test_what_retention_would_delete_unread_is_refused(replay: Replay, kaf
     await replay.run("--timestamp", "now")
     (back,) = await kafka.read(short)
     assert back.timestamp == pytest.approx(time.time(), abs=60)
+
+
+async def test_a_broker_that_tells_no_retention_is_sent_to_all_the_same(aioshard: Aioshard, topic: str) -> None:
+    """As the embedded one; it is said."""
+    async with EmbeddedBroker() as broker:
+        await broker.create_topic(topic, 1)
+        await broker.create_topic(f"{topic}.dlt", 1)
+        producer = KafkaProducer(Settings(bootstrap_servers=broker.bootstrap_servers))
+        await producer.publish(dead_letter(f"{topic}.dlt", record(1, topic=topic), failure()))
+        await producer.close()
+        command = ["dlt", "replay", f"{topic}.dlt", "--bootstrap-servers", broker.bootstrap_servers]
+
+        ended = await aioshard(*command)
+        again = await aioshard(*command)
+
+    assert ended.output == f"1 dead letter(s) were sent back: {topic} 1\n"
+    assert f"Whether topic {topic!r} keeps records of this age is not known" in ended.errors
+    assert again.output == "0 dead letter(s) were sent back\n"
 
 
 async def test_original_timestamps_can_be_insisted_on(replay: Replay, kafka: SharedKafka) -> None:

@@ -1,0 +1,39 @@
+"""How brokers keep what is noted of dead letters."""
+
+import time
+
+from aioshard import Settings
+from aioshard.cli.letters import DeadLetters
+from aioshard.cli.replayed import note_group
+from aioshard.cli.selection import Selection
+from aioshard.cli.sides import opened
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.records import Record
+from aioshard.serde.side_records import Failure, dead_letter
+from tests.support.kafka import KafkaBroker
+
+WITH_EXPIRY = 1
+"""Version of a stored offset that names its own time to go, in place of the broker's `offsets.retention.minutes`."""
+
+
+async def test_notes_are_kept_for_years_although_nobody_is_in_their_group(own_kafka: KafkaBroker) -> None:
+    """A broker forgets those of an empty group after a week, and everything would be sent again."""
+    settings = Settings(bootstrap_servers=own_kafka.bootstrap)
+    await own_kafka.create_topic("orders.dlt", 1, {"retention.ms": "-1"})
+    producer = KafkaProducer(settings)
+    record = Record("orders", 0, 1, b"k", b"v", (), 1.6e9)
+    await producer.publish(dead_letter("orders.dlt", record, Failure("g", "h", 1, "ValueError", "no", 1.7e9)))
+    await producer.close()
+
+    async with opened(settings, "orders.dlt", frozenset()) as side:
+        letters = DeadLetters(side, Selection())
+        await letters.note([letter async for letter in letters.letters()])
+
+    stored = [
+        one.value
+        for one in await own_kafka.read("__consumer_offsets")
+        if note_group("orders.dlt").encode() in (one.key or b"") and one.value is not None
+    ]
+    version, expires = int.from_bytes(stored[-1][:2]), int.from_bytes(stored[-1][-8:]) / 1000
+    assert version == WITH_EXPIRY
+    assert expires > time.time() + 9 * 365 * 86_400
