@@ -264,6 +264,8 @@ class LatencyGradient:
         """Whether the runs of a round say something."""
         runs = self._runs
         ended = runs.count + runs.failed
+        if not elapsed:
+            return False
         if ended < _FEWEST_RUNS:
             return ended > 1 and elapsed > 2 * max(_ROUND, _ROUND_LATENCIES * runs.busy / ended)
         if runs.count < 2 or ended >= _MANY_RUNS:  # noqa: PLR2004 - one has no spread

@@ -84,4 +84,4 @@ def test_its_bounds_hold_whatever_it_is_told(
             gradient.failed(seconds)
         now += passed
         assert least <= gradient.look(now) <= least + more
-        assert gradient.limit == gradient.look(now)
+        assert gradient.look(now) == gradient.limit
