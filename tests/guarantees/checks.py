@@ -28,6 +28,7 @@ __all__ = [
     "Story",
     "TakenInOnce",
     "names",
+    "safe_when_parked",
     "verify",
 ]
 
@@ -378,3 +379,9 @@ SAFE: tuple[Guarantee, ...] = (
     LagZero(),
 )
 """What every scenario keeps, crashes included."""
+
+
+def safe_when_parked(parked: Collection[Place]) -> tuple[Guarantee, ...]:
+    """The same for handlers that park: those records run again after they were committed."""
+    others = [guarantee for guarantee in SAFE if not isinstance(guarantee, OnlyUncommittedAgain)]
+    return (*others, OnlyUncommittedAgain(apart_from=parked))

@@ -4,20 +4,20 @@ import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka import TopicPartition
 
 from aioshard import Record
 from tests.guarantees.behaviour import BAD, HANGING, Behaviour
-from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
+from tests.guarantees.checks import CommitsAt, Guarantee, Story, names, verify
 from tests.guarantees.observations import Kind, Observations, Place
 from tests.guarantees.process import Member
-from tests.guarantees.sides import Kill, parkings, places_of_letters, there
+from tests.guarantees.sampling import Sampling
+from tests.guarantees.sides import live, parkings, places_of_letters, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
 __all__ = ["SHORT", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
@@ -36,7 +36,7 @@ SHORT: Mapping[str, Any] = {
 """Settings of members: everything comes soon."""
 
 POLL_INTERVAL = 0.02
-SAMPLE_INTERVAL = 0.05
+READ_INTERVAL = 0.5
 
 Recourse = Literal["halt", "skip", "letters", "parked"]
 
@@ -48,9 +48,10 @@ class Scenario:
         produced: The key of each record that was produced.
         failing: Those of them whose key fails until it is healed: nothing waits for them to finish.
         observations: What the members have reported.
-        side: The topic for dead letters or parked records, where there is one.
-        kills: The processes that `kill` has killed.
+        side_topic: The topic for dead letters or parked records, where there is one, else empty.
+        kills: How many processes `kill` has killed.
         skipped: Records that somebody had skipped, and when.
+        notes: Figures of a test for its report, by name.
     """
 
     def __init__(self, kafka: KafkaCluster, topic: str, group: str, directory: Path) -> None:
@@ -60,41 +61,35 @@ class Scenario:
         self.directory = directory
         self.produced: dict[Place, str] = {}
         self.failing: set[Place] = set()
-        self.side: str | None = None
-        self.kills: list[Kill] = []
+        self.side_topic = ""
+        self.kills = 0
         self.skipped: dict[Place, int] = {}
+        self.notes: dict[str, object] = {}
         self.observations = Observations(directory)
         self.members: dict[str, Member] = {}
-        self.commits: list[CommitsAt] = []
+        self.sampling = Sampling(kafka.bootstrap, group, topic)
         self._starts: dict[str, int] = {}
         self._recourse: Recourse = "halt"
-        self._side_partitions: list[TopicPartition] = []
-        self._sampling = asyncio.Lock()
-        self._admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
-        self._ends = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap)
-        self._coordinator: int | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._enough = False
 
+    @property
+    def commits(self) -> list[CommitsAt]:
+        """What the group had committed, in order of time."""
+        return self.sampling.commits
+
     async def __aenter__(self) -> Self:
-        await self._admin.start()
-        await self._ends.start()
-        self._coordinator = await self._admin.find_coordinator(self.group)
+        await self.sampling.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for member in self.members.values():
             if member.alive:
                 await member.kill()
-        tasks = [task for task in (self._watch, self._feeding) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._ends.stop()
-        await self._admin.close()
+        if self._feeding is not None:
+            self._feeding.cancel()
+            await asyncio.gather(self._feeding, return_exceptions=True)
+        await self.sampling.__aexit__()
 
     # Records --------------------------------------------------------------------------
 
@@ -117,11 +112,11 @@ class Scenario:
         await self.kafka.create_topic(self.topic, partitions, config)
         self._recourse = recourse
         if recourse in ("letters", "parked"):
-            self.side = f"{self.topic}.{recourse}"
+            self.side_topic = f"{self.topic}.{recourse}"
             compacted = {"cleanup.policy": "compact"} if recourse == "parked" else {}
-            await self.kafka.create_topic(self.side, partitions, compacted | dict(side or {}))
-            self._side_partitions = [TopicPartition(self.side, number) for number in range(partitions)]
-        self._watch = asyncio.create_task(self._sample_commits(), name="sample commits")
+            await self.kafka.create_topic(self.side_topic, partitions, compacted | dict(side or {}))
+            self.sampling.side = [TopicPartition(self.side_topic, number) for number in range(partitions)]
+        self.sampling.begin()
 
     async def produce(self, messages: Sequence[Message], partition: int | None = None) -> list[Place]:
         """Appends records and notes them as produced."""
@@ -176,9 +171,10 @@ class Scenario:
         await self.until(settled, f"{', '.join(names)} share {total} partitions", timeout)
 
     async def kill(self, name: str) -> None:
-        """Kills a member, and notes what was committed by then."""
+        """Kills a member, and asks what was committed by then."""
         await self.members[name].kill()
-        self.kills.append(Kill(self.members[name].process, (await self.sample_commits()).offsets))
+        await self.sample_commits()
+        self.kills += 1
 
     def release(self) -> None:
         """Ends every run that hangs, also those to come."""
@@ -217,9 +213,9 @@ class Scenario:
 
     def _raise_failures(self) -> None:
         """Raises what ended the feed or the sampling, without which nothing that is waited for may come."""
-        for task in (self._watch, self._feeding):
-            if task is not None and task.done() and not task.cancelled():
-                task.result()
+        self.sampling.check()
+        if self._feeding is not None and self._feeding.done() and not self._feeding.cancelled():
+            self._feeding.result()
 
     @property
     def unfinished(self) -> int:
@@ -245,6 +241,16 @@ class Scenario:
 
         await self.until(committed, f"the group has committed {ends}", timeout)
 
+    async def until_nothing_is_parked(self, timeout: float = 120.0) -> None:
+        """Returns when nothing in the park topic is parked, and every request to release something is answered."""
+        give_up = time.monotonic() + timeout
+        while live(records := await self.side_records()) or requests(records):
+            if time.monotonic() > give_up:
+                tails = "\n".join(member.tail for member in self.members.values())
+                left = names(live(records)) or ", ".join(requests(records))
+                raise AssertionError(f"still parked, or not answered, after {timeout:g} s: {left}\n{tails}")
+            await asyncio.sleep(READ_INTERVAL)
+
     async def verify(self, *guarantees: Guarantee) -> None:
         """Lets the feed end, waits until everything is committed, and asks the guarantees.
 
@@ -262,26 +268,7 @@ class Scenario:
 
     async def sample_commits(self) -> CommitsAt:
         """Asks the broker once for the group's committed offsets and the ends of the side topic, and notes them."""
-        async with self._sampling:
-            asked = time.monotonic_ns()
-            found = await self._admin.list_consumer_group_offsets(self.group, group_coordinator_id=self._coordinator)
-            answered = time.monotonic_ns()
-            ends = await self._ends.end_offsets(self._side_partitions) if self._side_partitions else {}
-            offsets = {at.partition: found[at].offset for at in found if at.topic == self.topic}
-            self.commits.append(
-                CommitsAt(
-                    asked,
-                    answered,
-                    {partition: offset for partition, offset in offsets.items() if offset >= 0},
-                    {at.partition: end for at, end in ends.items()},
-                )
-            )
-            return self.commits[-1]
-
-    async def _sample_commits(self) -> None:
-        while True:
-            await self.sample_commits()
-            await asyncio.sleep(SAMPLE_INTERVAL)
+        return await self.sampling.sample()
 
     async def originals(self) -> dict[Place, Record]:
         """All records of the topic, as the broker has them."""
@@ -289,15 +276,29 @@ class Scenario:
 
     async def side_records(self) -> list[Record]:
         """All that the side topic holds, by partition and offset."""
-        return [] if self.side is None else await self.kafka.read(self.side)
+        return await self.kafka.read(self.side_topic) if self.side_topic else []
+
+    def figures(self) -> dict[str, object]:
+        """What happened, in numbers."""
+        seen = Counter(seen.kind for seen in self.observations.refresh().seen)
+        return {
+            "records": len(self.produced),
+            "of failing keys": len(self.failing),
+            "kills": self.kills,
+            "runs": seen[Kind.STARTED],
+            "finished": len(self.observations.finished),
+            "finished again": seen[Kind.FINISHED] - len(self.observations.finished),
+            "failed for good": seen[Kind.EXHAUSTED],
+            **self.notes,
+        }
 
     async def story(self) -> Story:
         """All that happened; the sampling has ended."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
-            if not self._watch.cancelled() and (error := self._watch.exception()) is not None:
-                raise error
+        await self.sampling.end()
+        return await self.story_so_far()
+
+    async def story_so_far(self) -> Story:
+        """All that has happened up to now."""
         await self.sample_commits()
         ends = await self.kafka.end_offsets(self.topic)
         seen = tuple(self.observations.refresh().seen)

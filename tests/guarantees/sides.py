@@ -1,7 +1,7 @@
 """What a group writes beside its topic, dead letters and parked records: when it was there, and what is in it."""
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,9 +20,8 @@ from tests.guarantees.checks import CommitsAt, Story, names
 from tests.guarantees.observations import Kind, Place
 
 __all__ = [
-    "Kill",
     "LettersExact",
-    "LettersRepeatedByKillsAlone",
+    "OneLetterPerOwnership",
     "ParkedExactly",
     "live",
     "parkings",
@@ -30,14 +29,6 @@ __all__ = [
     "requests",
     "there",
 ]
-
-
-class Kill(NamedTuple):
-    """A process that was killed."""
-
-    process: str
-    committed: Mapping[int, int]
-    """The group's committed offsets right after."""
 
 
 class There(NamedTuple):
@@ -116,38 +107,28 @@ class LettersExact:
 
 
 @dataclass(frozen=True)
-class LettersRepeatedByKillsAlone:
-    """I12: a record has a second dead letter only because of a kill before the first one was committed.
+class OneLetterPerOwnership:
+    """I12: a record has a second dead letter only where its partition has changed hands before the first was committed.
+
+    That it was not committed is what `OnlyUncommittedAgain` looks at.
 
     Attributes:
         letters: All that the dead-letter topic holds.
-        kills: In order of time.
     """
 
     letters: Sequence[Record]
-    kills: Sequence[Kill]
 
     def breaches(self, story: Story) -> Iterator[str]:
-        """Repetitions that no kill explains."""
-        killed = {kill.process: kill.committed for kill in self.kills}
-        copies: dict[Place, int] = defaultdict(int)
-        for place, _ in places_of_letters(self.letters):
-            copies[place] += 1
-        gave_up: dict[Place, list[str]] = defaultdict(list)
+        """Records with more dead letters than owners that gave them up, and those that an owner gave up twice."""
+        owners: dict[Place, list[tuple[str, int]]] = defaultdict(list)
         for seen in story.of(Kind.EXHAUSTED):
-            gave_up[seen.place].append(seen.process)
-        for place, count in copies.items():
-            processes = gave_up[place]
-            if count > len(processes):
-                yield f"record {names([place])} has {count} dead letters and failed for good {len(processes)} time(s)"
-            for process in processes[: count - 1]:
-                if process not in killed:
-                    yield f"record {names([place])} has {count} dead letters, and {process} was not killed"
-                elif (committed := killed[process].get(place[0], -1)) > place[1]:
-                    yield (
-                        f"record {names([place])} has {count} dead letters, and {committed} was committed when "
-                        f"{process} was killed"
-                    )
+            owners[seen.place].append((seen.process, seen.epoch))
+        for place, gave_up in owners.items():
+            if len(set(gave_up)) < len(gave_up):
+                yield f"record {names([place])} failed for good twice in one ownership: {gave_up}"
+        for place, count in Counter(place for place, _ in places_of_letters(self.letters)).items():
+            if count > len(owners[place]):
+                yield f"record {names([place])} has {count} dead letters and failed for good in {owners[place]}"
 
 
 # Parked records -----------------------------------------------------------------------

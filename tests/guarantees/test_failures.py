@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from aioshard.serde.side_records import DeadLetterRecord
-from tests.guarantees.behaviour import HANGING, dead_letter
-from tests.guarantees.checks import SAFE
+from aioshard.serde.side_records import DeadLetterRecord, ParkedRecord
+from tests.guarantees.behaviour import HANGING, dead_letter, parking
+from tests.guarantees.checks import SAFE, safe_when_parked, verify
 from tests.guarantees.observations import Kind, Place
 from tests.guarantees.scenario import Scenario, failing_keys
-from tests.guarantees.sides import LettersExact, LettersRepeatedByKillsAlone
+from tests.guarantees.sides import LettersExact, OneLetterPerOwnership, ParkedExactly, live
 
 PARTITIONS = 6
 KEYS, FAILING = 200, 10
@@ -65,7 +65,7 @@ def heads(scenario: Scenario) -> dict[str, Place]:
     return first
 
 
-def says_why(scenario: Scenario, letter: DeadLetterRecord) -> bool:
+def says_why(scenario: Scenario, letter: DeadLetterRecord | ParkedRecord) -> bool:
     """Whether the headers of a dead letter or a parked record name the group, the handler and the failure."""
     key = (letter.original.key or b"").decode()
     error, message = letter.failure.error, letter.failure.message
@@ -143,14 +143,39 @@ async def test_dead_letters_are_exactly_the_records_of_failing_keys(
     scenario: Scenario, records: int, kills: int
 ) -> None:
     await scenario.create(PARTITIONS, recourse="letters")
-    assert scenario.side is not None
-    await endure(scenario, records=records, kills=kills, on_failure=dead_letter(scenario.side))
+    await endure(scenario, records=records, kills=kills, on_failure=dead_letter(scenario.side_topic))
     await scenario.until_all_committed(timeout=120)
 
     letters, originals = await scenario.side_records(), await scenario.originals()
+    scenario.notes["letters"] = len(letters)
     await scenario.verify(
         *SAFE,
         LettersExact(letters, originals, scenario.failing, lambda letter: says_why(scenario, letter)),
-        LettersRepeatedByKillsAlone(letters, scenario.kills),
+        OneLetterPerOwnership(letters),
     )
     assert scenario.observations.finished.isdisjoint(scenario.failing)
+
+
+@SIZES
+async def test_parked_keys_wait_in_the_side_topic_and_go_on_in_order(
+    scenario: Scenario, records: int, kills: int
+) -> None:
+    await scenario.create(PARTITIONS, recourse="parked")
+    policy = parking(scenario.side_topic, delay=3.0)
+    await endure(scenario, records=records, kills=kills - 1, on_failure=policy)
+    await scenario.until_all_committed(timeout=120)
+
+    originals = await scenario.originals()
+    verify(await scenario.story_so_far(), ParkedExactly(await scenario.side_records(), originals, scenario.failing))
+    assert scenario.observations.finished.isdisjoint(scenario.failing)
+    assert all(says_why(scenario, parked) for parked in live(await scenario.side_records()).values())
+
+    scenario.heal()
+    half = len(scenario.produced) - len(scenario.failing) // 2
+    await scenario.until_finished(half, timeout=120)
+    await scenario.kill("a")
+    scenario.start("a", KILLABLE, **TROUBLED, on_failure=policy)
+    await scenario.until_finished(len(scenario.produced), timeout=240)
+    await scenario.until_nothing_is_parked()
+    scenario.notes["written to the park topic"] = len(await scenario.side_records())
+    await scenario.verify(*safe_when_parked(scenario.failing))

@@ -1,0 +1,94 @@
+"""What a group has committed and written beside its topic, asked from the broker all the time."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Self
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from tests.guarantees.checks import CommitsAt
+
+__all__ = ["Sampling"]
+
+INTERVAL = 0.05
+
+
+class Sampling:
+    """Samples the committed offsets of a group on a topic, and the ends of a side topic; used with `async with`.
+
+    Attributes:
+        commits: The samples so far, in order of time.
+        side: The partitions of the side topic.
+        survives: Whether a broker that does not answer is asked again; else it ends the sampling.
+    """
+
+    def __init__(self, bootstrap: str, group: str, topic: str) -> None:
+        self.commits: list[CommitsAt] = []
+        self.side: Sequence[TopicPartition] = ()
+        self.survives = False
+        self._group = group
+        self._topic = topic
+        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
+        self._reader = AIOKafkaConsumer(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
+        self._coordinator: int | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._admin.start()
+        await self._reader.start()
+        self._coordinator = await self._admin.find_coordinator(self._group)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._reader.stop()
+        await self._admin.close()
+
+    def begin(self) -> None:
+        """From now on samples are taken, until `end`."""
+        self._task = asyncio.create_task(self._run(), name="sample commits")
+
+    async def end(self) -> None:
+        """Takes no more samples by itself; raises what had ended the sampling before."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self.check()
+
+    def check(self) -> None:
+        """Raises what has ended the sampling, if anything has."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
+
+    async def sample(self) -> CommitsAt:
+        """Asks once, and notes the answer."""
+        async with self._one_at_a_time:
+            asked = time.monotonic_ns()
+            found = await self._admin.list_consumer_group_offsets(self._group, group_coordinator_id=self._coordinator)
+            answered = time.monotonic_ns()
+            ends = await self._reader.end_offsets(self.side) if self.side else {}
+            offsets = {at.partition: found[at].offset for at in found if at.topic == self._topic}
+            self.commits.append(
+                CommitsAt(
+                    asked,
+                    answered,
+                    {partition: offset for partition, offset in offsets.items() if offset >= 0},
+                    {at.partition: end for at, end in ends.items()},
+                )
+            )
+            return self.commits[-1]
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.sample()
+            except (KafkaError, TimeoutError):
+                if not self.survives:
+                    raise
+            await asyncio.sleep(INTERVAL)
