@@ -63,6 +63,8 @@ class BatchShards(Shards):
                 batch.timer.cancel()
             self._wait_for_more()
             self._running.add(batch)
+            if self._closed and any(delivery.epoch in self._closed for delivery in batch.deliveries):
+                batch.revoked.set()
             return batch
 
     def _ready_level(self) -> int | None:
