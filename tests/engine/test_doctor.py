@@ -408,6 +408,7 @@ def test_a_record_behind_one_of_another_partition_names_that_and_where_it_hangs(
                 f"running in handler Hanging for 4.0 s, at {__file__}:{line_of('hangs here')}"
             )
             assert head.stack is not None
+            assert partition_of(app, 1).behind == 0, "what waits for it is of another partition"
             assert partition_of(app, 2).behind == 0
             hanging.released.set()
             await client.settle()
@@ -698,6 +699,79 @@ def test_a_partition_that_cannot_be_read() -> None:
             assert re.fullmatch(r"it cannot be read: the batch at offset 1 is damaged \(for [78] s\)", finding.sentence)
             client.broker.fail_fetches("orders", 0, None)
             await client.settle(timeout=20.0)
+
+    run(test())
+
+
+def test_parked_records_that_cannot_be_read() -> None:
+    app = make_app()
+
+    @app.consume("orders", on_failure=Park("orders.parked"))
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            client.broker.fail_fetches("orders.parked", 0, TransportError("access was refused"))
+            await asyncio.sleep(10.0)
+            (finding,) = app.diagnose().findings
+            assert finding.kind == "parking"
+            assert finding.sentence == (
+                "what handler handle has parked in orders.parked cannot be read or answered: access was refused"
+            )
+            assert partition_of(app).verdict == "up to date"
+            client.broker.fail_fetches("orders.parked", 0, None)
+
+    run(test())
+
+
+class Silent(InMemoryTransport):
+    """A client that knows of more than it brings."""
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        return 10 if topic_partition.partition == 0 else super().end_offset(topic_partition)
+
+
+def test_a_partition_of_which_nothing_comes() -> None:
+    app = make_app(auto_offset_reset="earliest")
+    broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        broker.publish("orders", b"x", partition=0)
+        async with app.started(lambda: Silent(broker, "doctor")):
+            await asyncio.sleep(4.0)
+            assert partition_of(app).verdict == "advancing"
+            await asyncio.sleep(16.0)
+            partition = partition_of(app)
+            (finding,) = partition.findings
+            assert (partition.verdict, finding.kind) == ("waiting", "nothing comes")
+            assert finding.since == pytest.approx(20.0, abs=1.1)
+            assert "nothing has come of it for" in partition.sentence
+            assert "though its log goes on to 10 and there is room" in partition.sentence
+            assert partition_of(app, 1).findings == ()
+
+    run(test())
+
+
+def test_a_position_that_is_not_in_the_log() -> None:
+    app = make_app()
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=0)
+            await client.settle()
+            engine = app._engine
+            assert engine is not None
+            engine.rebalance.fetchers[TopicPartition("orders", 0)].epoch.outside_log = 1
+            (finding,) = partition_of(app).findings
+            assert finding.sentence == "its position 1 is not in the log; where to go on is being found out"
 
     run(test())
 

@@ -281,6 +281,7 @@ async def test_a_thread_that_is_awaited_is_looked_into(through: str) -> None:
         await task
 
     assert own_lines(stack) == [line_of("in the thread")]
+    assert stack.frames[0].own, "how the thread came there says nothing"
     assert stack.waits_in == "threading.Event.wait"
     if through == "executor":
         assert stack.thread.startswith("pool")
