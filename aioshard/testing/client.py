@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -11,8 +10,10 @@ from typing import Any, Self
 
 from aioshard.app import App
 from aioshard.core.batching import Batch
+from aioshard.core.recourse import OnFailure, Park
 from aioshard.errors import StateError, TransportError
 from aioshard.records import Record, TopicPartition
+from aioshard.serde.messages import encoded
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.loop import VirtualTimeLoop
@@ -156,10 +157,10 @@ class TestClient:
         """
         return self.broker.publish(
             topic,
-            value if isinstance(value, bytes) or value is None else _encoded(value),
-            key=None if key is None else _encoded(key),
+            value if isinstance(value, bytes) or value is None else encoded(value),
+            key=None if key is None else encoded(key),
             partition=partition,
-            headers=[(name, None if content is None else _encoded(content)) for name, content in headers],
+            headers=[(name, None if content is None else encoded(content)) for name, content in headers],
         )
 
     def records(self, topic: str) -> Sequence[Record]:
@@ -244,7 +245,7 @@ class TestClient:
 
 @contextlib.contextmanager
 def _test_settings(app: App, speed: float) -> Iterator[None]:
-    """Let *app* begin at the earliest record, commit often, and retry and fill batches soon, for a while."""
+    """Let *app* begin at the earliest record, commit often, and retry, fill batches and try parked keys soon."""
     settings = app.settings
     before: dict[str, Any] = {
         "auto_offset_reset": settings.auto_offset_reset,
@@ -264,6 +265,7 @@ def _test_settings(app: App, speed: float) -> Iterator[None]:
                 maximum=registration.retry.maximum / speed,
             ),
             batch=_quicker(registration.batch, speed),
+            on_failure=_sooner(registration.on_failure, speed),
         )
         for registration in registrations
     ]
@@ -278,10 +280,8 @@ def _quicker(batch: Batch | None, speed: float) -> Batch | None:
     return None if batch is None else dataclasses.replace(batch, linger=batch.linger / speed)
 
 
-def _encoded(value: object) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    return (value if isinstance(value, str) else json.dumps(value)).encode()
+def _sooner(policy: OnFailure, speed: float) -> OnFailure:
+    return dataclasses.replace(policy, delay=policy.delay / speed) if isinstance(policy, Park) else policy
 
 
 def _timestamp() -> float:
