@@ -121,6 +121,8 @@ class Ward:
             return Cause("given back", None, f"{room}, and {again}")
         if delivery.block is not None:
             return self._blocked(delivery, delivery.block)
+        if delivery.limited_since is not None:
+            return self._limited(delivery, delivery.limited_since)
         if epoch.gate and not epoch.may_start(delivery):
             return self._held(epoch)
         return self._in_line(delivery, depth)
@@ -205,6 +207,15 @@ class Ward:
         )
         return Cause("retrying", ago, reason, f"nothing if that passes by itself; app.retry_now{call} runs it at once")
 
+    def _limited(self, delivery: Delivery, since: float) -> Cause:
+        pace = self.running.pace
+        assert pace is not None  # noqa: S101 - or nothing would be limited
+        waited, due = self._now - since, pace.key_due(delivery.key)
+        reason = (
+            f"waits for the rate limit of its key, key_rate_limit={pace.key_limit}{for_seconds(waited)}, {_in(due)}"
+        )
+        return Cause("limited", waited, reason, "nothing, if that rate is meant; else raise key_rate_limit=")
+
     def _held(self, epoch: Epoch) -> Cause:
         if epoch.gate is Gate.PAUSED:
             return Cause("held", None, "may not start: its partition is paused")
@@ -222,7 +233,11 @@ class Ward:
 
     def _queued(self, delivery: Delivery) -> Cause:
         waited = self._now - delivery.arrived
-        count = len(self.running.workers)
+        count = self.running.staff.concurrency
+        pace = self.running.pace
+        if pace is not None and (due := pace.due()) and (len(self._busy) < count or not self._busy):
+            reason = f"waits for the rate limit of its handler, rate_limit={pace.limit}; the next run starts {_in(due)}"
+            return Cause("limited", waited, reason, "nothing, if that rate is meant; else raise rate_limit=")
         if len(self._busy) < count or not self._busy:
             return Cause("queued", waited, "waits for its turn, and starts next")
         name = self.running.spec.name
@@ -233,8 +248,8 @@ class Ward:
             waited,
             f"waits for its turn: all {count} workers of handler {name} are busy, {older} of them with records that "
             f"came in before it; {reason}",
-            f"raise concurrency= of the handler (now {count}) if what it calls bears that, or see why its runs take as "
-            "long",
+            f"app.set_concurrency({name!r}, {2 * count}) lets more of them run, if what they call bears that; or see "
+            "why the runs take as long",
             stack,
         )
 
@@ -285,6 +300,10 @@ def _is_plain(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return type(value) in (bytes, str, int, float, bool, type(None))
+
+
+def _in(seconds: float) -> str:
+    return f"in {seconds:.3g} s"
 
 
 # Stacks in words --------------------------------------------------------------------------
