@@ -1,6 +1,6 @@
 """What is parked of one partition: read from its side topic, run again when it is due."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.core.parking import ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey
@@ -80,7 +80,6 @@ class Lot:
         self._doubtful: set[int] = set()
         """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
         self._requests: list[Coordinates] = []
-        self._fetched: dict[int, Record] = {}
         self._shard_key = shard_key
 
     def identity(self, record: Record) -> ShardKey:
@@ -216,14 +215,6 @@ class Lot:
         batch = FetchedBatch(self.stored_in, [record], [size], replay.offset + 1)
         self.replays.take_in(batch, [replay])
         return replay
-
-    def fetched(self, stored_at: int) -> Record | None:
-        """A record of the side topic, when it came with what was read last."""
-        return self._fetched.pop(stored_at, None)
-
-    def keep(self, records: Iterable[Record]) -> None:
-        """Keep what was read, in place of what was read before."""
-        self._fetched = {record.offset: record for record in records}
 
     def close(self, running: set[Delivery]) -> None:
         """The gate of the partition has closed: what runs again is waited for, and nothing else is started."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import anyio
 
@@ -16,6 +16,7 @@ from aioshard.engine.parked import Lot, Replay
 from aioshard.engine.recourse import Publish, failure_of
 from aioshard.engine.settling import Verdict
 from aioshard.engine.shards import Shards
+from aioshard.engine.shelf import Shelf
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.ports import Message, SideTopics, record_size
 from aioshard.records import Record, TopicPartition
@@ -30,6 +31,8 @@ _BACKOFF = 1.0
 _MOST_PARKED = 100_000
 """Parked records of one partition; each costs memory here, so that more are refused until some are gone."""
 _LONGEST_WAIT = 60.0
+_SHELF_LASTS = 1.0
+"""Seconds without anything due after which what was read is not kept any more."""
 
 
 class Parking:
@@ -90,6 +93,7 @@ class Parking:
         self._clock = clock
         self._lots: dict[Epoch, Lot] = {}
         self._ensured = 0
+        self._shelf = Shelf()
         self._due = asyncio.Event()
         self._epoch_time = time.time() - clock()
         self._behind = Detour(f"its key is parked, and it is written to {policy.topic} behind it", self._park_behind)
@@ -275,11 +279,10 @@ class Parking:
         """Follow the side topic until cancelled: what is parked, dropped, and asked to be released."""
         while True:
             try:
-                for record in await self._side.poll(_POLL_TIMEOUT):
-                    await self._read(record)
-                for lot in list(self._lots.values()):
-                    for message in lot.stale():
-                        await self._answer(lot, message)
+                records = await self._side.poll(_POLL_TIMEOUT)
+                answers = [answer for record in records for answer in self._read(record)]
+                answers += [(lot, message) for lot in self.lots for message in lot.stale()]
+                await asyncio.gather(*(self._answer(lot, message) for lot, message in answers))
                 self.trouble = None
             except TransportError as error:
                 if self.trouble is None:
@@ -287,12 +290,10 @@ class Parking:
                 self.trouble = str(error)
                 await asyncio.sleep(_BACKOFF)
 
-    async def _read(self, record: Record) -> None:
-        for lot in list(self._lots.values()):
-            if lot.stored_in == record.topic_partition:
-                answer = lot.read(record)
-                if answer is not None:
-                    await self._answer(lot, answer)
+    def _read(self, record: Record) -> Iterator[tuple[Lot, Message]]:
+        for lot in self.lots:
+            if lot.stored_in == record.topic_partition and (answer := lot.read(record)) is not None:
+                yield lot, answer
         self._due.set()
 
     async def _answer(self, lot: Lot, message: Message) -> None:
@@ -311,8 +312,11 @@ class Parking:
             self._due.clear()
             for lot in list(self._lots.values()):
                 await self._replay_due(lot)
-            with anyio.move_on_after(self._until_due()):
+            wait = self._until_due()
+            with anyio.move_on_after(min(wait, _SHELF_LASTS) if self._shelf else wait) as waited:
                 await self._due.wait()
+            if waited.cancelled_caught:
+                self._shelf.clear()
 
     def _until_due(self) -> float:
         dues = [due for lot in self._lots.values() if lot.restored and (due := lot.keys.next_due) is not None]
@@ -327,7 +331,6 @@ class Parking:
                 return
             entry = lot.keys.take_due(self._now())
             if entry is None:
-                lot.keep(())
                 return
             record = await self._fetch(lot, entry)
             if lot.keys.get(entry.offset) is not entry:
@@ -352,14 +355,14 @@ class Parking:
 
     async def _fetch(self, lot: Lot, entry: ParkedEntry) -> Record | None:
         """A parked record as it was; None when it cannot be had now, or another was written in its place."""
-        stored = lot.fetched(entry.stored_at)
+        stored = self._shelf.take(lot.stored_in, entry.stored_at)
         if stored is None:
             try:
                 found = await self._side.read(lot.stored_in, entry.stored_at)
             except TransportError as error:
                 self.trouble = str(error)
                 return None
-            lot.keep(found)
-            stored = lot.fetched(entry.stored_at)
+            self._shelf.keep(lot.stored_in, found)
+            stored = self._shelf.take(lot.stored_in, entry.stored_at)
         parked = None if stored is None else read_parked(stored)
         return parked.original if isinstance(parked, ParkedRecord) else None
