@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.core.batching import Batch
+from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import Budget, DeadLetter, Park
 from aioshard.core.retry import Retry
 from aioshard.errors import AioshardError, BatchError
@@ -41,6 +42,7 @@ __all__ = [
     "Handlers",
     "Park",
     "PartitionStatistics",
+    "RateLimit",
     "Record",
     "Retry",
     "Settings",

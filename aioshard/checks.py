@@ -9,6 +9,7 @@ from typing import Any
 
 from aioshard.context import BatchContext, Context
 from aioshard.core.batching import Batch
+from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, Park
 from aioshard.errors import HandlerError, NotBuiltError
 from aioshard.records import TOPIC_NAME, Record
@@ -17,6 +18,7 @@ __all__ = [
     "check_batch",
     "check_failing",
     "check_linger",
+    "check_pace",
     "check_signature",
     "check_source",
     "check_workers",
@@ -49,6 +51,23 @@ def check_linger(name: str, batch: Batch | None, stuck_after: float) -> None:
         raise HandlerError(
             f"handler {name!r} lets batches wait for linger={batch.linger:g} s, and a record that is in hand for "
             f"stuck_after={stuck_after:g} s counts as stuck: give it less linger, or raise stuck_after"
+        )
+
+
+def check_pace(rate_limit: object, key_rate_limit: object, shard_by: object, batch: object) -> None:
+    """Refuse rate limits that are none, and those of keys where there are no keys."""
+    for name, limit in (("rate_limit", rate_limit), ("key_rate_limit", key_rate_limit)):
+        if limit is not None and not isinstance(limit, RateLimit):
+            raise HandlerError(f"{name}={limit!r} was refused: expected RateLimit(per_second, burst), or None")
+    if key_rate_limit is not None and shard_by == "record":
+        raise HandlerError(
+            "key_rate_limit was given and shard_by='record', which has no keys: limit the handler with rate_limit, or "
+            "shard by what is to be limited"
+        )
+    if key_rate_limit is not None and batch is not None:
+        raise HandlerError(
+            "key_rate_limit and batch were both given, and a batch has records of many keys: limit the handler with "
+            "rate_limit, which counts batches, or take one record at a time"
         )
 
 

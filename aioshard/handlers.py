@@ -15,6 +15,7 @@ import anyio.to_thread
 from aioshard.checks import (
     check_batch,
     check_failing,
+    check_pace,
     check_signature,
     check_source,
     check_workers,
@@ -23,6 +24,7 @@ from aioshard.checks import (
 )
 from aioshard.context import BatchContext, Context
 from aioshard.core.batching import Batch
+from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import OnFailure
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
@@ -54,6 +56,8 @@ class Registration:
     timeout: float | None
     on_failure: OnFailure
     batch: Batch | None
+    rate_limit: RateLimit | None
+    key_rate_limit: RateLimit | None
     takes_context: bool
     is_async: bool
 
@@ -81,6 +85,8 @@ class Registration:
             invoke=self._invoke(state, publish, threads) if self.batch is None else None,
             batched=None if self.batch is None else Batched(self.batch, self._invoke_batch(state, publish, threads)),
             resized=None if threads is None else functools.partial(_resize, threads),
+            rate_limit=self.rate_limit,
+            key_rate_limit=self.key_rate_limit,
         )
 
     def _invoke(
@@ -193,6 +199,8 @@ class Handlers:
         retry: Retry | None = None,
         on_failure: OnFailure = "halt",
         batch: Batch | None = None,
+        rate_limit: RateLimit | None = None,
+        key_rate_limit: RateLimit | None = None,
         decode: Callable[[Record], object] | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
@@ -216,6 +224,9 @@ class Handlers:
                 is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
                 and counted. `DeadLetter(...)`, `Park(...)`: it goes to another topic; see there.
             batch: Gives the handler lists of records; *concurrency* is then the number of batches at the same time.
+            rate_limit: How many runs of the handler may start in a time, in this process; a batch is one run.
+            key_rate_limit: The same for each shard key: its later records wait, other keys do not. With *shards* it is
+                for each shard; records without a key have none.
             decode: Not available yet.
 
         Returns:
@@ -226,6 +237,7 @@ class Handlers:
         """
         refuse_unbuilt(decode=decode)
         check_batch(batch)
+        check_pace(rate_limit, key_rate_limit, shard_by, batch)
         check_failing(timeout, on_failure, topics)
         check_source(topics, pattern)
         workers = check_workers(shards, concurrency)
@@ -248,6 +260,8 @@ class Handlers:
                 retry=retry if retry is not None else Retry(),
                 on_failure=on_failure,
                 batch=batch,
+                rate_limit=rate_limit,
+                key_rate_limit=key_rate_limit,
                 takes_context=takes_context,
                 is_async=is_async(function),
             )

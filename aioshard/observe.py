@@ -153,15 +153,25 @@ class Stack:
 
 
 HeadState = Literal[
-    "running", "outliving", "detour", "retrying", "halted", "given back", "held", "collecting", "behind", "queued"
+    "running",
+    "outliving",
+    "detour",
+    "retrying",
+    "halted",
+    "given back",
+    "held",
+    "collecting",
+    "limited",
+    "behind",
+    "queued",
 ]
 """What an incomplete record waits for.
 
 `running`: its handler. `outliving`: a run that was told to end and has not. `detour`: what is done in place of its
 handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: somebody who releases it.
 `given back`: being fetched again, because it gave its room to others. `held`: its partition, which is paused or not
-ours for certain. `collecting`: others that go to the handler with it. `behind`: another record of its shard.
-`queued`: a worker.
+ours for certain. `collecting`: others that go to the handler with it. `limited`: its rate limit. `behind`: another
+record of its shard. `queued`: a worker.
 """
 
 Verdict = Literal["up to date", "advancing", "waiting", "stuck"]

@@ -15,7 +15,6 @@ from aioshard.records import Record, TopicPartition
 
 __all__ = ["Block", "Delivery", "Detour", "Epoch", "FailureNote", "Gate", "Outcome", "Rerun"]
 
-
 _FAULT_LASTS = 5.0
 """Seconds; a client tries to read a partition that cannot be read about every second."""
 
@@ -72,7 +71,6 @@ class FailureNote(NamedTuple):
     """How many had failed by then, this one included."""
 
     def __str__(self) -> str:
-        """As explanations and logs name it."""
         return f"{self.error}: {self.message}"
 
 
@@ -94,6 +92,8 @@ class _Untroubled:
     aside: bool = False
     """Whether a worker has to look at `cancelled` or `detour` before it runs the handler."""
     block: Block | None = None
+    limited_since: float | None = None
+    """Loop time since which it waits for a token of its key's rate limit; None when it does not."""
     failure: FailureNote | None = None
 
 
@@ -196,7 +196,8 @@ class Epoch:
         oldest = self.tracker.oldest
         if oldest is None or oldest.offset in self.shed:
             return False
-        return (oldest.block is not None and oldest.block.halted) or now - oldest.arrived > stuck_after
+        since = oldest.arrived if oldest.limited_since is None else oldest.limited_since
+        return (oldest.block is not None and oldest.block.halted) or now - since > stuck_after
 
     def fault(self, now: float) -> str | None:
         """Why the partition cannot be read now; what the client has not repeated for a while is over."""
@@ -222,8 +223,7 @@ class Epoch:
         self.tracker.track([delivery.offset for delivery in deliveries], deliveries, batch.next_offset)
         size = sum(batch.sizes)
         self.buffered_bytes += size
-        if self.probe_room:
-            self.probe_room = max(self.probe_room - len(deliveries), 0)
+        self.probe_room = max(self.probe_room - len(deliveries), 0)
         self._buffer.take_in(len(deliveries), size)
         if not deliveries:
             self._advanced()

@@ -52,6 +52,7 @@ class Feed:
         workers: int,
         unkeyed: Callable[[Delivery, Exception, Shards], None],
         at_once: int = 1,
+        ahead: int | None = None,
         sure: bool = False,
         aside: Aside | None = None,
     ) -> None:
@@ -64,6 +65,7 @@ class Feed:
             workers: How many serve them.
             unkeyed: Told about a delivery for which the sharding function failed.
             at_once: How many records one of them runs at once, at most.
+            ahead: How many runs may start soon, where a rate limit says so.
             sure: Whether the sharding function is ours: it neither raises nor gives what has no hash.
             aside: What of the partitions is kept elsewhere.
         """
@@ -75,6 +77,7 @@ class Feed:
         self._sure = sure
         self._turn = 0
         self._at_once = at_once
+        self._ahead = ahead
         self._enough = 0
         self.serve(workers)
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
@@ -82,6 +85,8 @@ class Feed:
     def serve(self, workers: int) -> None:
         """So many workers serve the shards from now on."""
         self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * self._at_once)
+        if self._ahead is not None:
+            self._enough = min(self._enough, self._ahead * self._at_once)
 
     @property
     def wanted(self) -> int:

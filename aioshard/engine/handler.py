@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from aioshard.core.batching import Batch
+from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
@@ -13,6 +14,7 @@ from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.batch_worker import BatchWorker, InvokeBatch
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.feed import Feed
+from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
 from aioshard.engine.parking import Parking
 from aioshard.engine.probing import Probing
 from aioshard.engine.recourse import DeadLettering, Halting, Publish, Skipping
@@ -57,6 +59,8 @@ class HandlerSpec(NamedTuple):
     """Where the handler takes batches: what runs them, in place of the two above."""
     resized: Callable[[int], None] | None = None
     """Told when the concurrency was changed."""
+    rate_limit: RateLimit | None = None
+    key_rate_limit: RateLimit | None = None
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
@@ -73,6 +77,8 @@ class Running(NamedTuple):
     counters: Counters
     parking: Parking | None
     """Where `on_failure=Park(...)`."""
+    pace: Pace | None
+    """Where it has rate limits."""
 
 
 class Surroundings(NamedTuple):
@@ -88,7 +94,8 @@ class Surroundings(NamedTuple):
 
 def serve(spec: HandlerSpec, around: Surroundings) -> Running:
     """Make what serves a handler; nothing runs yet."""
-    shards = _shards(spec, around)
+    pace = _pace(spec, around)
+    shards = _shards(spec, around, pace)
     served = shards * spec.concurrency if spec.shards is None else shards
     counters = Counters()
     parking = _parking(spec, around, shards, len(served))
@@ -109,21 +116,31 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         workers=len(workers),
         at_once=1 if spec.batched is None else spec.batched.batch.max_records,
         unkeyed=settlement.unkeyed,
+        ahead=None if pace is None else pace.ahead,
         sure=spec.sure_key,
         aside=parking,
     )
     staff = Staff(workers, lambda name: make(name, shards[0]), feed, spec.resized)
-    return Running(spec, feed, workers, staff, counters, parking)
+    return Running(spec, feed, workers, staff, counters, parking, pace)
 
 
-def _shards(spec: HandlerSpec, around: Surroundings) -> list[Shards]:
+def _pace(spec: HandlerSpec, around: Surroundings) -> Pace | None:
+    if spec.rate_limit is None and spec.key_rate_limit is None:
+        return None
+    return Pace(spec.rate_limit, spec.key_rate_limit, around.clock)
+
+
+def _shards(spec: HandlerSpec, around: Surroundings, pace: Pace | None) -> list[Shards]:
     """One that makes shards on demand, or the fixed ones."""
     bound = None if spec.shards is None else max(around.buffer.bounds.records // spec.shards, 1)
-    batched = spec.batched
-    return [
-        Shards(bound) if batched is None else BatchShards(batched.batch, spec.retry.attempts, bound)
-        for _ in range(spec.shards or 1)
-    ]
+
+    def make() -> Shards:
+        if spec.batched is None:
+            return Shards(bound) if pace is None else PacedShards(pace, bound)
+        batch, attempts = spec.batched.batch, spec.retry.attempts
+        return BatchShards(batch, attempts, bound) if pace is None else PacedBatchShards(pace, batch, attempts, bound)
+
+    return [make() for _ in range(spec.shards or 1)]
 
 
 def _worker(

@@ -384,7 +384,7 @@ class Shards:
 
     async def wait(self) -> None:
         """Wait until `take` may have something."""
-        if self.on_idle is not None:
+        if self.on_idle is not None and not self._has_work:
             on_idle, self.on_idle = self.on_idle, None
             on_idle()
         idle = asyncio.get_running_loop().create_future()
