@@ -142,6 +142,9 @@ class Ward:
         stack = stack_of(worker.running)
         name = self.running.spec.name
         batch = f" in a batch of {len(worker.deliveries)} records" if len(worker.deliveries) > 1 else ""
+        if delivery not in worker.deliveries:
+            # Seen from a thread: the stack may be that of the next run.
+            return Cause("running", 0.0, f"has just been run by handler {name}")
         if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
             return self._outliving(worker, ran, stack)
         if delivery.detour is not None:
