@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.applications import Starlette
 
+from aioshard import App, Record
 from aioshard.errors import AioshardError
 from aioshard.observe import (
     AppState,
@@ -28,7 +29,8 @@ from aioshard.observe import (
     Statistics,
 )
 from aioshard.telemetry.metrics import AppCollector
-from aioshard.web.health import PortError, findings, health_routes, serve_health
+from aioshard.testing import TestClient, run
+from aioshard.web.health import Explained, PortError, findings, health_routes, serve_health
 
 PARTITION = PartitionStatistics(
     topic="orders",
@@ -130,7 +132,7 @@ class FakeApp:
         return self.diagnosis
 
 
-def client_of(app: FakeApp) -> httpx.AsyncClient:
+def client_of(app: Explained) -> httpx.AsyncClient:
     """A client of the routes without a server."""
     transport = httpx.ASGITransport(app=Starlette(routes=health_routes(app)))
     return httpx.AsyncClient(transport=transport, base_url="http://app")
@@ -246,6 +248,33 @@ async def test_the_explanation_can_be_had_for_programs(query: str, accept: str, 
     assert partition["head"]["stack"]["frames"] == [
         {"file": "/shop/handlers.py", "line": 7, "function": "on_order", "own": True}
     ]
+
+
+def test_a_real_app_tells_programs_and_probes_where_it_hangs() -> None:
+    app = App("billing", stuck_after=5.0, drain_timeout=0.5, shutdown_timeout=1.0)
+    released = asyncio.Event()
+
+    @app.consume("orders")
+    async def on_order(_: Record) -> None:
+        await released.wait()
+
+    async def test() -> None:
+        async with TestClient(app) as kafka, client_of(app) as client:
+            await kafka.publish("orders", "book", key="alice", partition=1)
+            await asyncio.sleep(8.0)
+            found = (await client.get("/explain", params={"format": "json"})).json()["partitions"][1]
+            assert (found["verdict"], found["head"]["offset"], found["head"]["state"]) == ("stuck", 0, "running")
+            assert found["head"]["stack"]["frames"][0]["file"] == __file__
+            ready = await client.get("/readyz")
+            assert ready.status_code == 200
+            (finding,) = ready.json()["findings"]
+            assert finding == found["sentence"]
+            assert finding in (await client.get("/explain")).text
+            assert "alice" not in finding
+            released.set()
+            await kafka.settle()
+
+    run(test())
 
 
 def test_nothing_to_find_in_a_healthy_app() -> None:
