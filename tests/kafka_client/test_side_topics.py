@@ -268,6 +268,24 @@ async def test_an_end_that_holds_nothing_is_come_to(
             assert await side_topics.poll(1.0) == []
 
 
+async def test_a_fetch_that_was_on_its_way_is_not_for_a_partition_that_came_back(
+    kafka: SharedKafka, topic: str, make: Make
+) -> None:
+    at = TopicPartition(topic, 0)
+    await kafka.create_topic(topic)
+    side_topics = make(kafka.bootstrap, fetch_max_wait=20.0)
+    side_topics.watch([at])
+    assert await side_topics.poll(0.3) == []
+    assert len(side_topics._fetches) == 1
+
+    side_topics.watch([])
+    side_topics.watch([at])
+    await kafka.produce(topic, [(b"k", b"v")])
+
+    assert offsets(await take(side_topics, 1)) == [0]
+    assert await side_topics.poll(0.3) == []
+
+
 async def test_that_others_bring_so_much_is_not_taken_for_the_end(
     kafka: SharedKafka, topic: str, side_topics: KafkaSideTopics
 ) -> None:
