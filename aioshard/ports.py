@@ -264,7 +264,7 @@ class Producer(Protocol):
         gone it waits for them, but not for ever.
 
         Returns:
-            The offset; -1 where the brokers only say that they have the message.
+            The offset.
 
         Raises:
             AuthorizationError: The brokers do not allow the topic.
