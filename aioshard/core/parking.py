@@ -77,7 +77,8 @@ class ParkedKeys:
     def __init__(self) -> None:
         self._by_key: dict[Hashable, list[ParkedEntry]] = {}
         self._by_offset: dict[int, ParkedEntry] = {}
-        self._due: list[tuple[float, int, Hashable]] = []
+        self._due: list[tuple[float, int, int, Hashable]] = []
+        """When, where in the side topic, so that what is due together is read in one go, and the key."""
         self._waiting: dict[Hashable, float] = {}
         """Of the keys that wait: when they are due. Others are being run again."""
         self._tie_break = itertools.count()
@@ -101,7 +102,7 @@ class ParkedKeys:
     @property
     def next_due(self) -> float | None:
         """When the next key is due; None when none waits."""
-        while self._due and self._waiting.get(self._due[0][2]) != self._due[0][0]:
+        while self._due and self._waiting.get(self._due[0][-1]) != self._due[0][0]:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
 
@@ -157,13 +158,13 @@ class ParkedKeys:
         if key not in self._by_key:
             return
         self._waiting[key] = due
-        heapq.heappush(self._due, (due, next(self._tie_break), key))
+        heapq.heappush(self._due, (due, self._by_key[key][0].stored_at, next(self._tie_break), key))
 
     def take_due(self, now: float) -> ParkedEntry | None:
         """The first record of a key that is due, which then waits no longer; None when none is."""
         due = self.next_due
         if due is None or due > now:
             return None
-        key = heapq.heappop(self._due)[2]
+        key = heapq.heappop(self._due)[-1]
         del self._waiting[key]
         return self._by_key[key][0]

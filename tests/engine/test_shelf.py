@@ -19,7 +19,14 @@ def stored(offset: int) -> Record:
     return Record(PARKED, 0, offset, b"", b"", (), 0.0)
 
 
-def test_keys_that_are_released_one_by_one_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("order", "pause"),
+    [(range(KEYS), 0.05), (range(KEYS - 1, -1, -1), 0.0)],
+    ids=["one by one", "all at once, backwards"],
+)
+def test_keys_that_are_released_are_not_read_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, order: range, pause: float
+) -> None:
     """One read brings a megabyte of the side topic: to decode it for each record holds up everything else."""
     app = App("shelf", commit_interval=0.1)
     broken = True
@@ -50,9 +57,9 @@ def test_keys_that_are_released_one_by_one_are_not_read_one_by_one(monkeypatch: 
             broken = False
             reads.clear()
             producer = InMemoryProducer(broker)
-            for number in range(KEYS):
+            for number in order:
                 await producer.publish(release(PARKED, Coordinates("orders", 0, number)))
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(pause)
             async with asyncio.timeout(200.0):
                 while len(done) < 2 * KEYS:  # noqa: ASYNC110 - virtual time, and nothing tells
                     await asyncio.sleep(0.1)
