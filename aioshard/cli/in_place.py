@@ -210,11 +210,14 @@ def _key(spec: HandlerSpec, record: Record) -> Hashable:
 
 
 class _Guarded:
-    """A registered handler, whose attempts a `_Run` watches."""
+    """A `Registration` in all but one: a `_Run` watches the attempts of its handler."""
 
     def __init__(self, registration: Registration, run: _Run) -> None:
         self._registration = registration
         self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registration, name)
 
     def spec(self, state: Callable[[], Any], publish: Publish) -> HandlerSpec:
         """As `Registration.spec`."""
