@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
+from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import Budget, DeadLetter, Park
@@ -30,6 +31,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "AioshardError",
     "App",
     "Batch",

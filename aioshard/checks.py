@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from aioshard.context import BatchContext, Context
+from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, Park
@@ -109,19 +110,20 @@ def check_source(topics: tuple[str, ...], pattern: str | None) -> None:
             raise HandlerError(message) from error
 
 
-def check_workers(shards: int | None, concurrency: int | None) -> int:
-    """How many workers are asked for; refuses what contradicts itself."""
+def check_workers(shards: int | None, concurrency: int | Adaptive | None) -> int:
+    """How many workers are asked for, to begin with; refuses what contradicts itself."""
     if shards is not None and concurrency is not None:
         message = (
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
         raise HandlerError(message)
-    for name, value in (("shards", shards), ("concurrency", concurrency)):
+    workers = concurrency.beginning if isinstance(concurrency, Adaptive) else concurrency
+    for name, value in (("shards", shards), ("concurrency", workers)):
         if value is not None and (type(value) is not int or value < 1):
             message = f"{name}={value!r} was refused: a whole number of at least 1 was expected"
             raise HandlerError(message)
-    return shards or concurrency or 64
+    return shards or workers or 64
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -23,6 +23,7 @@ from aioshard.checks import (
     refuse_unbuilt,
 )
 from aioshard.context import BatchContext, Context
+from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import OnFailure
@@ -52,6 +53,8 @@ class Registration:
     shard_by: ShardBy
     shards: int | None
     concurrency: int
+    """To begin with, where it is adaptive."""
+    adaptive: Adaptive | None
     retry: Retry
     timeout: float | None
     on_failure: OnFailure
@@ -78,6 +81,7 @@ class Registration:
             sure_key=not callable(self.shard_by),
             shards=self.shards,
             concurrency=self.concurrency,
+            adaptive=self.adaptive,
             timeout=self.timeout,
             retry=self.retry,
             on_failure=self.on_failure,
@@ -194,7 +198,7 @@ class Handlers:
         pattern: str | None = None,
         shard_by: ShardBy = "key",
         shards: int | None = None,
-        concurrency: int | None = None,
+        concurrency: int | Adaptive | None = None,
         timeout: float | None = None,
         retry: Retry | None = None,
         on_failure: OnFailure = "halt",
@@ -216,7 +220,8 @@ class Handlers:
                 of the record. Records for which it is None, or that have no key, ask for no order.
             shards: None makes shards on demand, served by *concurrency* workers. A number makes that many
                 fixed shards, each a bounded queue with one worker: for local caches, or to spare a back end.
-            concurrency: Workers, 64 by default; with *shards* it must not be given.
+            concurrency: Workers, 64 by default; with *shards* it must not be given. `Adaptive(1, 512)` finds out how
+                many the back end bears, and goes on doing so.
             timeout: Seconds that an attempt may take. Then the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
             retry: When and how often a failed record is tried again; `Retry()` by default.
@@ -256,6 +261,7 @@ class Handlers:
                 shard_by=shard_by,
                 shards=shards,
                 concurrency=workers,
+                adaptive=concurrency if isinstance(concurrency, Adaptive) else None,
                 timeout=None if timeout is None else float(timeout),
                 retry=retry if retry is not None else Retry(),
                 on_failure=on_failure,

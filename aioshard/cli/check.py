@@ -11,6 +11,9 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app, surprises
+from aioshard.core.adaptive import Adaptive
+from aioshard.core.batching import Batch
+from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.errors import AioshardError, HandlerError
 from aioshard.handlers import Registration
@@ -87,12 +90,24 @@ def _handler(registration: Registration) -> dict[str, Any]:
         "shard_by": shard_by if isinstance(shard_by, str) else getattr(shard_by, "__name__", repr(shard_by)),
         "shards": registration.shards,
         "concurrency": registration.concurrency,
+        "adaptive": _options(registration.adaptive),
+        "rate_limit": _options(registration.rate_limit),
+        "key_rate_limit": _options(registration.key_rate_limit),
         "timeout": registration.timeout,
-        "batch": None if registration.batch is None else dataclasses.asdict(registration.batch),
+        "batch": _options(registration.batch),
         "retry": registration.retry.attempts,
         "on_failure": _failure(registration.on_failure),
         "runs_in": "event loop" if registration.is_async else "threads",
     }
+
+
+def _options(option: Adaptive | Batch | RateLimit | None) -> dict[str, Any] | None:
+    return None if option is None else dataclasses.asdict(option)
+
+
+def _concurrency(handler: dict[str, Any]) -> str:
+    adaptive = handler["adaptive"]
+    return str(handler["concurrency"]) if adaptive is None else f"{adaptive['minimum']}-{adaptive['maximum']}"
 
 
 def _failure(policy: OnFailure) -> str:
@@ -136,7 +151,7 @@ def _row(handler: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(topics),
         handler["shard_by"],
         shards,
-        str(handler["concurrency"]),
+        _concurrency(handler),
         "-" if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],

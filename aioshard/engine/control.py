@@ -103,6 +103,11 @@ def set_concurrency(running: Running, concurrency: int) -> None:
             f"set_concurrency({name!r}, {concurrency}) was refused: the handler has shards={shards}, each with one "
             "worker; leave shards out for a concurrency that can be changed"
         )
+    if running.adapting is not None:
+        raise HandlerError(
+            f"set_concurrency({name!r}, {concurrency}) was refused: the handler has concurrency={running.spec.adaptive}"
+            ", which follows its back end; give it a number for one that you change"
+        )
     before = running.staff.concurrency
     running.staff.change(concurrency, name)
     logger.info("handler %s: concurrency %d, %d before", name, concurrency, before)

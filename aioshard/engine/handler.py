@@ -5,11 +5,13 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
+from aioshard.engine.adapting import Adapting
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.batch_worker import BatchWorker, InvokeBatch
 from aioshard.engine.buffer import Buffer
@@ -61,6 +63,8 @@ class HandlerSpec(NamedTuple):
     """Told when the concurrency was changed."""
     rate_limit: RateLimit | None = None
     key_rate_limit: RateLimit | None = None
+    adaptive: Adaptive | None = None
+    """Where the concurrency follows the latency: within which bounds."""
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
@@ -79,6 +83,8 @@ class Running(NamedTuple):
     """Where `on_failure=Park(...)`."""
     pace: Pace | None
     """Where it has rate limits."""
+    adapting: Adapting | None
+    """Where its concurrency is adaptive."""
 
 
 class Surroundings(NamedTuple):
@@ -94,6 +100,10 @@ class Surroundings(NamedTuple):
 
 def serve(spec: HandlerSpec, around: Surroundings) -> Running:
     """Make what serves a handler; nothing runs yet."""
+    adapting = None
+    if spec.adaptive is not None:
+        adapting = Adapting(spec.adaptive, around.clock, spec.timeout)
+        spec = _measured(spec, adapting)
     pace = _pace(spec, around)
     shards = _shards(spec, around, pace)
     served = shards * spec.concurrency if spec.shards is None else shards
@@ -121,7 +131,17 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         aside=parking,
     )
     staff = Staff(workers, lambda name: make(name, shards[0]), feed, spec.resized)
-    return Running(spec, feed, workers, staff, counters, parking, pace)
+    return Running(spec, feed, workers, staff, counters, parking, pace, adapting)
+
+
+def _measured(spec: HandlerSpec, adapting: Adapting) -> HandlerSpec:
+    """A handler whose runs are measured."""
+    batched = spec.batched
+    return spec._replace(
+        call=None,
+        invoke=None if spec.invoke is None else adapting.measured(spec.invoke),
+        batched=None if batched is None else batched._replace(invoke=adapting.measured(batched.invoke)),
+    )
 
 
 def _pace(spec: HandlerSpec, around: Surroundings) -> Pace | None:

@@ -251,9 +251,19 @@ class Ward:
             waited,
             f"waits for its turn: all {count} workers of handler {name} are busy, {older} of them with records that "
             f"came in before it; {reason}",
-            f"app.set_concurrency({name!r}, {2 * count}) lets more of them run, if what they call bears that; or see "
-            "why the runs take as long",
+            self._advice_for_more(count),
             stack,
+        )
+
+    def _advice_for_more(self, count: int) -> str:
+        adapting, spec = self.running.adapting, self.running.spec
+        if adapting is not None:
+            return f"nothing, if what the handler calls bears no more: its concurrency follows that ({adapting})"
+        if spec.shards is not None:
+            return "more shards= spread them over more workers; or see why the runs take as long"
+        return (
+            f"app.set_concurrency({spec.name!r}, {2 * count}) lets more of them run, if what they call bears that; or "
+            "see why the runs take as long"
         )
 
     # What all workers do, for many records that wait for one of them: found out once.

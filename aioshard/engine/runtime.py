@@ -181,6 +181,9 @@ class Engine:
             if handler.spec.timeout is not None:
                 watch = TimeoutWatch(handler.workers, handler.spec.timeout, self.clock)
                 self._tasks.start(watch.run(), f"{handler.spec.name} time-outs")
+            if handler.adapting is not None:
+                adapting = handler.adapting.run(handler.staff, handler.spec.name)
+                self._tasks.start(adapting, f"{handler.spec.name} adapts its concurrency")
             if handler.parking is not None:
                 self._tasks.start(handler.parking.read(), f"{handler.spec.name} reads what is parked")
                 self._tasks.start(handler.parking.replay(), f"{handler.spec.name} runs again what is parked")
