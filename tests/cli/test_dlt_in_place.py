@@ -62,7 +62,7 @@ async def on_batch(records: list[Record]) -> None:
 
 @app.consume("SOURCE-plain", retry=Retry(attempts=1), on_failure="skip")
 def on_plain(record: Record) -> None:
-    print("plain", record.value.decode(), flush=True)
+    sys.stdout.write(f"plain {record.value.decode()}\\n")  # one write: two threads may be here
     if record.value.decode() in BAD:
         raise ValueError("bad")
 """
