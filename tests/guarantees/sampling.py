@@ -7,7 +7,7 @@ from typing import Self
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaError
+from aiokafka.errors import GroupLoadInProgressError, KafkaError
 
 from tests.guarantees.checks import CommitsAt
 
@@ -72,6 +72,8 @@ class Sampling:
             asked = time.monotonic_ns()
             found = await self._admin.list_consumer_group_offsets(self._group, group_coordinator_id=self._coordinator)
             answered = time.monotonic_ns()
+            if self.survives and not found and self.commits and self.commits[-1].offsets:
+                raise GroupLoadInProgressError(self._group)  # a coordinator that has just come back knows nothing
             ends = await self._reader.end_offsets(self.side) if self.side else {}
             offsets = {at.partition: found[at].offset for at in found if at.topic == self._topic}
             self.commits.append(

@@ -1,0 +1,217 @@
+"""What failing records depend on is gone: the dead-letter topic cannot be written to, the back end is down."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from confluent_kafka.admin import AclOperation
+
+from tests.guarantees.behaviour import dead_letter
+from tests.guarantees.checks import SAFE
+from tests.guarantees.observations import Kind, Place
+from tests.guarantees.scenario import Scenario, even_keys, failing_keys
+from tests.guarantees.sides import LettersExact, places_of_letters
+from tests.support.access import allow, create_scram_user
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_properties import Credentials
+from tests.support.shared_kafka import SharedKafka
+
+ONCE: Mapping[str, Any] = {"attempts": 1}
+PARTITIONS = 4
+
+
+def oldest_of(scenario: Scenario, ends: Mapping[int, int]) -> dict[int, int]:
+    """Of each partition its first record that fails, or its end: nothing may be committed past that."""
+    return {at: min((o for p, o in scenario.failing if p == at), default=end) for at, end in ends.items()}
+
+
+async def until_held(scenario: Scenario, says: str) -> None:
+    """Waits until all but failing keys is done and told why they are not, and looks whether they hold the commit."""
+    member = scenario.members["a"]
+    held = oldest_of(scenario, await scenario.kafka.end_offsets(scenario.topic))
+    await scenario.until_healthy_finished()
+    await scenario.until(lambda: scenario.commits[-1].offsets == held, f"the group has committed {held}", 60)
+    await scenario.until(lambda: says in member.explanation, f"it explains {says!r}: {member.explanation}", 60)
+    await scenario.until(lambda: says in member.log, f"it logs {says!r}", 60)
+    assert scenario.side_topic in member.explanation
+    tried = member.log.count("stays incomplete and is tried again")
+    await scenario.until(lambda: member.log.count("stays incomplete and is tried again") > tried, "it tries again", 60)
+    assert scenario.commits[-1].offsets == held
+    assert await scenario.side_records() == []
+    runs = {seen.place for seen in scenario.observations.seen if seen.kind is Kind.STARTED} & scenario.failing
+    firsts = {scenario.produced[place]: place for place in sorted(scenario.failing, reverse=True)}
+    assert runs == set(firsts.values()), "the records behind wait"
+
+
+async def exact(scenario: Scenario, expected: set[Place], *, repeated: int = 0) -> None:
+    """All is committed, each expected record has a dead letter, and at most *repeated* have another one."""
+    await scenario.until_all_committed(timeout=120)
+    letters, originals = await scenario.side_records(), await scenario.originals()
+    scenario.notes["letters"] = len(letters)
+    assert len(letters) - len(expected) <= repeated
+    await scenario.verify(*SAFE, LettersExact(letters, originals, expected, lambda _: True))
+
+
+async def produce_some(scenario: Scenario, *, size: int = 10) -> None:
+    """Records of 30 healthy keys and 3 that fail, 4 of each."""
+    for _ in range(4):
+        await scenario.produce([(b"k%d" % number, b"x") for number in range(30)])
+        await scenario.produce([(b"bad%d" % number, b"x" * size) for number in range(3)])
+
+
+@pytest.mark.timeout(240)
+async def test_a_dead_letter_topic_that_may_not_be_written_to_holds_failed_keys_until_it_may(
+    scenario: Scenario, kafka: SharedKafka
+) -> None:
+    await scenario.create(PARTITIONS, recourse="letters")
+    user = Credentials(f"user-{scenario.group[-8:]}", "a-secret")
+    await create_scram_user(kafka, user)
+    await allow(kafka, user, "group", scenario.group)
+    await allow(kafka, user, "topic", scenario.topic, AclOperation.READ, AclOperation.DESCRIBE)
+    await produce_some(scenario)
+    login = {
+        "bootstrap_servers": kafka.secure_bootstrap,
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(kafka.certificates.ca_file),
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_username": user.username,
+        "sasl_password": user.password,
+    }
+    scenario.start("a", login, on_failure=dead_letter(scenario.side_topic), retry=ONCE, explains=True)
+
+    await until_held(scenario, "do not allow")
+    await allow(kafka, user, "topic", scenario.side_topic, AclOperation.WRITE, AclOperation.DESCRIBE)
+
+    await exact(scenario, scenario.failing)
+
+
+@pytest.mark.timeout(240)
+async def test_dead_letters_that_are_too_large_hold_their_keys_until_the_topic_takes_them(scenario: Scenario) -> None:
+    await scenario.create(PARTITIONS, recourse="letters", side={"max.message.bytes": "2000"})
+    await produce_some(scenario, size=5_000)
+    scenario.start("a", on_failure=dead_letter(scenario.side_topic), retry=ONCE, explains=True)
+
+    await until_held(scenario, "max.message.bytes")
+    admin = AIOKafkaAdminClient(bootstrap_servers=scenario.kafka.bootstrap)
+    await admin.start()
+    try:
+        larger = {"max.message.bytes": "100000"}
+        await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, scenario.side_topic, larger)])
+    finally:
+        await admin.close()
+
+    await exact(scenario, scenario.failing)
+
+
+@pytest.fixture
+async def alone(own_kafka: KafkaBroker, topic: str, group: str, tmp_path: Path) -> AsyncIterator[Scenario]:
+    """A scenario on a broker that may be stopped."""
+    async with Scenario(own_kafka, topic, group, tmp_path) as scenario:
+        scenario.sampling.survives = True
+        yield scenario
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
+    alone: Scenario, own_kafka: KafkaBroker
+) -> None:
+    await alone.create(PARTITIONS, recourse="letters")
+    member = alone.start("a", on_failure=dead_letter(alone.side_topic), retry=ONCE, base=0.01, explains=True)
+    await alone.until_settled("a")
+    await alone.produce(
+        [(key, b"x") for key, _ in zip(failing_keys(1, keys=100, failing=50), range(6_000), strict=False)]
+    )
+    await alone.until_finished(500)
+
+    await own_kafka.kill()
+    await alone.until(lambda: bool(member.statistics["trouble"]), "the statistics tell that the broker is gone", 60)
+    await alone.until(lambda: "its dead letter is written to" in member.explanation, "and what waits", 60)
+    assert alone.unfinished > 0, "the outage came too late"
+    left = len(alone.failing) - len(alone.observations.refresh().finished)
+    assert left > 0
+    await own_kafka.start()
+
+    # What was not acknowledged may have been stored, and is sent again; no more of them were in flight than workers.
+    await exact(alone, alone.failing, repeated=64)
+    await alone.until(lambda: member.statistics["trouble"] is None, "the trouble is over", 60)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(8.0, marks=[pytest.mark.slow, pytest.mark.timeout(240)], id="8 s"),
+        pytest.param(30.0, marks=[pytest.mark.chaos, pytest.mark.timeout(400)], id="30 s"),
+    ],
+)
+async def test_a_back_end_that_is_down_diverts_no_more_than_the_burst_and_all_goes_on_by_itself(
+    scenario: Scenario, seconds: float
+) -> None:
+    burst = 50
+    await scenario.create(PARTITIONS, recourse="letters")
+    behaviour: dict[str, Any] = {
+        "on_failure": dead_letter(scenario.side_topic, per_success=0.01, burst=burst),
+        "retry": {"attempts": 3, "initial": 0.05, "maximum": 0.2},
+        "base": 0.05,
+        "concurrency": 16,
+    }
+    members = [scenario.start(name, explains=True, **behaviour) for name in "ab"]
+    await scenario.until_settled("a", "b")
+    scenario.start_feeding(even_keys(seed=3, keys=600), backlog=1_500, chunk=500)
+    await scenario.until_finished(500)
+    before = await rate(scenario, 3.0)
+
+    scenario.tell("down")
+    down = time.monotonic()
+    await scenario.until(
+        lambda: all("budget" in str(found["paused"]) for m in members for found in m.partitions.values()),
+        "every partition is paused by its budget",
+        60,
+    )
+    assert all("budget of handler with_context is spent" in member.explanation for member in members)
+    await pass_time(scenario, down + seconds - time.monotonic())
+    during = len(await scenario.side_records())
+    assert 0 < during <= len(members) * burst
+    scenario.tell("down", holds=False)
+    up, done = time.monotonic(), len(scenario.observations.finished)
+    await scenario.until_finished(done + 1, timeout=60)
+    scenario.notes["first success after"] = f"{time.monotonic() - up:.1f} s"
+    await scenario.until(
+        lambda: all(found["paused"] is None or "budget" not in found["paused"] for found in partitions(scenario)),
+        "no partition is paused any more",
+        60,
+    )
+    scenario.notes["all partitions go on after"] = f"{time.monotonic() - up:.1f} s"
+    after = await rate(scenario, 3.0)
+    scenario.notes |= {"a second before": round(before), "and after": round(after), "diverted": during}
+
+    assert after > before / 2, f"{before:.0f} a second before, {after:.0f} after"
+    await scenario.stop_feeding()
+    places = {place for place, _ in places_of_letters(await scenario.side_records())}
+    assert len(places) <= len(members) * burst
+    scenario.failing |= places  # nobody waits for them to finish
+    assert places.isdisjoint(scenario.observations.refresh().finished)
+    await exact(scenario, places)
+
+
+def partitions(scenario: Scenario) -> list[dict[str, Any]]:
+    """The statistics of all partitions."""
+    return [found for member in scenario.members.values() for found in member.partitions.values()]
+
+
+async def rate(scenario: Scenario, seconds: float) -> float:
+    """Records that finish in a second, over some seconds."""
+    scenario.observations.refresh()
+    before, began = len(scenario.observations.finished), time.monotonic()
+    await pass_time(scenario, seconds)
+    return (len(scenario.observations.finished) - before) / (time.monotonic() - began)
+
+
+async def pass_time(scenario: Scenario, seconds: float) -> None:
+    """Looks at what happens for some seconds: the time itself is what is wanted."""
+    end = time.monotonic() + seconds
+    await scenario.until(lambda: time.monotonic() >= end, "time passes", seconds + 60)
