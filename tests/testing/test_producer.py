@@ -71,7 +71,8 @@ class KafkaHarness:
         self.producers: list[KafkaProducer] = []
 
     async def prepare(self) -> None:
-        await self.kafka.create_topic(self.topic, 2)
+        # A time stamp of long ago would be a reason to delete the record at once.
+        await self.kafka.create_topic(self.topic, 2, {"retention.ms": "-1"})
         await self.kafka.create_topic(self.narrow, 1, {"max.message.bytes": "120"})
 
     def producer(self) -> KafkaProducer:
