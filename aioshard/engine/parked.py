@@ -100,9 +100,15 @@ class Lot:
         self.read_to = record.offset + 1
         return self._take_note(record)
 
-    def restore(self, record: Record) -> None:
-        """Take note of what was there when the partition became ours."""
+    def restore(self, record: Record) -> str | None:
+        """Take note of what was there when the partition became ours.
+
+        Returns:
+            The group that has parked it; None of what was not parked.
+        """
+        found = read_parked(record)
         self._take_note(record)
+        return found.failure.group if isinstance(found, ParkedRecord) else None
 
     def _take_note(self, record: Record) -> Message | None:
         found = read_parked(record)

@@ -234,7 +234,12 @@ class Parking:
             end = await self._side.end(lot.stored_in)
             while at < end and (records := await self._side.read(lot.stored_in, at)):
                 for record in records:
-                    lot.restore(record)
+                    group = lot.restore(record)
+                    if group not in (None, self._group):
+                        raise SideTopicError(
+                            f"{lot.stored_in} holds records that group {group!r} has parked, and group {self._group!r} "
+                            "would overwrite them: give each group a topic of its own"
+                        )
                 at = records[-1].offset + 1
             if self._side.position(lot.stored_in) <= max(at, end):
                 lot.read_to = max(at, end)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Park, Record, Retry
-from aioshard.errors import TransportError
+from aioshard.errors import StartError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
@@ -302,6 +302,25 @@ def test_what_another_member_writes_after_it_lost_the_partition_does_not_come_ba
             await asyncio.sleep(30.0)
             assert ledger.done[b"k0"] == [0, 2, 4, 6, 8]
             await producer.close()
+
+    run(test())
+
+
+def test_two_groups_do_not_share_a_park_topic() -> None:
+    """The keys of the side topic do not name the group: each would overwrite what the other has parked."""
+    ledger = Ledger()
+    ledger.broken.add(b"k0")
+    other = ledger.app("another", delay=1_000.0)
+    other.configure(start_timeout=5.0)
+
+    async def test() -> None:
+        broker = InMemoryBroker()
+        async with TestClient(ledger.app(delay=1_000.0), broker=broker) as client:
+            await publish(client, 4, keys=1)
+            await client.settle()
+        with pytest.raises(StartError, match="'parking' has parked, and group 'another' would overwrite"):
+            async with TestClient(other, broker=broker):
+                pass
 
     run(test())
 
