@@ -81,7 +81,8 @@ def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
         if engine.why_paused(epoch.topic_partition) is not None:
             continue
         feed = engine.feed_of(epoch.topic_partition.topic)
-        if any([both.resume(APPLICATION) for both in feed.with_side(epoch)]):  # all of them, not up to the first
+        resumed = [both.resume(APPLICATION) for both in feed.with_side(epoch)]
+        if any(resumed):
             logger.warning("%s goes on: the application resumed it", epoch.topic_partition)
             feed.reopen(epoch)
 

@@ -318,7 +318,7 @@ class Engine:
         await self.committer.flush(epochs, max(min(deadline - self.clock(), reserve), 0.1))
         enough = deadline - min(reserve, 1.0)
         # What was taken from us has been told to end, maybe just now: it is late only if it does not.
-        while any(delivery not in late for delivery in self._running_now()) and self.clock() < enough:
+        while any(d not in late for d in self._running_now()) and self.clock() < enough:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(_TURN)
         return [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
 

@@ -36,7 +36,7 @@ def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> Wo
             await stop_quietly(process)
 
     # What is parked is due by the clock of the wall, which must not tell one run of a seed from another.
-    with unittest.mock.patch("time.time", lambda: 1_700_000_000.0):
+    with unittest.mock.patch("time.time", return_value=1_700_000_000.0):
         run(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
     return worlds[0]
 
