@@ -5,36 +5,11 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
 
+from aioshard.engine.arrivals import Arrivals, BoundedArrivals
 from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
 
 __all__ = ["Shards"]
-
-
-class _Arrivals(Protocol):
-    """Deliveries in arrival order: a deque, or a bounded `asyncio.Queue`."""
-
-    def __len__(self) -> int: ...
-    def popleft(self) -> Delivery: ...
-    def extend(self, deliveries: Iterable[Delivery], /) -> None: ...
-
-
-class _BoundedArrivals:
-    """A fixed shard's queue: whoever feeds it waits while it is full."""
-
-    def __init__(self, maxsize: int) -> None:
-        self.queue: asyncio.Queue[Delivery] = asyncio.Queue(maxsize)
-
-    def __len__(self) -> int:
-        return self.queue.qsize()
-
-    def popleft(self) -> Delivery:
-        return self.queue.get_nowait()
-
-    def extend(self, deliveries: Iterable[Delivery]) -> None:
-        for delivery in deliveries:
-            self.queue.put_nowait(delivery)
 
 
 class Shards:
@@ -61,8 +36,8 @@ class Shards:
     """
 
     def __init__(self, bound: int | None = None) -> None:
-        self._arrivals: _Arrivals = deque() if bound is None else _BoundedArrivals(bound)
-        self._bounded = self._arrivals if isinstance(self._arrivals, _BoundedArrivals) else None
+        self._arrivals: Arrivals = deque() if bound is None else BoundedArrivals(bound)
+        self._bounded = self._arrivals if isinstance(self._arrivals, BoundedArrivals) else None
         self._front: deque[Delivery] = deque()
         self._occupied: dict[Hashable, deque[Delivery] | None] = {}
         self._returning: list[tuple[float, int, Delivery]] = []
@@ -292,9 +267,16 @@ class Shards:
     def reopen(self, epoch: Epoch) -> None:
         """Put back what was set aside while the gate of *epoch* was closed, before all that came later."""
         self._closed.discard(epoch)
+        held = self._held.pop(epoch, [])
+        for key in {delivery.key for delivery in held}:
+            # What is set aside leaves its shard, which may have gone on with another partition; what is younger waits
+            # there still, and must come after it.
+            waiting = self._occupied.get(key)
+            if waiting:
+                held += [delivery for delivery in waiting if delivery.epoch is epoch]
+                self._occupied[key] = deque(delivery for delivery in waiting if delivery.epoch is not epoch)
         # Sorted, because what waited in a shard is older than what was met in the arrivals before it.
-        held = sorted(self._held.pop(epoch, ()), key=lambda delivery: delivery.offset)
-        self._front.extendleft(reversed(held))
+        self._front.extendleft(sorted(held, key=lambda delivery: delivery.offset, reverse=True))
         self.notify()
 
     def purge(self, epoch: Epoch) -> None:

@@ -135,3 +135,29 @@ def test_records_without_a_key_are_spread_over_fixed_shards() -> None:
         assert [part.take() is not None for part in parts] == [True] * 3
 
     run(test())
+
+
+def test_what_was_set_aside_comes_before_what_waits_in_its_shard_behind_another_partition() -> None:
+    """A key is one shard across partitions: it goes on with another one's record while the first is set aside."""
+
+    async def test() -> None:
+        shards = Shards()
+        paused, (failing,) = make_epoch(["k"])
+        other, (between,) = make_epoch(["k"], partition=1)
+        await shards.put([failing, between])
+        start(shards.take())
+        (younger,) = add(paused, ["k"])
+        await shards.put([younger])
+        assert shards.take() is None
+        shards.retry(failing, RETRY, 1.0)
+        paused.pause("the test", "why not")
+        await asyncio.sleep(2.0)  # it comes due, and is set aside
+        assert start(shards.take()) is between
+        paused.resume("the test")
+        shards.reopen(paused)
+        assert shards.take() is None
+        other.complete(between)
+        assert shards.next_after(between) is failing
+        assert shards.next_after(failing) is younger
+
+    run(test())
