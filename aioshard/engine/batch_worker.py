@@ -83,7 +83,6 @@ class BatchWorker(Worker):
             if ahead >= RUN_AHEAD:
                 ahead = 0
                 await self._let_the_loop_turn()
-        shards.notify()  # whoever woke us meant one that works
 
     async def _let_the_loop_turn(self) -> None:
         """Yield between two batches, for handlers that never suspend."""

@@ -86,7 +86,7 @@ class Staff:
             for worker in sorted(staying, key=lambda one: bool(one.deliveries))[:-missing]:
                 worker.retire()
             for shards in self._feed.shards:
-                shards.wake()
+                shards.wake()  # all idle ones: one that was woken for a record may be among those that end
         self._feed.serve(concurrency)
         if self._resized is not None:
             self._resized(concurrency)

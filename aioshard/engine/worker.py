@@ -211,7 +211,7 @@ class RecordWorker(Worker):
         self._invoke = invoke
         self._divert = divert
 
-    async def run(self) -> None:  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls
+    async def run(self) -> None:  # noqa: C901, PLR0912 - the hot path: no calls
         """Serve until cancelled, or retired."""
         self._task = asyncio.current_task()
         shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
@@ -223,7 +223,6 @@ class RecordWorker(Worker):
         while True:
             if delivery is None:
                 if self.asked:  # to retire: between two runs, nothing else is asked
-                    shards.notify()  # whoever woke us meant one that works
                     return
                 await shards.wait()
                 delivery = self._take()

@@ -199,7 +199,11 @@ def test_a_record_that_waits_for_its_key_has_not_failed_and_is_not_in_the_way() 
             assert "waits for the rate limit of its key, key_rate_limit=RateLimit(per_second=0.2, burst=1)" in told
             await asyncio.sleep(12.0)
             assert app.statistics().partitions[0].incomplete == 2
-            assert "stuck" not in app.explain()
+            partition_now = app.diagnose().partitions[0]
+            assert partition_now.verdict == "waiting"
+            assert partition_now.head is not None
+            assert partition_now.head.state == "limited"
+            assert partition_now.head.age > 10.0
             await client.settle(timeout=60.0)
 
     run(test())
