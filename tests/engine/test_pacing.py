@@ -339,6 +339,27 @@ def test_a_partition_that_goes_away_leaves_no_timer_and_frees_its_keys() -> None
     run(test())
 
 
+def test_a_partition_whose_oldest_record_waits_for_its_key_is_stuck_only_when_it_waits_long_for_that() -> None:
+    """It is old because there is much of its key, and it goes on: its partition keeps its room."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        shards = PacedShards(Pace(None, RateLimit(0.01, burst=1), loop.time))
+        epoch, (first, second) = make_epoch(["a", "a"])
+        await shards.put([first, second])
+        start(shards.take())
+        await asyncio.sleep(50.0)
+        epoch.complete(first)
+        assert shards.next_after(first) is None
+        await asyncio.sleep(20.0)
+        assert second.arrived == 0.0
+        assert not epoch.stuck(loop.time(), stuck_after=30.0)
+        await asyncio.sleep(11.0)
+        assert epoch.stuck(loop.time(), stuck_after=30.0)
+
+    run(test())
+
+
 # Refusals ---------------------------------------------------------------------------------
 
 
