@@ -9,7 +9,7 @@ from typing import Literal
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
-__all__ = ["ShardBy", "ShardKey", "shard_key_of", "shard_number"]
+__all__ = ["ShardBy", "ShardKey", "check_usable", "shard_key_of", "shard_number"]
 
 ShardKey = Hashable | None
 """The identity of a shard within its handler. None asks for no order: the record is its own shard."""
@@ -67,6 +67,22 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
         return _no_order
     message = f"shard_by={shard_by!r} is not known: use 'key', 'partition', 'record' or a function of the record"
     raise HandlerError(message)
+
+
+def check_usable(key: ShardKey) -> None:
+    """Find out whether a key of the user's own can be told from others, before anything depends on that.
+
+    Raises:
+        Exception: Whatever its own methods raise when it is hashed or compared.
+
+    Example:
+        >>> check_usable(("tenant", 7))
+        >>> check_usable([])
+        Traceback (most recent call last):
+        TypeError: unhashable type: 'list'
+    """
+    hash(key)
+    operator.eq(key, key)
 
 
 def shard_number(key: ShardKey, shards: int) -> int:

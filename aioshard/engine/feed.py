@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from aioshard.core.sharding import ShardKey, shard_number
+from aioshard.core.sharding import ShardKey, check_usable, shard_number
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
@@ -129,7 +129,7 @@ class Feed:
             try:
                 key = shard_key(delivery.record)
                 delivery.key = self.number_of(key)
-                hash(key)
+                check_usable(key)
             except Exception as error:  # noqa: BLE001 - the user's function; the record fails, nothing else
                 broken.append((delivery, error))
         if broken:

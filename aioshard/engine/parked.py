@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.core.parking import ParkedEntry, ParkedKeys
-from aioshard.core.sharding import ShardKey
+from aioshard.core.sharding import ShardKey, check_usable
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.ports import FetchedBatch, Message, record_size
@@ -86,7 +86,7 @@ class Lot:
         """The shard key of a record; None when it has none, and is parked alone."""
         try:
             key = self._shard_key(record)
-            hash(key)
+            check_usable(key)
         except Exception:  # noqa: BLE001 - the user's function; it has been reported where the record came in
             return None
         return key

@@ -84,7 +84,7 @@ class Parking:
         self._group = group
         self._handler = handler
         self._shards = shards
-        self._shard_key = shard_key
+        self._shard_key = _of_a_fixed_shard(shard_key, len(shards)) if fixed else shard_key
         self._fixed = fixed
         self._at_once = max(2 * workers, 16)
         self._publish = publish
@@ -371,3 +371,15 @@ class Parking:
             stored = self._shelf.take(lot.stored_in, entry.stored_at)
         parked = None if stored is None else read_parked(stored)
         return parked.original if isinstance(parked, ParkedRecord) else None
+
+
+def _of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Callable[[Record], ShardKey]:
+    """A sharding function that raises for what is no key of a fixed shard, as it does where the record comes in."""
+
+    def checked(record: Record) -> ShardKey:
+        key = shard_key(record)
+        if key is not None:
+            shard_number(key, shards)
+        return key
+
+    return checked
