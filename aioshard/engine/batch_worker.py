@@ -190,7 +190,7 @@ class BatchWorker(Worker):
                 delivery.cancelled = delivery.aside = True
         self._shards.put_back(batch)
 
-    def _swallowed(self, batch: DeliveryBatch, asked: Asked) -> None:
+    def _swallowed(self, batch: DeliveryBatch, asked: int) -> None:
         """The handler returned although its run was told to end: that completes nothing (I8)."""
         ending = self._take_back_requests()
         if asked & Asked.INTERRUPT:

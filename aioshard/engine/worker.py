@@ -1,11 +1,10 @@
 """N coroutines that take deliveries, run the handler and settle the outcome."""
 
 import asyncio
-import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from aioshard.engine.epoch import Delivery, Detour, Gate, Outcome
 from aioshard.engine.settling import Settlement
@@ -30,15 +29,18 @@ and other tasks wait for as long as that many handlers take."""
 _EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-class Asked(enum.IntFlag):
-    """What somebody wants of a worker; 0 is nothing, so that the hot path has one question for all."""
+class Asked:
+    """What somebody wants of a worker, as bits; 0 is nothing, so that the hot path has one question for all.
 
-    NOTHING = 0
-    INTERRUPT = 1
+    Plain numbers: asking an `enum.Flag` whether it is anything costs a call per record.
+    """
+
+    NOTHING: Final = 0
+    INTERRUPT: Final = 1
     """End the run; the record stays incomplete."""
-    TIME_OUT = 2
+    TIME_OUT: Final = 2
     """End the run; the attempt has failed."""
-    RETIRE = 4
+    RETIRE: Final = 4
     """End the worker when its run has ended, or at once when there is none."""
 
 
@@ -75,7 +77,7 @@ class Worker(ABC):
         """What the worker awaits; shows where a handler hangs."""
         self.started = 0.0
         """Loop time at which the current attempt began."""
-        self.asked = Asked.NOTHING
+        self.asked: int = Asked.NOTHING
         """What is wanted of the worker, by its current run or for good."""
         self.timeout = timeout
         self._task: asyncio.Task[object] | None = None
@@ -130,7 +132,7 @@ class Worker(ABC):
         """Ask the current run to end; its attempt has failed."""
         self._ask(Asked.TIME_OUT)
 
-    def _ask(self, what: Asked) -> None:
+    def _ask(self, what: int) -> None:
         if self.delivery is None or self._task is None or self.asked & what:
             return
         if not self._requests:
