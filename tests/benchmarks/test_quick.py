@@ -20,6 +20,7 @@ CONTESTANTS = {
     "p5": {"plain loop", "aioshard"},
     "p6": {"aioshard"},
     "p8": {"aioshard"},
+    "p9": {"concurrency 8", "concurrency 64", "concurrency 512", "Adaptive(1, 512)"},
 }
 """Who takes part in a quick run at least."""
 
