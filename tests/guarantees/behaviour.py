@@ -134,7 +134,7 @@ class Behaviour:
         """Raises for a record whose key is not healed, that cannot be decoded, or while the back end is down."""
         if (record.key or b"").startswith(BAD) and not self.healed(record.key):
             raise ConnectionError(f"the account of {(record.key or b'').decode()} is locked")
-        if (record.value or b"").startswith(POISON):
+        if (record.value or b"").startswith(POISON) and not self.healed(record.key):
             json.loads(record.value or b"")
         if Path(self.directory, "down").exists():
             raise ConnectionError("the back end is down")

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from aiokafka import TopicPartition
-
 from aioshard import Record
 from tests.guarantees.behaviour import BAD, HANGING, Behaviour
-from tests.guarantees.checks import CommitsAt, Guarantee, Story, names, verify
+from tests.guarantees.checks import CommitsAt, Guarantee, Story, verify
 from tests.guarantees.observations import Kind, Observations, Place
 from tests.guarantees.process import Member
 from tests.guarantees.sampling import Sampling
@@ -73,6 +71,18 @@ class Scenario:
         self._feeding: asyncio.Task[None] | None = None
         self._enough = False
 
+    def beside(self, name: str) -> "Scenario":
+        """A scenario of another topic, whose records the same members of the same group handle."""
+        directory = self.directory / name
+        directory.mkdir()
+        other = Scenario(self.kafka, f"{self.topic}-{name}", self.group, directory)
+        other.members = self.members
+        return other
+
+    def handled(self, **behaviour: Any) -> dict[str, Any]:
+        """For `Behaviour.beside`: how members handle the records of this topic."""
+        return {"directory": str(self.directory), "topic": self.topic, **behaviour}
+
     @property
     def commits(self) -> list[CommitsAt]:
         """What the group had committed, in order of time."""
@@ -100,6 +110,7 @@ class Scenario:
         *,
         recourse: Recourse = "halt",
         side: Mapping[str, str] | None = None,
+        side_partitions: int | None = None,
     ) -> None:
         """Creates the topic, and begins to sample the group's committed offsets.
 
@@ -108,15 +119,22 @@ class Scenario:
             config: Of the topic.
             recourse: What becomes of a record that has failed for good.
             side: Configuration of the topic for dead letters or parked records.
+            side_partitions: How many that has, if others; 0 leaves it to whoever creates it.
         """
         await self.kafka.create_topic(self.topic, partitions, config)
         self._recourse = recourse
         if recourse in ("letters", "parked"):
             self.side_topic = f"{self.topic}.{recourse}"
-            compacted = {"cleanup.policy": "compact"} if recourse == "parked" else {}
-            await self.kafka.create_topic(self.side_topic, partitions, compacted | dict(side or {}))
-            self.sampling.side = [TopicPartition(self.side_topic, number) for number in range(partitions)]
+            number = partitions if side_partitions is None else side_partitions
+            if number:
+                compacted = {"cleanup.policy": "compact"} if recourse == "parked" else {}
+                await self.kafka.create_topic(self.side_topic, number, compacted | dict(side or {}))
+                await self.watch_side_topic()
         self.sampling.begin()
+
+    async def watch_side_topic(self) -> None:
+        """From now on samples tell the ends of the side topic too."""
+        self.sampling.side = await self.kafka.partitions(self.side_topic)
 
     async def produce(self, messages: Sequence[Message], partition: int | None = None) -> list[Place]:
         """Appends records and notes them as produced."""
@@ -247,7 +265,7 @@ class Scenario:
         while live(records := await self.side_records()) or requests(records):
             if time.monotonic() > give_up:
                 tails = "\n".join(member.tail for member in self.members.values())
-                left = names(live(records)) or ", ".join(requests(records))
+                left = ", ".join([*live(records), *requests(records)])
                 raise AssertionError(f"still parked, or not answered, after {timeout:g} s: {left}\n{tails}")
             await asyncio.sleep(READ_INTERVAL)
 

@@ -142,15 +142,15 @@ def parkings(records: Sequence[Record]) -> Iterator[tuple[Place, Record]]:
             yield _place(read.coordinates), record
 
 
-def live(records: Sequence[Record]) -> dict[Place, ParkedRecord]:
-    """What compaction leaves of a park topic: the latest of each parked record that was not removed."""
-    found: dict[Place, ParkedRecord] = {}
+def live(records: Sequence[Record]) -> dict[str, ParkedRecord]:
+    """What compaction leaves of a park topic: by key the latest of each parked record that was not removed."""
+    found: dict[str, ParkedRecord] = {}
     for record in records:
-        read = read_parked(record)
+        read, stored_under = read_parked(record), (record.key or b"").decode()
         if isinstance(read, ParkedRecord):
-            found[_place(read.coordinates)] = read
+            found[stored_under] = read
         elif isinstance(read, Removed):
-            found.pop(_place(read.coordinates), None)
+            found.pop(stored_under, None)
     return found
 
 
@@ -185,12 +185,15 @@ class ParkedExactly:
     expected: Collection[Place]
 
     def breaches(self, story: Story) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
-        """Records that are parked and should not be, the reverse, and those that differ from their original."""
-        found = live(self.records)
+        """Records that are parked and should not be, or twice, the reverse, and those that differ from their original."""
+        parked = live(self.records)
+        found = {_place(one.coordinates): one for one in parked.values()}
+        if len(found) < len(parked):
+            yield f"{len(parked)} parked records are stored for {len(found)} records: {sorted(parked)}"
         if missing := set(self.expected) - found.keys():
             yield f"{len(missing)} record(s) are not parked: {names(missing)}"
         if surplus := found.keys() - set(self.expected):
             yield f"{len(surplus)} record(s) are parked that should not be: {names(surplus)}"
-        for place, parked in found.items():
-            if parked.original != self.originals.get(place):
-                yield f"what is parked of {names([place])} holds {parked.original}, not {self.originals.get(place)}"
+        for place, one in found.items():
+            if one.original != self.originals.get(place):
+                yield f"what is parked of {names([place])} holds {one.original}, not {self.originals.get(place)}"

@@ -10,14 +10,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from confluent_kafka.admin import AclOperation
 
+from tests.guarantees.access import consuming_user
 from tests.guarantees.behaviour import dead_letter
 from tests.guarantees.checks import SAFE
 from tests.guarantees.observations import Kind, Place
 from tests.guarantees.scenario import Scenario, even_keys, failing_keys
 from tests.guarantees.sides import LettersExact, places_of_letters
-from tests.support.access import allow, create_scram_user
+from tests.support.access import allow
 from tests.support.kafka import KafkaBroker
-from tests.support.kafka_properties import Credentials
 from tests.support.shared_kafka import SharedKafka
 
 ONCE: Mapping[str, Any] = {"attempts": 1}
@@ -68,19 +68,8 @@ async def test_a_dead_letter_topic_that_may_not_be_written_to_holds_failed_keys_
     scenario: Scenario, kafka: SharedKafka
 ) -> None:
     await scenario.create(PARTITIONS, recourse="letters")
-    user = Credentials(f"user-{scenario.group[-8:]}", "a-secret")
-    await create_scram_user(kafka, user)
-    await allow(kafka, user, "group", scenario.group)
-    await allow(kafka, user, "topic", scenario.topic, AclOperation.READ, AclOperation.DESCRIBE)
+    user, login = await consuming_user(kafka, scenario)
     await produce_some(scenario)
-    login = {
-        "bootstrap_servers": kafka.secure_bootstrap,
-        "security_protocol": "SASL_SSL",
-        "ssl_cafile": str(kafka.certificates.ca_file),
-        "sasl_mechanism": "SCRAM-SHA-512",
-        "sasl_username": user.username,
-        "sasl_password": user.password,
-    }
     scenario.start("a", login, on_failure=dead_letter(scenario.side_topic), retry=ONCE, explains=True)
 
     await until_held(scenario, "do not allow")

@@ -1,0 +1,131 @@
+"""A park topic that cannot be written to, is missing, or is not what it has to be: what is said, and done."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from confluent_kafka.admin import AclOperation
+
+from tests.guarantees.access import consuming_user
+from tests.guarantees.behaviour import parking
+from tests.guarantees.checks import safe_when_parked, verify
+from tests.guarantees.scenario import Scenario
+from tests.guarantees.sides import ParkedExactly
+from tests.support.access import allow
+from tests.support.shared_kafka import SharedKafka
+
+PARTITIONS = 4
+ONCE: Mapping[str, Any] = {"attempts": 1}
+
+
+def behaviour(scenario: Scenario) -> dict[str, Any]:
+    """Members that park for a second."""
+    return {"on_failure": parking(scenario.side_topic, delay=1.0), "retry": ONCE, "explains": True}
+
+
+async def park_and_go_on(scenario: Scenario) -> None:
+    """Looks whether the records of failing keys are parked, heals them, and waits until all is done."""
+    await scenario.until_all_committed()
+    parked = ParkedExactly(await scenario.side_records(), await scenario.originals(), scenario.failing)
+    verify(await scenario.story_so_far(), parked)
+    scenario.heal()
+    await scenario.until_finished(len(scenario.produced))
+    await scenario.until_nothing_is_parked()
+    await scenario.verify(*safe_when_parked(scenario.failing))
+
+
+async def produce_some(scenario: Scenario) -> None:
+    """Records of 30 healthy keys and 3 that fail, 4 of each."""
+    for _ in range(4):
+        await scenario.produce([(b"k%d" % number, b"x") for number in range(30)])
+        await scenario.produce([(b"bad%d" % number, b"x") for number in range(3)])
+
+
+@pytest.mark.timeout(240)
+async def test_a_park_topic_that_may_not_be_written_to_holds_failed_keys_until_it_may(
+    scenario: Scenario, kafka: SharedKafka
+) -> None:
+    await scenario.create(PARTITIONS, recourse="parked")
+    user, login = await consuming_user(kafka, scenario)
+    may = (AclOperation.READ, AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS)
+    await allow(kafka, user, "topic", scenario.side_topic, *may)
+    await produce_some(scenario)
+    member = scenario.start("a", login, **behaviour(scenario))
+
+    await scenario.until_healthy_finished()
+    oldest = {at: min((o for p, o in scenario.failing if p == at), default=None) for at in range(PARTITIONS)}
+    held = {at: offset for at, offset in oldest.items() if offset is not None}
+    await scenario.until(lambda: scenario.commits[-1].offsets.items() >= held.items(), f"{held} is committed", 60)
+    await scenario.until(lambda: "do not allow" in member.explanation, f"it says so: {member.explanation}", 60)
+    assert scenario.side_topic in member.explanation
+    tried = member.log.count("stays incomplete and is tried again")
+    await scenario.until(lambda: member.log.count("stays incomplete and is tried again") > tried, "it tries again", 60)
+    assert scenario.commits[-1].offsets.items() >= held.items()
+    assert await scenario.side_records() == []
+    await allow(kafka, user, "topic", scenario.side_topic, AclOperation.WRITE)
+
+    await park_and_go_on(scenario)
+
+
+@pytest.mark.timeout(240)
+async def test_a_park_topic_that_is_missing_is_created_as_it_has_to_be(scenario: Scenario) -> None:
+    await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)
+    scenario.start("a", **behaviour(scenario))
+    await scenario.until_settled("a")
+
+    assert len(await scenario.kafka.partitions(scenario.side_topic)) == PARTITIONS
+    assert await cleanup_policy(scenario) == "compact"
+    await scenario.watch_side_topic()
+    await produce_some(scenario)
+    await park_and_go_on(scenario)
+
+
+async def cleanup_policy(scenario: Scenario) -> str:
+    """What the broker does with old records of the side topic."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=scenario.kafka.bootstrap)
+    await admin.start()
+    try:
+        wanted = ConfigResource(ConfigResourceType.TOPIC, scenario.side_topic, configs={"cleanup.policy": ""})
+        (answer,) = await admin.describe_configs([wanted])
+    finally:
+        await admin.close()
+    return next(str(value) for name, value, *_ in answer.resources[0][4] if name == "cleanup.policy")
+
+
+@pytest.mark.parametrize(
+    ("topic_is", "says"),
+    [
+        (
+            {"side": {"cleanup.policy": "delete"}},
+            "has cleanup.policy=delete: what it keeps would be deleted by its age",
+        ),
+        ({"side_partitions": 2}, "has 2 partitions and needs 4, as many as the topic whose records it keeps: add 2"),
+    ],
+    ids=["not compacted", "too few partitions"],
+)
+@pytest.mark.timeout(240)
+async def test_a_park_topic_that_would_lose_records_ends_the_start(
+    scenario: Scenario, topic_is: Mapping[str, Any], says: str
+) -> None:
+    await scenario.create(PARTITIONS, recourse="parked", **topic_is)
+    await produce_some(scenario)
+    member = scenario.start("a", {"start_timeout": 5}, **behaviour(scenario))
+
+    assert await member.ended(60) == 1, member.tail
+    assert says in member.log, member.tail
+    assert f"{scenario.side_topic!r}" in member.log
+    assert scenario.observations.refresh().seen == [], "nothing ran that could not be parked"
+
+
+@pytest.mark.timeout(240)
+async def test_a_park_topic_that_may_not_be_created_or_seen_ends_the_start_with_what_to_grant(
+    scenario: Scenario, kafka: SharedKafka
+) -> None:
+    await scenario.create(PARTITIONS, recourse="parked", side_partitions=0)
+    _, login = await consuming_user(kafka, scenario)
+    member = scenario.start("a", {**login, "start_timeout": 5}, **behaviour(scenario))
+
+    assert await member.ended(60) == 1, member.tail
+    assert "the brokers do not allow this user to create it: grant CREATE on it" in member.log, member.tail

@@ -1,0 +1,114 @@
+"""One app with every policy side by side, whose handlers publish, while processes are killed."""
+
+import contextlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.guarantees.behaviour import dead_letter, parking
+from tests.guarantees.checks import safe_when_parked, verify
+from tests.guarantees.scenario import Recourse, Scenario, failing_keys
+from tests.guarantees.sides import LettersExact, ParkedExactly
+
+RECOURSES: tuple[Recourse, ...] = ("halt", "skip", "letters", "parked")
+SETTINGS: Mapping[str, Any] = {
+    "session_timeout": 3,
+    "rebalance_timeout": 8,
+    "start_timeout": 100,
+    "max_buffered_records": 100_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("records", "kills"),
+    [
+        pytest.param(1_000, 3, marks=[pytest.mark.slow, pytest.mark.timeout(300)], id="1000 records of each, 3 kills"),
+        pytest.param(5_000, 10, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)], id="5000 of each, 10 kills"),
+    ],
+)
+async def test_handlers_with_all_policies_keep_theirs_and_publish_for_every_record_that_they_process(
+    scenario: Scenario, records: int, kills: int
+) -> None:
+    chance = random.Random(records)
+    output = f"{scenario.topic}.out"
+    await scenario.kafka.create_topic(output, 4)
+    await scenario.create(2)
+    async with contextlib.AsyncExitStack() as stack:
+        lanes = {name: await stack.enter_async_context(scenario.beside(name)) for name in RECOURSES}
+        handlers = []
+        for name, lane in lanes.items():
+            await lane.create(4, recourse=name)
+            policies = {"letters": dead_letter(lane.side_topic), "parked": parking(lane.side_topic, delay=3.0)}
+            handlers.append(lane.handled(on_failure=policies.get(name, name), output=output))
+        behaviour: dict[str, Any] = {
+            "beside": handlers,
+            "concurrency": 16,
+            "base": 0.01,
+            "spread": 0.04,
+            "retry": {"attempts": 3, "initial": 0.01},
+        }
+        for member in "ab":
+            scenario.start(member, SETTINGS, **behaviour)
+        for lane in lanes.values():
+            lane.start_feeding(failing_keys(records, keys=80, failing=4), backlog=250, chunk=125, least=records)
+        for number in range(kills):
+            for lane in lanes.values():
+                await lane.until_finished(int(records * 0.9 * (number + chance.random()) / kills), timeout=180)
+            member = chance.choice("ab")
+            await scenario.kill(member)
+            scenario.start(member, SETTINGS, **behaviour)
+        for lane in lanes.values():
+            await lane.stop_feeding()
+            await lane.until_healthy_finished(timeout=180)
+        await look_at_what_was_diverted(lanes)
+
+        lanes["halt"].heal()
+        lanes["parked"].heal()
+        for member in "ab":  # what has halted is repaired by a restart
+            await scenario.members[member].stop()
+            scenario.start(member, SETTINGS, **behaviour)
+        await lanes["parked"].until_finished(len(lanes["parked"].produced), timeout=180)
+        await lanes["parked"].until_nothing_is_parked()
+        for name, lane in lanes.items():
+            await lane.verify(*safe_when_parked(lane.failing if name == "parked" else ()))
+        await look_at_the_output(scenario, output, lanes)
+
+
+async def look_at_what_was_diverted(lanes: Mapping[Recourse, Scenario]) -> None:
+    """Each policy has done with the records of failing keys what it should, and only with its own."""
+    halted, letters, parked = lanes["halt"], lanes["letters"], lanes["parked"]
+    for lane in (lanes["skip"], letters, parked):
+        await lane.until_all_committed(timeout=120)
+    oldest = {at: min((o for p, o in halted.failing if p == at), default=None) for at in range(4)}
+    held = {at: offset for at, offset in oldest.items() if offset is not None}
+    await halted.until(lambda: halted.commits[-1].offsets.items() >= held.items(), f"{held} is committed", 60)
+    for lane in lanes.values():
+        assert lane.observations.finished.isdisjoint(lane.failing)
+    verify(
+        await letters.story_so_far(),
+        LettersExact(await letters.side_records(), await letters.originals(), letters.failing, lambda _: True),
+    )
+    verify(
+        await parked.story_so_far(),
+        ParkedExactly(await parked.side_records(), await parked.originals(), parked.failing),
+    )
+
+
+async def look_at_the_output(scenario: Scenario, output: str, lanes: Mapping[Recourse, Scenario]) -> None:
+    """What was processed has its output; what was only skipped or dead-lettered has none."""
+    published = {(record.key or b"").decode() for record in await scenario.kafka.read(output)}
+    processed = {
+        f"{lane.topic}/{partition}/{offset}"
+        for lane in lanes.values()
+        for partition, offset in lane.observations.refresh().finished
+    }
+    scenario.notes |= {"processed": len(processed), "published": len(published)}
+    assert processed <= published
+    started = {
+        f"{lane.topic}/{partition}/{offset}"
+        for lane in lanes.values()
+        for partition, offset in lane.observations.started.keys() - (lane.failing - lane.observations.finished)
+    }
+    assert published <= started
