@@ -185,7 +185,7 @@ class ParkedExactly:
     expected: Collection[Place]
 
     def breaches(self, story: Story) -> Iterator[str]:  # noqa: ARG002 - one of several of one shape
-        """Records that are parked and should not be, or twice, the reverse, and those that differ from their original."""
+        """Records that are parked and should not be, the reverse, those stored twice, and those that differ."""
         parked = live(self.records)
         found = {_place(one.coordinates): one for one in parked.values()}
         if len(found) < len(parked):
