@@ -1,0 +1,74 @@
+"""The engine with rate limits and a concurrency that changes, under seeded interleavings."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from aioshard import Adaptive, RateLimit
+from aioshard.engine.control import set_concurrency
+from aioshard.testing import run
+from tests.simulation.world import World, stop_quietly
+
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000")) // 10
+CHUNK = 50
+EVENTS = 30
+
+
+class FlowWorld(World):
+    """A world in which the flow of the handlers is limited, and in most of them changes."""
+
+    def __init__(self, seed: int, *, clean: bool) -> None:
+        self.kind = seed % 6
+        super().__init__(seed, shard_by="key", fixed_shards=self.kind == 5, clean=clean)
+
+    def consume_options(self) -> dict[str, Any]:
+        options = super().consume_options()
+        if self.kind in (1, 3, 5):
+            options["rate_limit"] = RateLimit(400.0, burst=5)
+        if self.kind in (2, 3, 5):
+            options["key_rate_limit"] = RateLimit(100.0, burst=2)
+        if self.kind == 4:
+            options["concurrency"] = Adaptive(1, 16)
+        return options
+
+    async def something_happens(self) -> None:
+        await super().something_happens()
+        for process in self.living:
+            if process.engine is not None and self.kind < 4 and self.rng.random() < 0.5:
+                (handler,) = process.engine.handlers
+                set_concurrency(handler, self.rng.choice([1, 1, 2, 3, 8, 30]))
+
+
+def simulate(seed: int, *, clean: bool) -> FlowWorld:
+    worlds: list[FlowWorld] = []
+
+    async def life() -> None:
+        world = FlowWorld(seed, clean=clean)
+        worlds.append(world)
+        world.publish(30)
+        world.start_process()
+        for _ in range(EVENTS):
+            await world.something_happens()
+            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.1, 1.0]))
+        await world.calm_down()
+        for process in world.living:
+            await stop_quietly(process)
+
+    run(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
+    return worlds[0]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_guarantees_hold_after_every_step(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        simulate(seed, clean=False)
+
+
+@pytest.mark.parametrize("first", range(0, max(SEEDS // 4, CHUNK), CHUNK))
+def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
+    """I12, with limits under which a drain is soon done."""
+    for seed in range(first, first + CHUNK):
+        world = simulate(seed, clean=True)
+        assert world.runs == sum(len(offsets) for offsets in world.offsets.values()), f"seed {seed}"
