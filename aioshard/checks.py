@@ -12,6 +12,7 @@ from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, Park
+from aioshard.core.retry import Retry
 from aioshard.errors import HandlerError, NotBuiltError
 from aioshard.records import TOPIC_NAME, Record
 
@@ -22,6 +23,7 @@ __all__ = [
     "check_pace",
     "check_signature",
     "check_source",
+    "check_ways_back",
     "check_workers",
     "is_async",
     "refuse_unbuilt",
@@ -72,22 +74,35 @@ def check_pace(rate_limit: object, key_rate_limit: object, shard_by: object, bat
         )
 
 
-def check_failing(timeout: object, on_failure: object, topics: tuple[str, ...]) -> None:
-    """Refuse a time-out that is none, and a policy that is not known or leads back to its own topic."""
+def check_failing(timeout: object, retry: object, on_failure: object) -> None:
+    """Refuse a time-out or retries that are none, and a policy that is not known."""
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < float("inf")):  # type: ignore[operator]
         raise HandlerError(f"timeout={timeout!r} was refused: a number of seconds above 0, or None, was expected")
     if on_failure not in ("halt", "skip") and not isinstance(on_failure, DeadLetter | Park):
         raise HandlerError(
             f"on_failure={on_failure!r} is not known: use 'halt', 'skip', DeadLetter('topic') or Park('topic')"
         )
-    if isinstance(on_failure, DeadLetter | Park) and on_failure.topic in topics:
+    if retry is not None and not isinstance(retry, Retry):
+        raise HandlerError(f"retry={retry!r} was refused: expected Retry(attempts=…), or None for Retry()")
+
+
+def check_ways_back(on_failure: object, topics: tuple[str, ...], pattern: str | None) -> None:
+    """Refuse a policy that leads back to a topic of its own handler."""
+    if not isinstance(on_failure, DeadLetter | Park):
+        return
+    if on_failure.topic in topics:
         raise HandlerError(
             f"on_failure={on_failure!r} sends failed records to the topic that they come from, where they would fail "
             "again and again: give another topic"
         )
+    if pattern is not None and re.fullmatch(pattern, on_failure.topic):
+        raise HandlerError(
+            f"on_failure={on_failure!r} sends failed records to a topic that pattern={pattern!r} matches, so that the "
+            "handler would get them again and again: narrow the pattern, or give another topic"
+        )
 
 
-def check_source(topics: tuple[str, ...], pattern: str | None) -> None:
+def check_source(topics: tuple[object, ...], pattern: str | None) -> None:
     """Refuse what names no topic."""
     if not topics and pattern is None:
         message = "consume() was given neither a topic nor a pattern: name at least one topic"
@@ -96,7 +111,7 @@ def check_source(topics: tuple[str, ...], pattern: str | None) -> None:
         if callable(topic):
             message = "consume needs a topic: write @app.consume('orders'), not @app.consume"
             raise HandlerError(message)
-        if not TOPIC_NAME.fullmatch(str(topic)):
+        if not isinstance(topic, str) or not TOPIC_NAME.fullmatch(topic):
             message = f"{topic!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
             raise HandlerError(message)
     if len(set(topics)) != len(topics):
@@ -170,6 +185,12 @@ def _check_payload(parameter: str, annotations: dict[str, Any], name: str, *, ba
     annotation = annotations.get(parameter, Any)
     if annotation in (Any, object):
         return
+    if annotation in (Context, BatchContext):
+        first = "the list of records" if batched else "the record"
+        message = (
+            f"handler {name!r} takes {parameter}: {_shown(annotation)} first: give it {first} first, then a context"
+        )
+        raise HandlerError(message)
     is_list = (typing.get_origin(annotation) or annotation) in _LISTS
     if batched and not is_list:
         message = (

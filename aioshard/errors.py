@@ -102,6 +102,11 @@ class BatchError(AioshardError):
     """
 
     def __init__(self, errors: Mapping[Record, BaseException]) -> None:
+        if not isinstance(errors, Mapping):
+            raise HandlerError(
+                f"BatchError was given a {type(errors).__name__}; expected is a mapping from records of the batch to "
+                "the exceptions with which they failed, such as BatchError({record: error})"
+            )
         self.errors = dict(errors)
         if not self.errors:
             raise HandlerError("BatchError names no record: raise it only when at least one record of the batch failed")

@@ -18,6 +18,7 @@ from aioshard.checks import (
     check_pace,
     check_signature,
     check_source,
+    check_ways_back,
     check_workers,
     is_async,
     refuse_unbuilt,
@@ -26,7 +27,7 @@ from aioshard.context import BatchContext, Context
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
-from aioshard.core.recourse import OnFailure
+from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.delivery_batch import DeliveryBatch
@@ -243,8 +244,9 @@ class Handlers:
         refuse_unbuilt(decode=decode)
         check_batch(batch)
         check_pace(rate_limit, key_rate_limit, shard_by, batch)
-        check_failing(timeout, on_failure, topics)
+        check_failing(timeout, retry, on_failure)
         check_source(topics, pattern)
+        check_ways_back(on_failure, topics, pattern)
         workers = check_workers(shards, concurrency)
         shard_key_of(shard_by, one_topic=True)
 
@@ -279,6 +281,8 @@ class Handlers:
     def _add(self, registration: Registration) -> None:
         for other in self._registrations:
             _check_overlap(other, registration)
+            _check_parking(other, registration)
+            _check_parking(registration, other)
         self._registrations.append(registration)
 
 
@@ -291,3 +295,20 @@ def _check_overlap(one: Registration, other: Registration) -> None:
         what = f"topic {min(common)!r}" if common else f"pattern {one.pattern!r}"
         message = f"{what} belongs to handler {one.name!r} and was given to {other.name!r} too: a topic has one handler"
         raise HandlerError(message)
+
+
+def _check_parking(one: Registration, other: Registration) -> None:
+    """Refuse that another handler reads, or writes dead letters to, the topic in which one parks."""
+    if not isinstance(one.on_failure, Park):
+        return
+    topic = one.on_failure.topic
+    if topic in other.topics or (other.pattern is not None and re.fullmatch(other.pattern, topic)):
+        use = "consumed"
+    elif isinstance(other.on_failure, DeadLetter) and other.on_failure.topic == topic:
+        use = "used for dead letters"
+    else:
+        return
+    raise HandlerError(
+        f"handler {one.name!r} parks its records in topic {topic!r}, which is {use} by handler {other.name!r}: a topic "
+        "of parked records is for those alone, so name another one"
+    )

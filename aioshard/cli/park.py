@@ -61,7 +61,7 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
     of = f" of {len(parked)}" if records != len(parked) else ""
     click.echo(f"{records}{of} record(s) of {len(keys)} key(s) are parked in {topic}")
     if parked.strange:
-        click.echo(f"{parked.strange} record(s) of {topic} are nothing of aioshard")
+        click.echo(f"{parked.strange} record(s) of {topic} are no parked records")
     shown = keys[: _ROWS if limit is None else limit]
     if shown:
         click.echo()

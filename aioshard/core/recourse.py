@@ -37,7 +37,7 @@ class Budget:
     burst: int = 50
 
     def __post_init__(self) -> None:
-        if not 0 < self.per_success <= 1:
+        if type(self.per_success) not in (int, float) or not 0 < self.per_success <= 1:
             _refuse("Budget", "per_success", self.per_success, "a share above 0, at most 1")
         if type(self.burst) is not int or self.burst < 1:
             _refuse("Budget", "burst", self.burst, "a whole number of at least 1")
@@ -54,7 +54,7 @@ class DeadLetter:
         budget: How many there may be; None is no limit.
 
     Raises:
-        HandlerError: If *topic* is no name of a topic.
+        HandlerError: If *topic* is no name of a topic, or *budget* no budget.
 
     Example:
         >>> DeadLetter("orders.dlt", budget=Budget(per_success=0.05, burst=10)).topic
@@ -66,6 +66,8 @@ class DeadLetter:
 
     def __post_init__(self) -> None:
         _check_topic("DeadLetter", self.topic)
+        if self.budget is not None and not isinstance(self.budget, Budget):
+            _refuse("DeadLetter", "budget", self.budget, "Budget(per_success=…, burst=…), or None for no limit")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Park:
 
     def __post_init__(self) -> None:
         _check_topic("Park", self.topic)
-        if not self.delay > 0:
+        if type(self.delay) not in (int, float) or not 0 < self.delay < float("inf"):
             _refuse("Park", "delay", self.delay, "a number of seconds above 0")
         if self.attempts is not None and (type(self.attempts) is not int or self.attempts < 1):
             _refuse("Park", "attempts", self.attempts, "a whole number of at least 1, or None")

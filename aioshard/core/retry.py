@@ -39,8 +39,19 @@ class Retry:
     give_up_on: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("initial", "maximum", "factor", "jitter"):
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                message = f"Retry({name}={value!r}) was refused: expected a number"
+                raise HandlerError(message)
+        whole = type(self.attempts) is int
         checks = (
-            (self.attempts >= 1, "attempts", self.attempts, "at least 1: it counts the first run"),
+            (
+                whole and self.attempts >= 1,
+                "attempts",
+                self.attempts,
+                "a whole number of at least 1: it counts the first run",
+            ),
             (self.initial >= 0, "initial", self.initial, "a number of seconds, 0 or more"),
             (self.maximum >= self.initial, "maximum", self.maximum, f"at least initial={self.initial}"),
             (self.factor >= 1, "factor", self.factor, "at least 1, so that delays do not shrink"),

@@ -49,6 +49,13 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
 
 async def _create(admin: Any, topic: str, partitions: int) -> bool:
     """Create a topic with the brokers' own number of replicas; false when somebody else just did."""
+    cluster = await admin.describe_cluster()
+    if cluster["controller_id"] not in {broker["node_id"] for broker in cluster["brokers"]}:
+        # aiokafka would send its request to None.
+        raise TransportError(
+            f"topic {topic!r} does not exist and cannot be created now, because the cluster has no controller. An "
+            "election ends by itself; the embedded broker never has one, so use TestClient or a real broker there"
+        )
     wanted = NewTopic(topic, partitions, 1, topic_configs=_CONFIGURATION)
     wanted.replication_factor = -1  # aiokafka does not take it as an argument.
     answer = await admin.create_topics([wanted])

@@ -163,7 +163,7 @@ async def test_what_is_not_listed_is_said(parked: ParkTopic, publish: Publish) -
     ended = await parked.run("list", "--limit", "1", "--key", "alice")
     assert ended.output.splitlines()[:2] == [
         f"3 of 6 record(s) of 1 key(s) are parked in {parked.topic}",
-        f"1 record(s) of {parked.topic} are nothing of aioshard",
+        f"1 record(s) of {parked.topic} are no parked records",
     ]
     ended = await parked.run("list", "--limit", "3")
     assert ended.output.endswith("\n1 more key(s) are not shown: --limit shows more\n")
@@ -320,4 +320,4 @@ async def test_a_message_that_is_parked_can_be_any(parked: ParkTopic, publish: P
 
     ended = await parked.run("list")
 
-    assert f"2 record(s) of {parked.topic} are nothing of aioshard" in ended.output
+    assert f"2 record(s) of {parked.topic} are no parked records" in ended.output

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from aioshard import App, Record
-from aioshard.errors import MissingExtraError, StateError, TransportError
+from aioshard import App, Park, Record
+from aioshard.errors import MissingExtraError, StartError, StateError, TransportError
 from aioshard.kafka import embedded
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, EmbeddedBroker
 from aioshard.kafka.mock_cluster import MockCluster
@@ -73,6 +73,22 @@ async def test_an_app_may_be_run_again(broker: EmbeddedBroker, topic: str, group
         await app.serve(until_caught_up=True)
 
         assert seen == [*range(number + 1)]
+
+
+async def test_an_app_that_parks_is_told_that_this_broker_cannot(
+    broker: EmbeddedBroker, topic: str, group: str
+) -> None:
+    """It has no controller, as a cluster that elects one; the client cannot ask for a topic then."""
+    await broker.create_topic(topic, partitions=1)
+    app = App(group, **broker.settings, auto_offset_reset="earliest", start_timeout=1.0)
+
+    @app.consume(topic, on_failure=Park(f"{topic}.parked"))
+    async def handle(record: Record) -> None: ...
+
+    with pytest.raises(
+        StartError, match=r"\.parked' does not exist and .* no controller.*the embedded broker never has"
+    ):
+        await app.serve()
 
 
 async def test_the_first_join_of_a_group_is_not_delayed(broker: EmbeddedBroker, topic: str, group: str) -> None:

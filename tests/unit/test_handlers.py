@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import Batch, BatchContext, Context, Handlers, Record
+from aioshard import Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
 from aioshard.errors import HandlerError, NotBuiltError
 from aioshard.ports import Message
 
@@ -146,6 +146,9 @@ async def yields(record: Record) -> Any:
 async def takes_a_payload(order: dict[str, int]) -> None: ...
 
 
+async def takes_the_context_first(context: Context, record: Record) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
@@ -154,6 +157,7 @@ async def takes_a_payload(order: dict[str, int]) -> None: ...
         (a_foreign_second, "'a_foreign_second' takes database: dict as its second parameter; a Context was expected"),
         (yields, "without yield"),
         (takes_a_payload, "order: dict of handler 'takes_a_payload' is not available"),
+        (takes_the_context_first, "takes context: Context first: give it the record first, then a context"),
         ("orders", "decorates a function, not 'orders'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -175,6 +179,7 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         ((on_record,), {}, "not @app.consume"),
         (("a topic",), {}, "'a topic' is no topic name"),
         (("..",), {}, "'..' is no topic name"),
+        ((3,), {}, "3 is no topic name"),
         (("orders", "orders"), {}, "named twice"),
         ((), {"pattern": "("}, "is no regular expression"),
         ((), {"pattern": "(?i)orders"}, "can stand beside others"),
@@ -183,6 +188,10 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         (("orders",), {"shards": True}, "shards=True was refused"),
         (("orders",), {"shard_by": "keys"}, "shard_by='keys' is not known"),
         (("orders",), {"batch": 500}, "batch=500 was refused: expected Batch(max_records="),
+        (("orders",), {"retry": 3}, "retry=3 was refused: expected Retry(attempts="),
+        (("orders",), {"on_failure": Park("orders")}, "to the topic that they come from"),
+        ((), {"pattern": "orders.*", "on_failure": DeadLetter("orders.dlt")}, "narrow the pattern"),
+        ((), {"pattern": "orders.*", "on_failure": Park("orders.parked")}, "narrow the pattern"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, sentence: str) -> None:
@@ -200,6 +209,38 @@ def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, senten
 def test_what_is_not_built_is_never_ignored(options: Any) -> None:
     with pytest.raises(NotBuiltError, match=next(iter(options))):
         Handlers().consume("orders", **options)
+
+
+@pytest.mark.parametrize(
+    ("topics", "options", "use"),
+    [
+        (("orders.parked",), {}, "consumed"),
+        ((), {"pattern": ".*parked"}, "consumed"),
+        (("clicks",), {"on_failure": DeadLetter("orders.parked")}, "used for dead letters"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["before", "after"])
+def test_a_topic_of_parked_records_is_for_those_alone(topics: Any, options: Any, use: str, order: int) -> None:
+    handlers = Handlers()
+    first, second = [
+        handlers.consume("orders", on_failure=Park("orders.parked")),
+        handlers.consume(*topics, **options),
+    ][::order]
+    first(on_record if order > 0 else in_a_thread)
+
+    with pytest.raises(HandlerError, match=f"topic 'orders.parked', which is {use} by handler"):
+        second(in_a_thread if order > 0 else on_record)
+
+
+def test_handlers_may_share_a_topic_of_parked_records_or_of_dead_letters() -> None:
+    handlers = Handlers()
+
+    handlers.consume("orders", on_failure=Park("parked"))(on_record)
+    handlers.consume("clicks", on_failure=Park("parked"))(in_a_thread)
+    handlers.consume("views", on_failure=DeadLetter("dlt"))(on_record)
+    handlers.consume("dlt")(on_record)
+
+    assert len(list(handlers)) == 4
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,10 @@ def test_a_batch_error_keeps_the_error_of_each_record_it_names() -> None:
 
 @pytest.mark.parametrize(
     "errors",
-    [{}, {record(1): "text"}, {record(1): ValueError}, {7: ValueError()}],
-    ids=["nothing", "no exception", "a class", "an offset"],
+    [{}, {record(1): "text"}, {record(1): ValueError}, {7: ValueError()}, [record(1)]],
+    ids=["nothing", "no exception", "a class", "an offset", "a list"],
 )
-def test_a_batch_error_that_says_nothing_is_refused(errors: dict[Any, Any]) -> None:
+def test_a_batch_error_that_says_nothing_is_refused(errors: Any) -> None:
     with pytest.raises(HandlerError, match="BatchError"):
         BatchError(errors)
 

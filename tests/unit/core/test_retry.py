@@ -38,9 +38,19 @@ def test_a_late_attempt_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"attempts": 0}, {"initial": -1.0}, {"maximum": 0.01}, {"factor": 0.5}, {"jitter": 1.5}]
+    "values",
+    [
+        {"attempts": 0},
+        {"attempts": "3"},
+        {"attempts": 2.5},
+        {"initial": -1.0},
+        {"initial": "1"},
+        {"maximum": 0.01},
+        {"factor": 0.5},
+        {"jitter": 1.5},
+    ],
 )
-def test_values_outside_their_range_are_refused_by_name(values: dict[str, float]) -> None:
+def test_values_outside_their_range_are_refused_by_name(values: dict[str, object]) -> None:
     with pytest.raises(HandlerError, match=next(iter(values))):
         Retry(**values)  # type: ignore[arg-type]
 
