@@ -23,8 +23,12 @@ _TURNS_WITHIN = 3.0
 """Seconds without a look of the watch after which the event loop is said to stand still; it looks every second."""
 _PARKED = "parked"
 """The kind of finding about a record that is out of the way of its partition."""
+_HALTED = "halted"
+"""The kind of finding about halted records behind the oldest record, which do not hold their partition back yet."""
 _NAMED = 3
 """Of records that are waited for together so many are named."""
+_NAMED_HALTED = 10
+"""Of halted records so many are named: each is released by itself."""
 
 
 def steady(read: Callable[[], T]) -> T:
@@ -183,7 +187,7 @@ def _verdict(
     lasts = standing is not None and standing > limit
     if head is not None and epoch.stuck(now, limit) and (lasts or head.state == "halted"):
         return "stuck"
-    if any(finding.kind != _PARKED for finding in findings):
+    if any(finding.kind not in (_PARKED, _HALTED) for finding in findings):
         return "waiting"
     if head is not None:
         waits = head.state in ("outliving", "retrying", "halted", "given back", "held")
@@ -237,6 +241,7 @@ def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float,
         sentence = f"its position {epoch.outside_log} is not in the log; where to go on is being found out"
         yield Finding("outside log", sentence, None, None)
     yield from _run_again(engine, epoch, now, ward)
+    yield from _also_halted(engine, epoch)
     if epoch.gate is Gate.OPEN and fault is None:
         yield from _intake(engine, epoch, head, now)
     committer, committable = engine.committer, epoch.tracker.committable
@@ -305,6 +310,18 @@ def _run_again(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> Iterator
             cause = ward.cause_of(oldest)
             sentence = f"record {oldest!r}, which was parked and is run again, {cause.reason}"
             yield Finding(_PARKED, sentence, now - oldest.arrived, cause.what_to_do)
+
+
+def _also_halted(engine: Engine, epoch: Epoch) -> Iterator[Finding]:
+    """Records that will be in the way as soon as the oldest one is not."""
+    shards = engine.feed_of(epoch.topic_partition.topic).shards
+    oldest = epoch.tracker.oldest
+    halted = [one for each in shards for one in each.halted if one.epoch is epoch and one is not oldest]
+    if halted:
+        offsets = sorted(one.offset for one in halted)
+        named = ", ".join(map(str, offsets[:_NAMED_HALTED])) + (", ..." if len(offsets) > _NAMED_HALTED else "")
+        sentence = f"{len(offsets)} record(s) behind that one halted too: offset {named}"
+        yield Finding(_HALTED, sentence, None, None)
 
 
 def _intake(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:

@@ -284,6 +284,30 @@ def test_a_halted_record_is_released_as_is_told(call: str) -> None:
     run(test())
 
 
+def test_halted_records_behind_the_oldest_are_named_too() -> None:
+    app = make_app()
+
+    @app.consume("orders", retry=ONCE)
+    async def handle(record: Record) -> None:
+        if record.key != b"good":
+            raise LookupError("no such customer")
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            for key in ("a", "good", "b", "c"):
+                await client.publish("orders", "x", key=key, partition=3)
+            await asyncio.sleep(4.0)
+            assert "  2 record(s) behind that one halted too: offset 2, 3.\n" in app.explain()
+            app.skip("orders", 3, 0)
+            app.skip("orders", 3, 2)
+            await asyncio.sleep(1.0)
+            assert "halted too" not in app.explain()
+            app.skip("orders", 3, 3)
+            await client.settle()
+
+    run(test())
+
+
 def test_a_dead_letter_that_cannot_be_written() -> None:
     app = make_app()
 
