@@ -160,6 +160,10 @@ class ParkedKeys:
         self._waiting[key] = due
         heapq.heappush(self._due, (due, self._by_key[key][0].stored_at, next(self._tie_break), key))
 
+    def waits(self, key: Hashable) -> bool:
+        """Whether a key is parked and waits until it is due; otherwise it is being run again."""
+        return key in self._waiting
+
     def take_due(self, now: float) -> ParkedEntry | None:
         """The first record of a key that is due, which then waits no longer; None when none is."""
         due = self.next_due

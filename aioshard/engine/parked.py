@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from aioshard.core.parking import ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey, check_usable
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.ports import FetchedBatch, Message, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (
@@ -203,16 +203,15 @@ class Lot:
 
     def release(self, key: Hashable) -> None:
         """Run a key again now, unless that is being done."""
-        head = self.keys.head(key)
-        if head is not None and head.offset not in self.replaying:
+        if self.keys.waits(key):
             self.keys.postpone(key, 0.0)
 
-    @property
-    def replaying(self) -> set[int]:
-        """The offsets of what is being run again."""
-        return {delivery.entry.offset for delivery in self.replays.tracker.values() if isinstance(delivery, Replay)}
-
     # What is run again --------------------------------------------------------------
+
+    @property
+    def may_replay(self) -> bool:
+        """Whether what is due may be run again now: everything was read, and both gates are open."""
+        return self.restored and self.source.gate is Gate.OPEN and self.replays.gate is Gate.OPEN
 
     def replay(self, entry: ParkedEntry, record: Record, key: ShardKey, now: float) -> Replay:
         """Make the delivery of a parked record, tracked by the lot's epoch."""

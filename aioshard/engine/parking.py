@@ -181,8 +181,9 @@ class Parking:
         finally:
             lot.writing.discard(entry.offset)
         entry.replays, entry.due = replays, due
-        lot.failures[entry.key] = failure
-        lot.keys.postpone(entry.key, due)
+        if lot.keys.get(entry.offset) is entry:  # nobody has dropped it meanwhile
+            lot.failures[entry.key] = failure
+            lot.keys.postpone(entry.key, due)
         self._due.set()
         return Outcome.RETURNED
 
@@ -324,14 +325,14 @@ class Parking:
                 self._shelf.clear()
 
     def _until_due(self) -> float:
-        dues = [due for lot in self._lots.values() if lot.restored and (due := lot.keys.next_due) is not None]
+        dues = [due for lot in self._lots.values() if lot.may_replay and (due := lot.keys.next_due) is not None]
         running = sum(len(lot.replays.tracker) for lot in self._lots.values())
         if not dues or running >= self._at_once:
             return _LONGEST_WAIT  # what ends wakes us
         return min(max(min(dues) - self._now(), 0.01), _LONGEST_WAIT)
 
     async def _replay_due(self, lot: Lot) -> None:
-        while lot.restored and lot.source.gate is Gate.OPEN and lot.replays.gate is Gate.OPEN:
+        while lot.may_replay:
             if sum(len(other.replays.tracker) for other in self._lots.values()) >= self._at_once:
                 return
             entry = lot.keys.take_due(self._now())
@@ -340,7 +341,10 @@ class Parking:
             record = await self._fetch(lot, entry)
             if lot.keys.get(entry.offset) is not entry:
                 continue
-            if record is None or not lot.replays.is_open or not self._fits(record):
+            if record is None:
+                lot.keys.postpone(entry.key, self._now() + _BACKOFF)
+                return  # each of its keys may take as long, and other partitions are not to wait for all of them
+            if not lot.replays.is_open or not self._fits(record):
                 lot.keys.postpone(entry.key, self._now() + _BACKOFF)
                 continue
             key = lot.identity(record)

@@ -1,0 +1,150 @@
+"""What a partition takes in of its side topic, and what it leaves alone: plain records, no broker."""
+
+from aioshard.core.flow import Usage
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.parked import Lot
+from aioshard.ports import FetchedBatch, Message
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import Coordinates, Failure, Place, park, read_parked, tombstone
+
+ORDERS = TopicPartition("orders", 0)
+STORED_IN = TopicPartition("parked", 0)
+FAILURE = Failure("g", "h", 1, "ValueError", "no", 0.0)
+
+
+def original(offset: int, key: bytes = b"k") -> Record:
+    return Record("orders", 0, offset, key, b"", (), 0.0)
+
+
+def parked(offset: int, at: int, generation: int, key: bytes = b"k") -> Record:
+    return stored(park("parked", original(offset, key), FAILURE, generation=generation, due=60.0), at)
+
+
+def removed(offset: int, at: int, generation: int) -> Record:
+    return stored(tombstone("parked", Place(Coordinates("orders", 0, offset), generation)), at)
+
+
+def stored(message: Message, at: int) -> Record:
+    return Record("parked", 0, at, message.key, message.value, tuple(message.headers), 0.0)
+
+
+def lot(*before: Record, start: int = 100, generation: int = 7) -> tuple[Lot, list[Message]]:
+    """The parked records of a partition that became ours; *before* is what was in its side topic."""
+    buffer = Buffer(Usage(1_000, 1 << 20), lambda: None)
+    epoch = Epoch(ORDERS, 1, start, buffer)
+    made = Lot(epoch, STORED_IN, generation, buffer=buffer, shard_key=lambda record: record.key)
+    for record in before:
+        made.restore(record)
+    answers = list(made.finish_restoring())
+    made.read_to = before[-1].offset + 1 if before else 0
+    return made, answers
+
+
+def offsets(of: Lot) -> list[int]:
+    return sorted(entry.offset for entry in of.keys)
+
+
+def arrive(at: Lot, offset: int) -> Delivery:
+    """A record of the partition itself is delivered."""
+    delivery = Delivery(original(offset), at.source, b"k", 1, 0.0)
+    at.source.take_in(FetchedBatch(ORDERS, [delivery.record], [1], offset + 1), [delivery])
+    return delivery
+
+
+def acknowledged(at: Lot, offset: int, stored_at: int) -> None:
+    at.add(at.entry(original(offset), at.generation, stored_at, 60.0, 0), FAILURE)
+
+
+def test_what_the_partition_delivers_again_is_not_parked_and_is_taken_out() -> None:
+    made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(5, 2, 6), start=4)
+    assert offsets(made) == [3]
+    assert [read_parked(stored(answer, 9)) for answer in answers] == [
+        read_parked(removed(4, 9, 5)),
+        read_parked(removed(5, 9, 6)),
+    ]
+
+
+def test_the_tombstone_of_another_generation_takes_nothing_out() -> None:
+    made, _ = lot(parked(3, 0, 5), removed(3, 1, 4))
+    made.read(removed(3, 2, 6))
+    assert offsets(made) == [3]
+    made.read(removed(3, 3, 5))
+    assert offsets(made) == []
+
+
+def test_a_tombstone_that_is_older_than_the_park_takes_nothing_out() -> None:
+    """It is read after the park was acknowledged, though it lies before it."""
+    made, _ = lot()
+    acknowledged(made, 3, stored_at=10)
+    made.read(removed(3, 9, 7))
+    assert offsets(made) == [3]
+    made.read(removed(3, 11, 7))
+    assert offsets(made) == []
+
+
+def test_what_was_parked_in_a_later_generation_is_somebody_elses() -> None:
+    made, answers = lot(parked(3, 0, 8))
+    assert offsets(made) == []
+    assert answers == []
+    assert made.read(parked(4, 1, 8)) is None
+
+
+def test_what_was_parked_twice_counts_as_it_was_parked_last() -> None:
+    made, _ = lot(parked(3, 0, 6), parked(3, 1, 5))
+    (entry,) = made.keys
+    assert (entry.generation, entry.stored_at) == (6, 0)
+
+
+def test_a_park_that_was_stored_and_not_acknowledged_is_taken_out_when_its_record_has_ended_otherwise() -> None:
+    made, _ = lot()
+    delivery = arrive(made, 100)
+    made.source.open()
+    made.writing.add(100)
+    made.read(parked(100, 0, 7))
+    assert list(made.stale()) == []
+    made.writing.discard(100)
+    assert list(made.stale()) == [], "it failed, and is going to be tried again"
+    made.source.complete(delivery)
+    assert [answer.key for answer in made.stale()] == [b"orders/0/100@7"]
+    assert list(made.stale()) == []
+
+
+def test_a_park_that_is_seen_before_it_is_acknowledged_stays() -> None:
+    made, _ = lot()
+    made.writing.add(100)
+    made.read(parked(100, 0, 7))
+    assert list(made.stale()) == [], "its record is not tracked, and its write is on its way"
+    made.writing.discard(100)
+    acknowledged(made, 100, stored_at=0)
+    assert list(made.stale()) == []
+    assert offsets(made) == [100]
+
+
+def test_a_release_does_not_run_a_key_twice_at_once() -> None:
+    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+    entry = made.keys.take_due(60.0)
+    assert entry is not None
+    made.release(b"k")
+    assert made.keys.take_due(60.0) is None, "it was released while it was fetched to be run again"
+    made.replay(entry, original(3), b"k", 0.0)
+    made.release(b"k")
+    assert made.keys.take_due(60.0) is None, "it was released while it ran again"
+    made.remove(3)
+    following = made.keys.take_due(60.0)
+    assert following is not None
+    assert following.offset == 4
+
+
+def test_a_key_that_waits_is_released() -> None:
+    made, _ = lot(parked(3, 0, 5))
+    assert made.keys.take_due(0.0) is None
+    made.release(b"k")
+    assert made.keys.take_due(0.0) is not None
+
+
+def test_a_key_that_is_parked_anew_has_a_new_reason() -> None:
+    made, _ = lot(parked(3, 0, 5))
+    made.remove(3)
+    made.add(made.entry(original(101), 7, 1, 60.0, 0), FAILURE._replace(message="another"))
+    assert made.failures[b"k"].message == "another"

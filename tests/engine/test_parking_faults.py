@@ -1,0 +1,241 @@
+"""What goes wrong around parked keys: somebody intervenes, the side topic fails, the partition is paused."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from aioshard import App, Park, Record, Retry
+from aioshard.engine import parking
+from aioshard.errors import TransportError
+from aioshard.records import TopicPartition
+from aioshard.serde.side_records import Coordinates, ParkedRecord, read_parked, release, tombstone
+from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
+
+PARKED = "orders.parked"
+
+
+async def until(condition: Callable[[], bool], timeout: float = 600.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
+            await asyncio.sleep(0.05)
+
+
+class Ledger:
+    """A handler that fails for the keys that are broken, and notes what it has processed and when it ran."""
+
+    def __init__(self, *, takes: float = 0.01, delay: float = 10.0) -> None:
+        self.broken = {b"k"}
+        self.done: defaultdict[bytes, list[int]] = defaultdict(list)
+        self.runs: list[tuple[float, int]] = []
+        self.app = App("parking", commit_interval=0.1, drain_timeout=2.0)
+
+        @self.app.consume("orders", retry=Retry(attempts=1), on_failure=Park(PARKED, delay=delay))
+        async def handle(record: Record) -> None:
+            key = record.key or b""
+            self.runs.append((asyncio.get_running_loop().time(), record.offset))
+            await asyncio.sleep(takes)
+            if key in self.broken:
+                raise ConnectionError("the account is locked")
+            self.done[key].append(record.offset)
+
+
+def places(broker: InMemoryBroker) -> set[str]:
+    """Under which keys of the side topic something is parked."""
+    found: dict[str, bool] = {}
+    for record in sorted(broker.records(PARKED), key=lambda r: (r.partition, r.offset)):
+        if not (record.key or b"").startswith(b"release"):
+            found[(record.key or b"").decode()] = isinstance(read_parked(record), ParkedRecord)
+    return {place for place, there in found.items() if there}
+
+
+def drop(broker: InMemoryBroker, offset: int) -> None:
+    """As an operator does it."""
+    (place,) = [
+        parked.place
+        for record in broker.records(PARKED)
+        if isinstance(parked := read_parked(record), ParkedRecord) and parked.coordinates.offset == offset
+    ][-1:]
+    message = tombstone(PARKED, place)
+    broker.publish(PARKED, message.value, key=message.key, partition=message.partition)
+
+
+def request(broker: InMemoryBroker, offset: int) -> None:
+    message = release(PARKED, Coordinates("orders", 0, offset))
+    broker.publish(PARKED, message.value, key=message.key, partition=message.partition)
+
+
+def test_a_record_that_is_dropped_while_it_runs_again_is_not_parked_again() -> None:
+    ledger = Ledger(takes=3.0, delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(ledger.runs) == 2)
+            drop(client.broker, 0)
+            await asyncio.sleep(60.0)
+            assert len(ledger.runs) == 2
+            assert places(client.broker) == set()
+
+    run(test())
+
+
+def test_a_record_whose_park_fails_can_be_skipped_and_its_key_goes_on() -> None:
+    ledger = Ledger()
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            client.broker.fail_publishes(PARKED, TransportError("no"))
+            for _ in range(2):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(15.0)
+            ledger.broken.clear()
+            ledger.app.skip("orders", 0, 0)
+            await client.settle()
+            assert ledger.done[b"k"] == [1]
+            assert client.committed("orders", 0) == 2
+
+    run(test())
+
+
+def test_what_waits_to_be_parked_behind_its_key_runs_when_the_key_is_not_parked_any_more() -> None:
+    ledger = Ledger(delay=1_000.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            client.broker.fail_publishes(PARKED, TransportError("no"))
+            ledger.broken.clear()
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(5.0)
+            assert len(ledger.runs) == 1
+            drop(client.broker, 0)
+            await client.settle(timeout=60.0)
+            assert ledger.done[b"k"] == [1]
+
+    run(test())
+
+
+def test_nothing_that_is_parked_runs_again_while_its_partition_is_paused() -> None:
+    ledger = Ledger(delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            ledger.app.pause("orders", 0)
+            await asyncio.sleep(20.0)
+            client.broker.rebalance()
+            await asyncio.sleep(20.0)
+            assert len(ledger.runs) == 1
+            ledger.broken.clear()
+            ledger.app.resume("orders", 0)
+            await until(lambda: ledger.done[b"k"] == [0], timeout=2.0)
+
+    run(test())
+
+
+def test_what_is_due_in_a_paused_partition_costs_no_turns_of_the_loop() -> None:
+    ledger = Ledger(delay=5.0)
+    looked = 0
+
+    async def test() -> None:
+        nonlocal looked
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            ledger.app.pause("orders", 0)
+            engine = ledger.app._engine
+            assert engine is not None
+            (handler,) = engine.handlers
+            assert handler.parking is not None
+            real = handler.parking._until_due
+
+            def count() -> float:
+                nonlocal looked
+                looked += 1
+                return real()
+
+            handler.parking._until_due = count  # type: ignore[method-assign]
+            await asyncio.sleep(100.0)
+
+    run(test())
+    assert looked < 20
+
+
+class SlowReads(InMemorySideTopics):
+    """Reads, beside following, take as long as they do when a broker is slow."""
+
+    seconds = 5.0
+
+    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+        await asyncio.sleep(self.seconds)
+        return await super().read(topic_partition, offset)
+
+
+def test_a_key_that_is_released_while_it_is_fetched_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(takes=8.0, delay=10.0)
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", SlowReads)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=20.0)
+            ledger.broken.clear()
+            await asyncio.sleep(12.0)
+            assert len(ledger.runs) == 1, "it is being fetched"
+            request(client.broker, 0)
+            await asyncio.sleep(60.0)
+            assert ledger.done[b"k"] == [0]
+            assert places(client.broker) == set()
+
+    run(test())
+
+
+class OneUnreadable(InMemorySideTopics):
+    """One partition has no leader: it takes a while until that is known."""
+
+    unreadable = True
+
+    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+        if self.unreadable and topic_partition.partition == 0:
+            await asyncio.sleep(3.0)
+            raise TransportError("nobody leads it")
+        return await super().read(topic_partition, offset)
+
+
+def test_a_side_partition_that_cannot_be_read_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(delay=5.0)
+    ledger.broken = {f"{number}".encode() for number in range(100)}
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", OneUnreadable)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            for number in range(20):
+                await client.publish("orders", b"", key=f"{number}", partition=number // 10)
+            await client.settle()
+            ledger.broken.clear()
+            await until(lambda: len(ledger.done) == 10, timeout=60.0)
+            monkeypatch.setattr(OneUnreadable, "unreadable", False)
+            await until(lambda: len(ledger.done) == 20, timeout=60.0)
+
+    run(test())
+
+
+def test_more_is_not_parked_than_a_process_keeps_track_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(delay=1_000.0)
+    monkeypatch.setattr(parking, "_MOST_PARKED", 3)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            for _ in range(5):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(30.0)
+            assert client.committed("orders", 0) == 3
+            assert "release or drop some" in ledger.app.explain()
+            drop(client.broker, 0)
+            await until(lambda: client.committed("orders", 0) == 4)
+
+    run(test())
