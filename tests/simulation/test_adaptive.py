@@ -236,6 +236,27 @@ def test_a_back_end_that_becomes_slower_itself_does_not_keep_it_down(changed_at:
     assert caller.between(changed_at + 50, changed_at + 60).median <= 1.5 * SERVICE
 
 
+def test_a_latency_that_does_not_come_down_with_the_limit_does_not_take_it_all() -> None:
+    """Until the next probe, at 24 s, it may be a queue of others."""
+    caller = adaptive()
+    back_end = BackEnd(32, seed=5)
+    back_end.run([caller], 17.0)
+    back_end.service = 5 * SERVICE
+    back_end.run([caller], 23.5)
+
+    assert 6 <= caller.limit <= 10
+
+
+def test_one_that_began_far_too_high_comes_down() -> None:
+    """The queue is so long that half of it is a queue as well: the probe goes deeper until it finds its end."""
+    limiter = LatencyGradient(Adaptive(1, 512, initial=256))
+    caller = Caller(limiter, limiter.limit)
+    BackEnd(16, seed=17).run([caller], 22.0)
+
+    assert caller.between(14.0, 22.0).limit <= 1.4 * 16
+    assert caller.between(14.0, 22.0).median <= 1.5 * SERVICE
+
+
 def test_a_limit_that_is_not_used_does_not_grow() -> None:
     caller = adaptive(per_second=500)  # five at a time
     BackEnd(64, seed=6).run([caller], 120.0)
