@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from aioshard.core.retry import Retry
 from aioshard.engine.epoch import Block, Delivery, Detour, FailureNote, Outcome
 from aioshard.engine.shards import Shards
+from aioshard.errors import HandlerError
 
 __all__ = ["Counters", "Halt", "Pause", "Recourse", "Settlement", "Verdict"]
 
@@ -122,7 +123,7 @@ class Settlement:
         self.counters.retried += 1
         shards.retry(delivery, Block(halted=False, error=str(note), since=self._clock()), delay)
         level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
-        message = "record %r failed attempt %d and runs again in %.2f s (%s); %d attempts of its handler failed so far"
+        message = "record %r failed attempt %d and runs again in %.2f s (%s); failed attempts of its handler so far: %d"
         logger.log(level, message, delivery, delivery.failures, delay, note, self.counters.retried)
         return False
 
@@ -155,8 +156,15 @@ class Settlement:
         _note(delivery, error)
         self.counters.retried += 1
 
-    def give_up(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
-        """No attempt follows any more; returns whether a detour follows at once."""
+    def give_up(self, delivery: Delivery, error: BaseException, shards: Shards, *, keyed: bool = True) -> bool:
+        """No attempt follows any more; returns whether a detour follows at once.
+
+        Args:
+            delivery: What has failed.
+            error: What it failed with.
+            shards: Where it is.
+            keyed: Whether it has a shard key; its handler must not see it otherwise, also not as a probe.
+        """
         note = delivery.failure
         assert note is not None  # noqa: S101 - set by whoever noted the failure
         verdict = self._recourse.decide(delivery)
@@ -165,6 +173,9 @@ class Settlement:
             level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
             message = "record %r failed %d time(s), and %s (%s)"
             logger.log(level, message, delivery, note.attempts, verdict.purpose, note, exc_info=error)
+            return True
+        if isinstance(verdict, Pause) and not keyed:
+            delivery.divert(Detour("it is diverted as soon as the budget allows", self._divert_later))
             return True
         if isinstance(verdict, Pause):
             self._paused(delivery, verdict.why)
@@ -194,8 +205,15 @@ class Settlement:
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
         """The sharding function failed for a record: it cannot run in order, and no attempt makes sense."""
         _note(delivery, error)
-        if self.give_up(delivery, error, shards):
+        if self.give_up(delivery, error, shards, keyed=False):
             shards.again(delivery)
+
+    async def _divert_later(self, delivery: Delivery) -> Outcome:
+        verdict = self._recourse.decide(delivery)
+        if not isinstance(verdict, Detour):
+            raise HandlerError(verdict.why if isinstance(verdict, Pause) else "it cannot be diverted")
+        delivery.detour = verdict  # it is paid for: when it fails, it is not asked for again
+        return await verdict.take(delivery)
 
     def _detour_failed(self, delivery: Delivery, detour: Detour, error: BaseException, shards: Shards) -> None:
         delivery.detours += 1

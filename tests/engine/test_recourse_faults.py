@@ -1,0 +1,178 @@
+"""What a failure policy does where several things go wrong at once, and what an operator changes meanwhile."""
+
+import asyncio
+from collections.abc import Callable
+
+from aioshard import App, Budget, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard.errors import TransportError
+from aioshard.testing import TestClient, run
+
+ONCE = Retry(attempts=1)
+
+
+async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
+            await asyncio.sleep(0.05)
+
+
+def test_a_record_without_a_shard_key_never_runs_also_when_the_budget_is_spent() -> None:
+    app = App("recourse", commit_interval=0.1)
+    ran: list[int] = []
+
+    def shard_by(record: Record) -> bytes | None:
+        if record.offset < 3:
+            raise KeyError("no tenant")
+        return record.key
+
+    policy = DeadLetter("d", budget=Budget(per_success=0.5, burst=1))
+
+    @app.consume("orders", shard_by=shard_by, retry=ONCE, on_failure=policy)
+    async def handle(record: Record) -> None:
+        ran.append(record.offset)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for _ in range(10):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            for _ in range(10):  # each success pays for a half, and no more than one can be saved up
+                await asyncio.sleep(20.0)
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=20.0)
+            assert len(client.records("d")) == 3
+
+    run(test())
+    assert ran == list(range(3, 20))
+
+
+def test_a_probe_does_not_run_in_a_partition_that_the_application_has_paused_too() -> None:
+    app = App("recourse", commit_interval=0.1)
+    ran: list[int] = []
+    down = True
+
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d", budget=Budget(per_success=0.01, burst=1)))
+    async def handle(record: Record) -> None:
+        ran.append(record.offset)
+        if down:
+            raise ConnectionError
+
+    async def test() -> None:
+        nonlocal down
+        async with TestClient(app) as client:
+            for number in range(10):
+                await client.publish("orders", b"", key=f"{number}", partition=0)
+            await until(lambda: "budget" in app.explain())
+            app.pause("orders", 0)
+            await asyncio.sleep(0.1)
+            before = list(ran)
+            await asyncio.sleep(60.0)
+            assert ran == before
+            down = False
+            app.resume("orders", 0)
+            await client.settle(timeout=20.0)
+
+    run(test())
+
+
+def test_a_released_record_has_all_its_attempts_anew() -> None:
+    app = App("recourse", commit_interval=0.1)
+    ran: list[int] = []
+
+    @app.consume("orders", retry=Retry(attempts=3, initial=0.1))
+    async def handle(record: Record) -> None:
+        ran.append(record.offset)
+        raise ValueError
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: app.statistics().handlers[0].halted == 1)
+            assert len(ran) == 3
+            app.retry_now("orders", 0, 0)
+            await asyncio.sleep(10.0)
+            assert len(ran) == 6
+
+    run(test())
+
+
+def test_a_parked_record_that_hangs_when_it_runs_again_is_released_by_its_own_offset() -> None:
+    """It swallows its time-out, so it halts; skipping it takes it out of the side topic."""
+    app = App("recourse", commit_interval=0.1)
+    phase = "broken"
+    done: list[int] = []
+
+    @app.consume("orders", timeout=1.0, retry=ONCE, on_failure=Park("parked", delay=5.0))
+    async def handle(record: Record) -> None:
+        if phase == "broken":
+            raise ValueError
+        if phase == "hangs":
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                return
+        done.append(record.offset)
+
+    async def test() -> None:
+        nonlocal phase
+        async with TestClient(app) as client:
+            for key in ("a", "b"):
+                await client.publish("orders", b"", key=key, partition=0)
+            await client.settle()
+            phase = "hangs"
+            await until(lambda: app.statistics().handlers[0].halted == 2)
+            phase = "well"
+            app.skip("orders", 0, 1)
+            await asyncio.sleep(1.0)
+            assert [record.key for record in client.records("parked") if record.value is None] == [b"orders/0/1@1"]
+            assert app.statistics().handlers[0].skipped == 1
+            app.retry_now("orders", 0, 0)
+            await asyncio.sleep(20.0)
+            assert len(client.records("parked")) == 4
+
+    run(test())
+    assert done == [0]
+
+
+def test_a_dead_letter_that_takes_long_to_write_is_not_an_attempt_that_timed_out() -> None:
+    app = App("recourse", commit_interval=0.1)
+    ran: list[int] = []
+
+    @app.consume("orders", timeout=0.5, retry=Retry(attempts=2, initial=0.1), on_failure=DeadLetter("d"))
+    async def handle(record: Record) -> None:
+        ran.append(record.offset)
+        raise ValueError
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            client.broker.available = True
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(ran) == 2)
+            client.broker.available = False
+            await asyncio.sleep(20.0)
+            client.broker.available = True
+            await client.settle(timeout=30.0)
+            assert app.statistics().handlers[0].dead_lettered == 1
+
+    run(test())
+    assert ran == [0, 0]
+
+
+def test_a_dead_letter_that_is_tried_again_takes_no_token_of_the_rate_limit() -> None:
+    app = App("recourse", commit_interval=0.1)
+    started: list[float] = []
+
+    @app.consume("orders", rate_limit=RateLimit(1.0, burst=1), retry=ONCE, on_failure=DeadLetter("d"))
+    async def handle(record: Record) -> None:
+        started.append(asyncio.get_running_loop().time())
+        if record.offset == 0:
+            raise ValueError
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            client.broker.fail_publishes("d", TransportError("no"))
+            for number in range(21):
+                await client.publish("orders", b"", key=f"{number}", partition=0)
+            await until(lambda: len(started) == 21)
+
+    run(test())
+    assert started[-1] - started[0] < 20.5
