@@ -103,7 +103,8 @@ It is librdkafka's mock cluster, for a first try and for tests of one member. It
   - a partition keeps its newest {RETAINED_BYTES // 1024**2} MiB or {RETAINED_BATCHES:,} batches; older ones are dropped
   - a commit during a rebalance is refused, so records repeat
   - a rebalance takes the session time-out less 1 s, also when an app is run again: hence the short one above
-  - no transactions, no compaction, no static membership, no TLS, no users; topics cannot be administered
+  - no transactions, no compaction, no static membership, no TLS, no users
+  - topics cannot be administered: Park and dlt drop need a Kafka
 
 Ctrl-C ends it.
 """
