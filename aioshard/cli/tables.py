@@ -35,7 +35,9 @@ def _print_rich(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(*headings, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")  # nothing is lost in a narrow terminal: offsets and keys are copied
     for row in rows:
         # As text: a record may hold what rich takes for its markup.
         table.add_row(*map(Text, row))

@@ -26,6 +26,18 @@ def test_a_terminal_gets_a_table_without_taking_records_for_markup(
     assert "[/nothing] :smile:" in printed
 
 
+def test_a_narrow_terminal_loses_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+
+    print_table(("failed", "key"), [("2026-11-21T18:12:37+00:00", "customer-of-a-very-long-name")])
+
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    columns = [line.split() for line in printed.splitlines()[1:]]
+    assert "".join(cells[0] for cells in columns) == "2026-11-21T18:12:37+00:00"
+
+
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
