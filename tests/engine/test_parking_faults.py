@@ -14,6 +14,7 @@ from aioshard.serde.side_records import Coordinates, ParkedRecord, read_parked, 
 from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
 
 PARKED = "orders.parked"
+ONCE = Retry(attempts=1)
 
 
 async def until(condition: Callable[[], bool], timeout: float = 600.0) -> None:
@@ -25,13 +26,13 @@ async def until(condition: Callable[[], bool], timeout: float = 600.0) -> None:
 class Ledger:
     """A handler that fails for the keys that are broken, and notes what it has processed and when it ran."""
 
-    def __init__(self, *, takes: float = 0.01, delay: float = 10.0) -> None:
+    def __init__(self, *, takes: float = 0.01, delay: float = 10.0, retry: Retry = ONCE) -> None:
         self.broken = {b"k"}
         self.done: defaultdict[bytes, list[int]] = defaultdict(list)
         self.runs: list[tuple[float, int]] = []
         self.app = App("parking", commit_interval=0.1, drain_timeout=2.0)
 
-        @self.app.consume("orders", retry=Retry(attempts=1), on_failure=Park(PARKED, delay=delay))
+        @self.app.consume("orders", retry=retry, on_failure=Park(PARKED, delay=delay))
         async def handle(record: Record) -> None:
             key = record.key or b""
             self.runs.append((asyncio.get_running_loop().time(), record.offset))
@@ -77,6 +78,7 @@ def test_a_record_that_is_dropped_while_it_runs_again_is_not_parked_again() -> N
             await asyncio.sleep(60.0)
             assert len(ledger.runs) == 2
             assert places(client.broker) == set()
+            assert sum(record.value is not None for record in client.records(PARKED)) == 1
 
     run(test())
 
@@ -137,6 +139,69 @@ def test_nothing_that_is_parked_runs_again_while_its_partition_is_paused() -> No
     run(test())
 
 
+def test_what_waits_for_its_next_attempt_after_it_was_parked_is_paused_too() -> None:
+    ledger = Ledger(delay=5.0, retry=Retry(attempts=3, initial=3.0, jitter=0.0))
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=60.0)
+            await until(lambda: len(ledger.runs) == 4)
+            await asyncio.sleep(1.0)
+            ledger.app.pause("orders", 0)
+            await asyncio.sleep(60.0)
+            assert len(ledger.runs) == 4
+            ledger.broken.clear()
+            ledger.app.resume("orders", 0)
+            await until(lambda: ledger.done[b"k"] == [0], timeout=10.0)
+
+    run(test())
+
+
+def test_a_partition_that_goes_away_waits_for_what_runs_again_and_nothing_of_it_runs_twice() -> None:
+    ledger = Ledger(takes=1.0, delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+            ledger.broken.clear()
+            await until(lambda: len(ledger.runs) == 2)
+            await client.revoke("orders", 0)
+            assert ledger.done[b"k"] == [0]
+            assert places(client.broker) == set()
+            await client.assign("orders", 0)
+            await asyncio.sleep(30.0)
+            assert len(ledger.runs) == 2
+
+    run(test())
+
+
+def test_what_waits_to_run_again_is_forgotten_with_its_partition() -> None:
+    ledger = Ledger(delay=5.0, retry=Retry(attempts=3, initial=3.0, jitter=0.0))
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle(timeout=60.0)
+            await until(lambda: len(ledger.runs) == 4)
+            await asyncio.sleep(1.0)
+            await client.revoke("orders", 0)
+            await asyncio.sleep(60.0)
+            assert len(ledger.runs) == 4, "it is another member's now"
+            ledger.broken.clear()
+            await client.assign("orders", 0)
+            await until(lambda: ledger.done[b"k"] == [0], timeout=30.0)
+            assert app_is_empty(ledger.app)
+
+    run(test())
+
+
+def app_is_empty(app: App) -> bool:
+    statistics = app.statistics()
+    return statistics.buffered_records == 0 and statistics.handlers[0].shards == 0
+
+
 def test_what_is_due_in_a_paused_partition_costs_no_turns_of_the_loop() -> None:
     ledger = Ledger(delay=5.0)
     looked = 0
@@ -190,6 +255,38 @@ def test_a_key_that_is_released_while_it_is_fetched_runs_once(monkeypatch: pytes
             await asyncio.sleep(60.0)
             assert ledger.done[b"k"] == [0]
             assert places(client.broker) == set()
+
+    run(test())
+
+
+class Meddled(InMemorySideTopics):
+    """Something is written while what is parked is read, and those who follow see it before that is over."""
+
+    meddle: Callable[[], None] | None = None
+
+    async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
+        found = await super().read(topic_partition, offset)
+        if found and self.meddle is not None:
+            type(self).meddle, meddle = None, self.meddle
+            meddle()
+            await asyncio.sleep(1.0)
+        return found
+
+
+def test_what_is_dropped_while_a_partition_is_restored_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshard.testing.client.InMemorySideTopics", Meddled)
+
+    async def test() -> None:
+        broker = InMemoryBroker()
+        async with TestClient(Ledger().app, broker=broker) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await client.settle()
+        ledger = Ledger()
+        monkeypatch.setattr(Meddled, "meddle", staticmethod(lambda: drop(broker, 0)))
+        async with TestClient(ledger.app, broker=broker):
+            await asyncio.sleep(60.0)
+        assert Meddled.meddle is None
+        assert ledger.runs == []
 
     run(test())
 

@@ -45,6 +45,36 @@ def test_a_record_without_a_shard_key_never_runs_also_when_the_budget_is_spent()
     assert ran == list(range(3, 20))
 
 
+def test_a_record_without_a_shard_key_is_paid_for_once_however_often_its_dead_letter_fails() -> None:
+    app = App("recourse", commit_interval=0.1)
+
+    def shard_by(record: Record) -> bytes | None:
+        if record.offset < 2:
+            raise KeyError("no tenant")
+        return record.key
+
+    policy = DeadLetter("d", budget=Budget(per_success=0.5, burst=1))
+
+    @app.consume("orders", shard_by=shard_by, retry=ONCE, on_failure=policy)
+    async def handle(record: Record) -> None:
+        """Succeeds."""
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for _ in range(2):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: len(client.records("d")) == 1)
+            client.broker.fail_publishes("d", TransportError("no"))
+            for _ in range(2):
+                await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(60.0)
+            client.broker.fail_publishes("d", None)
+            await client.settle(timeout=30.0)
+            assert len(client.records("d")) == 2
+
+    run(test())
+
+
 def test_a_probe_does_not_run_in_a_partition_that_the_application_has_paused_too() -> None:
     app = App("recourse", commit_interval=0.1)
     ran: list[int] = []
@@ -152,6 +182,7 @@ def test_a_dead_letter_that_takes_long_to_write_is_not_an_attempt_that_timed_out
             client.broker.available = True
             await client.settle(timeout=30.0)
             assert app.statistics().handlers[0].dead_lettered == 1
+            assert len(client.records("d")) == 1, "a write that is cancelled is stored all the same"
 
     run(test())
     assert ran == [0, 0]
