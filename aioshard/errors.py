@@ -18,6 +18,7 @@ __all__ = [
     "CorruptRecordError",
     "HaltedError",
     "HandlerError",
+    "MessageError",
     "MessageTooLargeError",
     "MissingExtraError",
     "NoOffsetError",
@@ -53,6 +54,10 @@ class NotBuiltError(HandlerError):
 
     def __init__(self, option: str, instead: str) -> None:
         super().__init__(f"{option} is not available in this version of aioshard; {instead}")
+
+
+class MessageError(AioshardError):
+    """What was to be published is no message: the sentence says what was expected."""
 
 
 class SettingsError(AioshardError):

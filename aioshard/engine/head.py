@@ -93,7 +93,7 @@ class Ward:
             key=self._shown(record.key),
             shard=self._shard_of(delivery),
             age=max(self._now - delivery.arrived, 0.0),
-            attempt=max(delivery.failures, 1) if over else delivery.failures + 1,
+            attempt=min(max(delivery.failures, 1) if over else delivery.failures + 1, self.running.spec.retry.attempts),
             attempts=self.running.spec.retry.attempts,
             state=cause.state,
             since=cause.since,

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterable
 
+from aioshard.errors import MessageError
 from aioshard.ports import Message
+from aioshard.records import TOPIC_NAME
 
 __all__ = ["encoded", "message"]
 
@@ -36,14 +38,23 @@ def message(
         headers: Name and content of each.
         partition: None lets the key choose.
 
+    Raises:
+        MessageError: The topic is no name of one, or the headers are no pairs.
+
     Example:
         >>> message("invoices", {"total": 7}, key="a").value
         b'{"total": 7}'
     """
+    if not TOPIC_NAME.fullmatch(str(topic)) or not isinstance(topic, str):
+        raise MessageError(f"{topic!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected")
+    try:
+        pairs = [(name, content) for name, content in headers]
+    except (TypeError, ValueError):
+        raise MessageError(f"headers={headers!r} was refused: pairs of a name and a content were expected") from None
     return Message(
         topic,
         None if value is None else encoded(value),
         None if key is None else encoded(key),
-        tuple((name, None if content is None else encoded(content)) for name, content in headers),
+        tuple((name, None if content is None else encoded(content)) for name, content in pairs),
         partition,
     )

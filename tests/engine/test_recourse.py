@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from aioshard import App, Budget, Context, DeadLetter, Record, Retry
-from aioshard.errors import MessageTooLargeError, StateError
+from aioshard.errors import MessageError, MessageTooLargeError, StateError
+from aioshard.serde.messages import message
 from aioshard.serde.side_records import read_dead_letter
 from aioshard.testing import TestClient, run
 
@@ -569,6 +570,19 @@ def test_a_handler_publishes_through_its_context() -> None:
 def test_a_handler_publishes_through_its_app() -> None:
     (record,) = publishing(lambda app, _: app.publish("invoices", None, key=b"a", partition=2))
     assert (record.key, record.value, record.partition) == (b"a", None, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"topic": 3}, "3 is no topic name"),
+        ({"topic": ""}, "'' is no topic name"),
+        ({"topic": "invoices", "headers": {"trace": "7"}}, "headers={'trace': '7'} was refused"),
+    ],
+)
+def test_what_is_no_message_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(MessageError, match=said):
+        message(value=b"", **arguments)
 
 
 async def test_nothing_is_published_while_the_app_does_not_run() -> None:

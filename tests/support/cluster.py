@@ -19,6 +19,7 @@ from tests.support.certificates import Certificates
 __all__ = ["DEADLINE", "POLL_INTERVAL", "GuardedCluster", "KafkaCluster", "Message", "is_ready"]
 
 DEADLINE = 30.0
+MARKER_INTERVAL = 0.01
 """Seconds that any one call may take."""
 
 POLL_INTERVAL = 0.02
@@ -112,7 +113,8 @@ class KafkaCluster:
     ) -> list[tuple[int, int]]:
         """Appends records in one transaction, which ends committed or, with *abort*, aborted.
 
-        Either way the transaction leaves one marker, an offset without a record, in each partition it touched.
+        Either way the transaction leaves one marker, an offset without a record, in each partition it touched. Brokers
+        answer before the markers are written; this returns when they are.
         """
         producer = AIOKafkaProducer(
             bootstrap_servers=self.bootstrap, transactional_id=transactional_id, max_batch_size=BATCH_BYTES
@@ -121,7 +123,15 @@ class KafkaCluster:
             await producer.begin_transaction()
             positions = await _send(producer, topic, messages, partition, ())
             await (producer.abort_transaction() if abort else producer.commit_transaction())
+            last = dict(sorted(positions))
+            while not await self._lie_behind(topic, last):  # noqa: ASYNC110 - nothing tells when a marker is written
+                await asyncio.sleep(MARKER_INTERVAL)
         return positions
+
+    async def _lie_behind(self, topic: str, last: Mapping[int, int]) -> bool:
+        """Whether in each partition something follows its *last* record."""
+        ends = await self.end_offsets(topic)
+        return all(ends[partition] > offset + 1 for partition, offset in last.items())
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         """The group's committed offset of each partition that has one."""
