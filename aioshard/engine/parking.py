@@ -94,6 +94,8 @@ class Parking:
         self._lots: dict[Epoch, Lot] = {}
         self._ensured = 0
         self._shelf = Shelf()
+        self._refused: set[Message] = set()
+        """Answers that could not be written, and are tried again."""
         self._due = asyncio.Event()
         self._epoch_time = time.time() - clock()
         self._behind = Detour(f"its key is parked, and it is written to {policy.topic} behind it", self._park_behind)
@@ -283,18 +285,22 @@ class Parking:
 
     async def read(self) -> None:
         """Follow the side topic until cancelled: what is parked, dropped, and asked to be released."""
-        while True:
-            try:
-                records = await self._side.poll(_POLL_TIMEOUT)
-                answers = [answer for record in records for answer in self._read(record)]
-                answers += [(lot, message) for lot in self.lots for message in lot.stale()]
-                await asyncio.gather(*(self._answer(lot, message) for lot, message in answers))
-                self.trouble = None
-            except TransportError as error:
-                if self.trouble is None:
-                    logger.error("topic %s cannot be read or answered: %s", self.policy.topic, error)  # noqa: TRY400
-                self.trouble = str(error)
-                await asyncio.sleep(_BACKOFF)
+        async with asyncio.TaskGroup() as answering:
+            while True:
+                try:
+                    records = await self._side.poll(_POLL_TIMEOUT)
+                    answers = [answer for record in records for answer in self._read(record)]
+                    answers += [(lot, message) for lot in self.lots for message in lot.stale()]
+                    for lot, message in answers:
+                        # One partition that cannot be written keeps none of the others from being followed.
+                        answering.create_task(self._answer(lot, message), name=f"answer in {lot.stored_in}")
+                    if not self._refused:
+                        self.trouble = None
+                except TransportError as error:
+                    if self.trouble is None:
+                        logger.error("topic %s cannot be read or answered: %s", self.policy.topic, error)  # noqa: TRY400
+                    self.trouble = str(error)
+                    await asyncio.sleep(_BACKOFF)
 
     def _read(self, record: Record) -> Iterator[tuple[Lot, Message]]:
         for lot in self.lots:
@@ -303,14 +309,18 @@ class Parking:
         self._due.set()
 
     async def _answer(self, lot: Lot, message: Message) -> None:
-        while lot.replays.gate is not Gate.ENDED:
-            try:
-                await self._publish(message)
-            except TransportError as error:
-                self.trouble = str(error)
-                await asyncio.sleep(_BACKOFF)
-            else:
-                return
+        try:
+            while lot.replays.gate is not Gate.ENDED:
+                try:
+                    await self._publish(message)
+                except TransportError as error:
+                    self._refused.add(message)
+                    self.trouble = str(error)
+                    await asyncio.sleep(_BACKOFF)
+                else:
+                    return
+        finally:
+            self._refused.discard(message)
 
     async def replay(self) -> None:
         """Run again what is due, until cancelled."""

@@ -9,9 +9,10 @@ import pytest
 from aioshard import App, Park, Record, Retry
 from aioshard.engine import parking
 from aioshard.errors import TransportError
+from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, ParkedRecord, read_parked, release, tombstone
-from aioshard.testing import InMemoryBroker, InMemorySideTopics, TestClient, run
+from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
 
 PARKED = "orders.parked"
 ONCE = Retry(attempts=1)
@@ -62,8 +63,8 @@ def drop(broker: InMemoryBroker, offset: int) -> None:
     broker.publish(PARKED, message.value, key=message.key, partition=message.partition)
 
 
-def request(broker: InMemoryBroker, offset: int) -> None:
-    message = release(PARKED, Coordinates("orders", 0, offset))
+def request(broker: InMemoryBroker, offset: int, partition: int = 0) -> None:
+    message = release(PARKED, Coordinates("orders", partition, offset))
     broker.publish(PARKED, message.value, key=message.key, partition=message.partition)
 
 
@@ -255,6 +256,47 @@ def test_a_key_that_is_released_while_it_is_fetched_runs_once(monkeypatch: pytes
             await asyncio.sleep(60.0)
             assert ledger.done[b"k"] == [0]
             assert places(client.broker) == set()
+
+    run(test())
+
+
+class OneUnwritable(InMemoryProducer):
+    """Of one side partition nothing is acknowledged."""
+
+    unwritable = False
+
+    async def publish(self, message: Message) -> int:
+        if self.unwritable and (message.topic, message.partition) == (PARKED, 0):
+            raise TransportError("nobody leads it")
+        return await super().publish(message)
+
+
+def test_a_side_partition_that_cannot_be_answered_keeps_no_release_of_another_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = Ledger(delay=1_000_000.0)
+    ledger.broken = {b"k0", b"k1"}
+    monkeypatch.setattr("aioshard.testing.client.InMemoryProducer", OneUnwritable)
+
+    async def test() -> None:
+        async with TestClient(ledger.app) as client:
+            for partition in (0, 1):
+                await client.publish("orders", b"", key=f"k{partition}", partition=partition)
+            await client.settle()
+            ledger.broken.clear()
+            monkeypatch.setattr(OneUnwritable, "unwritable", True)
+            request(client.broker, 0)
+            await asyncio.sleep(5.0)
+            engine = ledger.app._engine
+            assert engine is not None
+            parked = engine.handlers[0].parking
+            assert parked is not None
+            assert parked.trouble == "nobody leads it"
+            request(client.broker, 0, partition=1)
+            await until(lambda: ledger.done[b"k1"] == [0], timeout=5.0)
+            monkeypatch.setattr(OneUnwritable, "unwritable", False)
+            await until(lambda: places(client.broker) == set(), timeout=60.0)
+            await until(lambda: parked.trouble is None, timeout=5.0)
 
     run(test())
 
