@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import anyio
 
-from aioshard.core.parking import NEVER, ParkedEntry
+from aioshard.core.parking import NEVER
 from aioshard.core.recourse import Park
 from aioshard.core.sharding import ShardKey, shard_number
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Detour, Epoch, Gate, Outcome
 from aioshard.engine.parked import Lot, Replay
 from aioshard.engine.recourse import Publish, failure_of
+from aioshard.engine.retrieval import Retrieval
 from aioshard.engine.settling import Verdict
 from aioshard.engine.shards import Shards
-from aioshard.engine.shelf import Shelf
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.ports import Message, SideTopics, record_size
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.side_records import Failure, ParkedRecord, park, read_parked, tombstone
+from aioshard.serde.side_records import Failure, park, tombstone
 
 __all__ = ["Parking"]
 
@@ -93,7 +93,7 @@ class Parking:
         self._clock = clock
         self._lots: dict[Epoch, Lot] = {}
         self._ensured = 0
-        self._shelf = Shelf()
+        self._retrieval = Retrieval(side_topics)
         self._refused: set[Message] = set()
         """Answers that could not be written, and are tried again."""
         self._due = asyncio.Event()
@@ -295,7 +295,7 @@ class Parking:
                         # One partition that cannot be written keeps none of the others from being followed.
                         answering.create_task(self._answer(lot, message), name=f"answer in {lot.stored_in}")
                     if not self._refused:
-                        self.trouble = None
+                        self.trouble = self._retrieval.trouble()
                 except TransportError as error:
                     if self.trouble is None:
                         logger.error("topic %s cannot be read or answered: %s", self.policy.topic, error)  # noqa: TRY400
@@ -329,10 +329,10 @@ class Parking:
             for lot in list(self._lots.values()):
                 await self._replay_due(lot)
             wait = self._until_due()
-            with anyio.move_on_after(min(wait, _SHELF_LASTS) if self._shelf else wait) as waited:
+            with anyio.move_on_after(min(wait, _SHELF_LASTS) if self._retrieval.holds_some else wait) as waited:
                 await self._due.wait()
             if waited.cancelled_caught:
-                self._shelf.clear()
+                self._retrieval.forget()
 
     def _until_due(self) -> float:
         dues = [due for lot in self._lots.values() if lot.may_replay and (due := lot.keys.next_due) is not None]
@@ -348,15 +348,12 @@ class Parking:
             entry = lot.keys.take_due(self._now())
             if entry is None:
                 return
-            record = await self._fetch(lot, entry)
+            record = await self._retrieval.fetch(lot, entry)
             if lot.keys.get(entry.offset) is not entry:
                 continue
-            if record is None:
+            if record is None or not lot.replays.is_open or not self._fits(record):
                 lot.keys.postpone(entry.key, self._now() + _BACKOFF)
                 return  # each of its keys may take as long, and other partitions are not to wait for all of them
-            if not lot.replays.is_open or not self._fits(record):
-                lot.keys.postpone(entry.key, self._now() + _BACKOFF)
-                continue
             key = lot.identity(record)
             number = self._number(key, entry.offset) if self._fixed else 0
             replay = lot.replay(entry, record, number if self._fixed else key, self._clock())
@@ -371,20 +368,6 @@ class Parking:
         buffer = self._buffer
         size = record_size(record.key, record.value, record.headers)
         return buffer.bytes + size <= buffer.bounds.bytes or not any(len(lot.replays.tracker) for lot in self.lots)
-
-    async def _fetch(self, lot: Lot, entry: ParkedEntry) -> Record | None:
-        """A parked record as it was; None when it cannot be had now, or another was written in its place."""
-        stored = self._shelf.take(lot.stored_in, entry.stored_at)
-        if stored is None:
-            try:
-                found = await self._side.read(lot.stored_in, entry.stored_at)
-            except TransportError as error:
-                self.trouble = str(error)
-                return None
-            self._shelf.keep(lot.stored_in, found)
-            stored = self._shelf.take(lot.stored_in, entry.stored_at)
-        parked = None if stored is None else read_parked(stored)
-        return parked.original if isinstance(parked, ParkedRecord) else None
 
 
 def _of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Callable[[Record], ShardKey]:

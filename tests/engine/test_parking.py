@@ -430,3 +430,29 @@ def test_the_reader_of_side_topics_is_closed_with_the_app() -> None:
     with pytest.raises(Exception, match="auto_offset_reset"):
         run(test())
     assert made[0]._closed
+
+
+def test_a_parked_record_that_somebody_deleted_is_named() -> None:
+    """Its key waits for it, and that is said (I11); giving it up lets the key go on."""
+    ledger = Ledger()
+    ledger.broken.add(b"k0")
+    app = ledger.app(delay=5.0)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish(client, 3, keys=1)
+            await client.settle()
+            ledger.broken.clear()
+            first = parked_now(client.broker)[Coordinates("orders", 0, 0)]
+            client.broker.truncate_before(PARKED, 0, 1)
+            await asyncio.sleep(30.0)
+            assert "parked record orders/0/0 is not in orders.parked/0" in app.explain()
+            assert not ledger.done
+            producer = InMemoryProducer(client.broker)
+            await producer.publish(tombstone(PARKED, first.place))
+            await until(lambda: ledger.done[b"k0"] == [1, 2])
+            await asyncio.sleep(5.0)
+            assert "is not in orders.parked/0" not in app.explain()
+            await producer.close()
+
+    run(test())
