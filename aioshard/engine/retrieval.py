@@ -37,7 +37,7 @@ class Retrieval:
         for entry, lot in self._missing.items():
             return (
                 f"parked record {lot.place(entry).coordinates} is not in {lot.stored_in} at offset {entry.stored_at} "
-                "any more, and its key waits for it: something else than compaction has deleted it; 'aioshard park drop' "
+                "any more, and its key waits for it: not compaction has deleted it; 'aioshard park drop' "
                 "gives it up"
             )
         return self._failure
