@@ -1,0 +1,55 @@
+"""A side topic that acknowledges nothing, as one whose replicas are not in sync, while all others do."""
+
+import asyncio
+
+import pytest
+
+from aioshard import App, DeadLetter, Park, Record, Retry
+from aioshard.core.recourse import OnFailure
+from aioshard.errors import TransportError
+from aioshard.ports import Message
+from aioshard.testing import InMemoryProducer, TestClient, run
+
+PATIENCE = 30.0
+"""Seconds after which the Kafka producer gives a message up."""
+HEALTHY = 200
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="writing a dead letter or a parked record keeps its worker; as many failed keys as there are workers starve "
+    "all others for as long as the side topic acknowledges nothing",
+)
+@pytest.mark.parametrize("on_failure", [DeadLetter("side", budget=None), Park("side", delay=1_000.0)], ids=str)
+def test_healthy_keys_go_on_while_more_failed_ones_than_workers_wait_to_be_written(
+    on_failure: OnFailure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = InMemoryProducer.publish
+
+    async def slow(self: InMemoryProducer, message: Message) -> int:
+        if message.topic == "side":
+            await asyncio.sleep(PATIENCE)
+            raise TransportError("not acknowledged")
+        return await publish(self, message)
+
+    monkeypatch.setattr(InMemoryProducer, "publish", slow)
+    app = App("unacknowledged", shutdown_timeout=40.0)
+    done: list[int] = []
+
+    @app.consume("orders", concurrency=8, retry=Retry(attempts=1), on_failure=on_failure)
+    async def handle(record: Record) -> None:
+        if (record.key or b"").startswith(b"bad"):
+            raise ValueError
+        done.append(record.offset)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for number in range(40):
+                await client.publish("orders", b"", key=f"bad{number}", partition=0)
+            for number in range(HEALTHY):
+                await client.publish("orders", b"", key=f"k{number}", partition=0)
+            await asyncio.sleep(10 * PATIENCE)
+
+    run(test())
+
+    assert len(done) == HEALTHY
