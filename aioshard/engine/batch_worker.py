@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.delivery_batch import DeliveryBatch
-from aioshard.engine.epoch import Delivery, Gate, Outcome
+from aioshard.engine.epoch import Delivery, Detour, Gate, Outcome
 from aioshard.engine.settling import Settlement
 from aioshard.engine.worker import RUN_AHEAD, Asked, Divert, Worker
 from aioshard.errors import BatchError, CancelledRunError, HandlerError, SwallowedCancellationError
@@ -101,13 +101,16 @@ class BatchWorker(Worker):
     async def _run(self, batch: DeliveryBatch) -> None:
         """Run the handler for a batch, or the detour of one that is alone, and settle what comes of it."""
         head = batch.deliveries[0]
+        if head.detour is not None and not self._settlement.begin_detour(head):
+            for delivery in self._ended(batch, (head,)):
+                self._settlement.hold_back(delivery, self._shards)
+            return
         self._batch, self.delivery, self.started = batch, head, self._clock()
         self._start(batch)
         outcome = Outcome.PROCESSED
         try:
             if head.detour is not None:
-                self.running = detour = head.detour.take(head)
-                outcome = await detour
+                outcome = await self._take_detour(head, head.detour)
             else:
                 self.running = running = self._invoke(batch)
                 await running
@@ -120,6 +123,16 @@ class BatchWorker(Worker):
             return
         self._forget_what_the_handler_asked()
         self._ended(batch, (), outcome)
+
+    async def _take_detour(self, delivery: Delivery, detour: Detour) -> Outcome:
+        succeeded = False
+        try:
+            self.running = taken = detour.take(delivery)
+            outcome = await taken
+            succeeded = True
+        finally:
+            self._settlement.end_detour(delivery, succeeded=succeeded)
+        return outcome
 
     def _start(self, batch: DeliveryBatch) -> None:
         """Take note that the deliveries of a batch start."""

@@ -16,6 +16,10 @@ logger = logging.getLogger("aioshard.engine.settling")
 
 _WARNING_INTERVAL = 1.0
 """Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
+_SLOW_DETOUR = 1.0
+"""Seconds; a side topic that works acknowledges in less."""
+_HELD_BACK = 0.5
+"""Seconds until a detour that was held back is tried again."""
 _DETOUR_BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseException,))
 """When a detour that failed is taken again; never given up, because only a terminal outcome advances (I2)."""
 
@@ -88,6 +92,7 @@ class Settlement:
         counters: Counters,
         clock: Callable[[], float],
         paused: Callable[[Delivery, str], None],
+        workers: Callable[[], int],
         chance: Callable[[], float] = random.random,
     ) -> None:
         """Make a settlement.
@@ -98,6 +103,7 @@ class Settlement:
             counters: Of the handler.
             clock: Loop time.
             paused: Told about a delivery whose partition pauses, and why.
+            workers: How many there are now.
             chance: Random numbers from 0 to 1, for the jitter.
         """
         self.counters = counters
@@ -105,6 +111,10 @@ class Settlement:
         self._recourse = recourse
         self._clock = clock
         self._paused = paused
+        self._workers = workers
+        self._detours: dict[Delivery, float] = {}
+        """What workers do now in place of the handler, the oldest first, and since when."""
+        self._detours_in_doubt = False
         self._chance = chance
 
     def failed(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
@@ -215,7 +225,35 @@ class Settlement:
         delivery.detour = verdict  # it is paid for: when it fails, it is not asked for again
         return await verdict.take(delivery)
 
+    # Detours ------------------------------------------------------------------------
+
+    def begin_detour(self, delivery: Delivery) -> bool:
+        """Whether a worker may take the detour of a delivery now; else `hold_back` is to be called.
+
+        While detours fail, or take long, they may keep half of the workers only: a side topic that acknowledges
+        nothing must not stop the records that succeed.
+        """
+        now = self._clock()
+        oldest = next(iter(self._detours.values()), now)
+        self._detours_in_doubt |= now - oldest > _SLOW_DETOUR
+        if self._detours_in_doubt and len(self._detours) >= max(self._workers() // 2, 1):
+            return False
+        self._detours[delivery] = now
+        return True
+
+    def end_detour(self, delivery: Delivery, *, succeeded: bool) -> None:
+        """A worker has ended a detour, well or not."""
+        self._detours.pop(delivery, None)
+        self._detours_in_doubt &= not succeeded
+
+    def hold_back(self, delivery: Delivery, shards: Shards) -> None:
+        """Have a delivery wait until fewer others take detours."""
+        assert delivery.detour is not None  # noqa: S101 - why it is held back
+        text = f"{delivery.detour.purpose}: others are written first, and that takes long or fails"
+        shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), _HELD_BACK)
+
     def _detour_failed(self, delivery: Delivery, detour: Detour, error: BaseException, shards: Shards) -> None:
+        self._detours_in_doubt = True
         delivery.detours += 1
         delay = _DETOUR_BACKOFF.delay(error, delivery.detours, self._chance())
         text = f"{detour.purpose}: {_message_of(error) or type(error).__name__}"

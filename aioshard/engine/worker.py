@@ -284,13 +284,19 @@ class RecordWorker(Worker):
     async def _take_detour(self, delivery: Delivery) -> Delivery | None:
         """Do what comes in place of the handler, and return what the worker does next."""
         assert delivery.detour is not None  # noqa: S101 - why we are here
+        settlement = self._settlement
+        if not settlement.begin_detour(delivery):
+            settlement.hold_back(delivery, self._shards)
+            return self._shards.take()
         self.delivery = delivery
         self.started = self._clock()
         try:
             self.running = running = delivery.detour.take(delivery)
             outcome = await running
         except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            settlement.end_detour(delivery, succeeded=False)
             return self._ended_badly(delivery, error)
+        settlement.end_detour(delivery, succeeded=True)
         if self.asked & Asked.INTERRUPT:
             return self._swallowed_cancellation(delivery)
         return self._completed(delivery, outcome)

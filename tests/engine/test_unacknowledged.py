@@ -15,11 +15,6 @@ PATIENCE = 30.0
 HEALTHY = 200
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="writing a dead letter or a parked record keeps its worker; as many failed keys as there are workers starve "
-    "all others for as long as the side topic acknowledges nothing",
-)
 @pytest.mark.parametrize("on_failure", [DeadLetter("side", budget=None), Park("side", delay=1_000.0)], ids=str)
 def test_healthy_keys_go_on_while_more_failed_ones_than_workers_wait_to_be_written(
     on_failure: OnFailure, monkeypatch: pytest.MonkeyPatch
