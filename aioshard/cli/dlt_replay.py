@@ -16,6 +16,7 @@ from aioshard.cli.progress import Progress
 from aioshard.cli.selection import Selection, filters
 from aioshard.cli.sides import SideTopic, opened, run, settings_of, topic_argument
 from aioshard.cli.to_topic import Timestamps, ToTopic
+from aioshard.engine.tasks import finish
 from aioshard.errors import AioshardError
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import record_size
@@ -218,7 +219,9 @@ class _Replaying:
                 self._taken[Coordinates.of(letter.original)] = True
                 self._done[letter.original.topic] += 1
             self.failed += [(letter, outcome.failed[at]) for letter in due if (at := _at(letter)) in outcome.failed]
-            await letters.note(letter for at, same in chunk.items() if self._taken[at] for letter in same)
+            done = [letter for at, same in chunk.items() if self._taken[at] for letter in same]
+            # Also when it is interrupted just now: what was sent and is not noted would be sent again.
+            await finish(letters.note(done), "note what is done")
 
     # The end --------------------------------------------------------------------------
 
