@@ -96,7 +96,7 @@ def test_the_table_shows_contestants_and_verdicts(kafka: SharedKafka) -> None:
 
 
 def test_an_unknown_benchmark_is_a_usage_error() -> None:
-    ran = _benchmarks("p9")
+    ran = _benchmarks("p99")
 
     assert ran.returncode == 2
     assert "p9" in ran.stderr
