@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 from aioshard.checks import check_linger
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
-from aioshard.engine.doctor import diagnose
 from aioshard.engine.epoch import Epoch
+from aioshard.engine.insight.doctor import diagnose
+from aioshard.engine.insight.snapshot import explain, explain_partition, statistics
 from aioshard.engine.opening import Limits
 from aioshard.engine.runtime import Engine, Options
-from aioshard.engine.snapshot import explain, explain_partition, statistics
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
 from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from aioshard.engine.recourse import Publish
+from aioshard.engine.failing.recourse import Publish
 from aioshard.errors import StateError
 from aioshard.ports import Message
 from aioshard.records import Record

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from aioshard.engine.control import pause, release, resume, set_concurrency
-from aioshard.engine.epoch import Detour
+from aioshard.engine.failing.recourse import skipping
 from aioshard.engine.handler import Running
-from aioshard.engine.recourse import skipping
+from aioshard.engine.outcomes import Detour
 from aioshard.engine.runtime import Engine
 from aioshard.errors import StateError
 from aioshard.handlers import Registration

@@ -30,11 +30,11 @@ from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
-from aioshard.engine.delivery_batch import DeliveryBatch
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery
+from aioshard.engine.failing.recourse import Publish
 from aioshard.engine.handler import Batched, HandlerSpec
-from aioshard.engine.recourse import Publish
-from aioshard.engine.stack import ThreadRun
+from aioshard.engine.insight.stack import ThreadRun
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 

@@ -12,10 +12,10 @@ import click
 from aioshard.app import App
 from aioshard.cli.letters import Letter, Outcome
 from aioshard.core.recourse import DeadLetter
-from aioshard.engine.delivery_batch import DeliveryBatch
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery
+from aioshard.engine.failing.recourse import Publish
 from aioshard.engine.handler import HandlerSpec
-from aioshard.engine.recourse import Publish
 from aioshard.errors import AioshardError, BatchError, StateError
 from aioshard.handlers import Registration
 from aioshard.kafka.producer import KafkaProducer

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import Collection
 
-from aioshard.engine.epoch import Delivery, Detour, Epoch
+from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.handler import Running
+from aioshard.engine.outcomes import Detour
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
 from aioshard.errors import HandlerError, StateError

@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from aioshard.core.drain import DrainPlan
@@ -10,10 +10,11 @@ from aioshard.core.flow import Usage
 from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.outcomes import Detour, Untroubled
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
-__all__ = ["Block", "Delivery", "Detour", "Epoch", "FailureNote", "Gate", "Outcome", "Rerun"]
+__all__ = ["Delivery", "Epoch", "Gate", "Rerun"]
 
 _FAULT_LASTS = 5.0
 """Seconds; a client tries to read a partition that cannot be read about every second."""
@@ -31,73 +32,7 @@ class Gate(enum.IntEnum):
     """The ownership is over: completions are ignored."""
 
 
-class Block(NamedTuple):
-    """Why a delivery holds its shard without running."""
-
-    halted: bool
-    """True: its attempts are used up. False: it waits for the next one."""
-    error: str
-    since: float
-    """Loop time of the failure."""
-
-
-class Outcome(enum.Enum):
-    """How a record reached its end."""
-
-    PROCESSED = "processed"
-    SKIPPED = "skipped"
-    DEAD_LETTERED = "dead_lettered"
-    PARKED = "parked"
-    RETURNED = "returned"
-    """A parked record was run again and is parked again: its end is to come."""
-
-
-class Detour(NamedTuple):
-    """What is done with a delivery in place of running its handler."""
-
-    purpose: str
-    """For explanations: "its dead letter is being written to orders.dlt"."""
-    take: Callable[["Delivery"], Awaitable[Outcome]]
-    """Does it. What it raises is no failed attempt of the handler: the detour is taken again, after a while."""
-
-
-class FailureNote(NamedTuple):
-    """The latest failed attempt of a record."""
-
-    error: str
-    """Name of the exception's class."""
-    message: str
-    attempts: int
-    """How many had failed by then, this one included."""
-
-    def __str__(self) -> str:
-        return f"{self.error}: {self.message}"
-
-
-class _Untroubled:
-    """What is so of a delivery until something goes wrong: as defaults of the class they cost a record nothing."""
-
-    __slots__ = ()
-
-    failures: int = 0
-    """How many attempts have failed; a run that was cancelled is none."""
-    cancelled: bool = False
-    """Whether its latest run was cancelled, so that the next one is a repetition."""
-    detour: Detour | None = None
-    """What comes in place of the next run."""
-    then: Detour | None = None
-    """What has to be done after the handler has succeeded, before the record is complete."""
-    detours: int = 0
-    """How often the detour has failed."""
-    aside: bool = False
-    """Whether a worker has to look at `cancelled` or `detour` before it runs the handler."""
-    block: Block | None = None
-    limited_since: float | None = None
-    """Loop time since which it waits for a token of its key's rate limit; None when it does not."""
-    failure: FailureNote | None = None
-
-
-class Delivery(_Untroubled):
+class Delivery(Untroubled):
     """A record on its way through the engine.
 
     Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).

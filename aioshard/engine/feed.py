@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from aioshard.core.sharding import ShardKey, check_usable, shard_number
-from aioshard.engine.batch_shards import BatchShards
+from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
 from aioshard.records import Record
@@ -203,6 +203,11 @@ class Feed:
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
         """Remove and return what is queued of an epoch from offset *first* on."""
         return [delivery for shards in self.shards for delivery in shards.give_back(epoch, first)]
+
+    def shards_of(self, delivery: Delivery) -> Shards:
+        """Where a delivery is, of the fixed shards; without such, the one that serves all keys."""
+        key = delivery.key
+        return self.shards[key] if self._fixed and isinstance(key, int) else self.shards[0]
 
     def unblock(self, delivery: Delivery) -> None:
         """Let a delivery run that is halted or waits for its next attempt."""

@@ -11,18 +11,18 @@ from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
-from aioshard.engine.adapting import Adapting
-from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.batch_worker import BatchWorker, InvokeBatch
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batches.batch_worker import BatchWorker, InvokeBatch
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.failing.parking import Parking
+from aioshard.engine.failing.probing import Probing
+from aioshard.engine.failing.recourse import DeadLettering, Halting, Publish, Skipping
+from aioshard.engine.failing.settling import Counters, Recourse, Settlement
 from aioshard.engine.feed import Feed
-from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
-from aioshard.engine.parking import Parking
-from aioshard.engine.probing import Probing
-from aioshard.engine.recourse import DeadLettering, Halting, Publish, Skipping
-from aioshard.engine.settling import Counters, Recourse, Settlement
+from aioshard.engine.flow.adapting import Adapting
+from aioshard.engine.flow.pacing import Pace, PacedBatchShards, PacedShards
+from aioshard.engine.flow.staffing import Staff
 from aioshard.engine.shards import Shards
-from aioshard.engine.staffing import Staff
 from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record

@@ -15,7 +15,6 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
-from aioshard.engine.head import shards_of
 from aioshard.engine.opening import Limits
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
@@ -157,7 +156,7 @@ class Engine:
         return facts_of(self.rebalance.epochs, self.workers, self.pauses.items(), settled=settled)
 
     def _behind(self, delivery: Delivery) -> int:
-        return shards_of(self.handler_of(delivery.record.topic), delivery).behind(delivery)
+        return self.feed_of(delivery.record.topic).shards_of(delivery).behind(delivery)
 
     def _wake_pump(self) -> None:
         if self.transport is not None:

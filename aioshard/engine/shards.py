@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from aioshard.engine.arrivals import Arrivals, BoundedArrivals
-from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.outcomes import Block
 
 __all__ = ["Shards"]
 

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
-from aioshard.engine.epoch import Delivery, Detour, Gate, Outcome
-from aioshard.engine.settling import Settlement
+from aioshard.engine.epoch import Delivery, Gate
+from aioshard.engine.failing.settling import Settlement
+from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.engine.shards import Shards
 from aioshard.errors import AttemptTimeoutError, CancelledRunError, SwallowedCancellationError
 from aioshard.records import Record

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from aioshard.core.flow import Usage, minimum
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Block, Epoch
+from aioshard.engine.epoch import Epoch
+from aioshard.engine.outcomes import Block
 from aioshard.ports import NOTHING, Oversized
 from tests.engine.deliveries import make_buffer, make_epoch
 

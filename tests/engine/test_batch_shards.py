@@ -1,9 +1,10 @@
 """Shards of batches, by themselves: what a drain may start of a shard whose batch has ended badly."""
 
 from aioshard.core.batching import Batch
-from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.delivery_batch import DeliveryBatch
-from aioshard.engine.epoch import Delivery, Detour, Epoch, Outcome
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.testing import run
 from tests.engine.deliveries import make_epoch, start
 

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from aioshard.engine.epoch import Block, Delivery, Epoch
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
 from tests.engine.deliveries import make_epoch, start

@@ -4,9 +4,9 @@ import asyncio
 
 from aioshard.core.flow import Usage
 from aioshard.engine.admission import Admission
-from aioshard.engine.epoch import Block
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher, Pump
+from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition

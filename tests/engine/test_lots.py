@@ -3,7 +3,7 @@
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.parked import Lot
+from aioshard.engine.failing.parked import Lot
 from aioshard.ports import FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import Coordinates, Failure, Place, park, read_parked, tombstone

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from aioshard import App, Batch, RateLimit, Record, Retry
-from aioshard.engine.pacing import Pace, PacedShards
+from aioshard.engine.flow.pacing import Pace, PacedShards
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.deliveries import make_epoch, start

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from aioshard import App, Park, Record, Retry
-from aioshard.engine import parking
+from aioshard.engine.failing import parking
 from aioshard.errors import TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition

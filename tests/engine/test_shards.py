@@ -6,8 +6,8 @@ import weakref
 from collections import deque
 from typing import Any
 
-from aioshard.engine.epoch import Block
 from aioshard.engine.feed import Feed
+from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.testing import run
 from tests.engine.deliveries import add, make_epoch, never, start

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from aioshard.engine.stack import stack_of
+from aioshard.engine.insight.stack import stack_of
 from aioshard.observe import Stack
 
 Waiting = Callable[[], Awaitable[object]]

@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioshard.core.batching import Batch
 from aioshard.core.flow import Usage
-from aioshard.engine.batch_shards import BatchShards
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.delivery_batch import DeliveryBatch
-from aioshard.engine.epoch import Block, Delivery, Detour, Epoch, Gate, Outcome
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.outcomes import Block, Detour, Outcome
 from aioshard.ports import RECORD_OVERHEAD, FetchedBatch
 from aioshard.records import Record, TopicPartition
 

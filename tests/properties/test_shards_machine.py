@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition

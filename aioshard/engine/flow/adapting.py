@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aioshard.core.adaptive import Adaptive, LatencyGradient
-from aioshard.engine.staffing import Staff
+from aioshard.engine.flow.staffing import Staff
 from aioshard.errors import BatchError
 
 __all__ = ["Adapting"]

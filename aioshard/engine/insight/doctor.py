@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from aioshard.engine.epoch import Epoch, Gate
 from aioshard.engine.handler import Running
-from aioshard.engine.head import Ward, for_seconds, stack_in_words
+from aioshard.engine.insight.head import Ward, for_seconds, stack_in_words
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
 from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict

@@ -3,9 +3,9 @@
 import functools
 from collections.abc import Sequence
 
-from aioshard.engine.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
+from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
 from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics

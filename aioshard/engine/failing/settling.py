@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from aioshard.core.retry import Retry
-from aioshard.engine.epoch import Block, Delivery, Detour, FailureNote, Outcome
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.outcomes import Block, Detour, FailureNote, Outcome
 from aioshard.engine.shards import Shards
 from aioshard.errors import HandlerError
 

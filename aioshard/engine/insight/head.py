@@ -7,16 +7,16 @@ import os
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.epoch import Block, Delivery, Epoch, Gate
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
-from aioshard.engine.shards import Shards
-from aioshard.engine.stack import stack_of
+from aioshard.engine.insight.stack import stack_of
+from aioshard.engine.outcomes import Block
 from aioshard.engine.watch import SinceWatch
 from aioshard.engine.worker import Asked, Worker
 from aioshard.observe import HeadOfLine, HeadState, Stack
 
-__all__ = ["Cause", "Ward", "for_seconds", "shards_of", "stack_in_words"]
+__all__ = ["Cause", "Ward", "for_seconds", "stack_in_words"]
 
 _SALT = os.urandom(16)
 """Keys are hashed with it: the same key has the same name in one process, and nobody can look it up."""
@@ -27,12 +27,6 @@ _CHAIN = 3
 def for_seconds(since: float | None) -> str:
     """`" for 1.5 s"`, or nothing where nobody noted when it began."""
     return "" if since is None else f" for {max(since, 0.0):.1f} s"
-
-
-def shards_of(running: Running, delivery: Delivery) -> Shards:
-    """Where a delivery of a handler is, of its fixed shards; without such, the one that serves all keys."""
-    shards, key = running.feed.shards, delivery.key
-    return shards[key] if running.spec.shards is not None and isinstance(key, int) else shards[0]
 
 
 class Cause(NamedTuple):
@@ -106,7 +100,7 @@ class Ward:
         """How many deliveries wait in the shard of one that occupies it."""
         if delivery.key is None or self._owners.get(delivery.key) is not delivery:
             return 0
-        return shards_of(self.running, delivery).behind(delivery)
+        return self.running.feed.shards_of(delivery).behind(delivery)
 
     # Why it waits ---------------------------------------------------------------------
 
@@ -128,7 +122,7 @@ class Ward:
         return self._in_line(delivery, depth)
 
     def _in_line(self, delivery: Delivery, depth: int) -> Cause:
-        shards = shards_of(self.running, delivery)
+        shards = self.running.feed.shards_of(delivery)
         position = shards.position_of(delivery) if isinstance(shards, BatchShards) else None
         if position is not None:
             return Cause("collecting", self._now - delivery.arrived, position.removeprefix("it "))
@@ -195,7 +189,7 @@ class Ward:
                 "the handler and deploy: it runs again"
             )
             return Cause("halted", ago, reason, advice)
-        due = shards_of(self.running, delivery).due(delivery)
+        due = self.running.feed.shards_of(delivery).due(delivery)
         soon = "soon" if due is None else f"in {max(due - self._now, 0.0):.1f} s"
         if delivery.detour is not None:
             reason = f"is incomplete because this failed {ago:.1f} s ago: {block.error}; it is done again {soon}"

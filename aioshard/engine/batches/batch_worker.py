@@ -4,10 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.delivery_batch import DeliveryBatch
-from aioshard.engine.epoch import Delivery, Detour, Gate, Outcome
-from aioshard.engine.settling import Settlement
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
+from aioshard.engine.epoch import Delivery, Gate
+from aioshard.engine.failing.settling import Settlement
+from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.engine.worker import RUN_AHEAD, Asked, Divert, Worker
 from aioshard.errors import BatchError, CancelledRunError, HandlerError, SwallowedCancellationError
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 
 from aioshard.core.batching import Batch
 from aioshard.core.pace import KeyedTokenBuckets, RateLimit, TokenBucket
-from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.delivery_batch import DeliveryBatch
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
 

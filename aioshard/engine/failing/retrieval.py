@@ -1,8 +1,8 @@
 """Reads parked records back when they are to be run again."""
 
 from aioshard.core.parking import ParkedEntry
-from aioshard.engine.parked import Lot
-from aioshard.engine.shelf import Shelf
+from aioshard.engine.failing.parked import Lot
+from aioshard.engine.failing.shelf import Shelf
 from aioshard.errors import TransportError
 from aioshard.ports import SideTopics
 from aioshard.records import Record

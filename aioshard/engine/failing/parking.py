@@ -11,11 +11,12 @@ from aioshard.core.parking import NEVER
 from aioshard.core.recourse import Park
 from aioshard.core.sharding import ShardKey, shard_number
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Delivery, Detour, Epoch, Gate, Outcome
-from aioshard.engine.parked import Lot, Replay
-from aioshard.engine.recourse import Publish, failure_of
-from aioshard.engine.retrieval import Retrieval
-from aioshard.engine.settling import Verdict
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.failing.parked import Lot, Replay
+from aioshard.engine.failing.recourse import Publish, failure_of
+from aioshard.engine.failing.retrieval import Retrieval
+from aioshard.engine.failing.settling import Verdict
+from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.ports import Message, SideTopics, record_size

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from aioshard.core.batching import Batch
-from aioshard.engine.delivery_batch import DeliveryBatch
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.shards import Shards
 from aioshard.ports import RECORD_OVERHEAD

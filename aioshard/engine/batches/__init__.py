@@ -1,0 +1,1 @@
+"""Handlers that take lists of records."""
