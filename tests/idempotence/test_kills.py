@@ -15,6 +15,8 @@ from tests.support.shared_kafka import SharedKafka
 
 CUSTOMERS = 25
 
+ASSIGNED = re.compile(r"/\d: epoch \d+, committed")
+
 
 class Group:
     """A topic with orders, and the processes that handle them."""
@@ -27,8 +29,12 @@ class Group:
         self._directory = directory
         self._numbers = itertools.count(1)
 
-    async def produce(self, count: int, partitions: int = 4) -> None:
+    async def create(self, partitions: int = 4) -> None:
         await self.kafka.create_topic(self.topic, partitions)
+
+    async def produce(self, count: int, *, create: bool = True) -> None:
+        if create:
+            await self.create()
         orders = [(b"customer-%d" % (n % CUSTOMERS), order(n + 1, f"street {n}")) for n in range(count)]
         await self.kafka.produce(self.topic, orders)
 
@@ -99,8 +105,11 @@ async def test_kill_9_again_and_again_while_two_members_run(orders: Group) -> No
 @pytest.mark.parametrize("store", [pytest.param("postgresql", marks=pytest.mark.postgresql)], indirect=True)
 async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(orders: Group) -> None:
     """SQLite is left out: whoever stands still in a transaction keeps its file locked."""
-    await orders.produce(3_000)
+    await orders.create()
     with orders.start() as frozen, orders.start() as other:
+        # Else one of them may have done much before the other was given anything that it could lose.
+        await until(lambda: ASSIGNED.search(frozen.log) is not None and ASSIGNED.search(other.log) is not None)
+        await orders.produce(3_000, create=False)
         await until(lambda: len(orders.store.inbox()) >= 500)
         frozen.freeze()
         at_standstill = len(orders.store.inbox())
@@ -116,4 +125,4 @@ async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(o
 def has_rejoined(log: str) -> bool:
     """Whether it was given partitions after it had lost them, so that what it had in hand has ended."""
     _, lost, after = log.rpartition("the group has dropped us")
-    return bool(lost and re.search(r"/\d: epoch \d+, committed", after))
+    return bool(lost and ASSIGNED.search(after))
