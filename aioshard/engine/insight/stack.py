@@ -24,6 +24,7 @@ from types import (
 )
 from typing import Any, NamedTuple, TypeGuard
 
+from aioshard import records
 from aioshard.observe import Frame, Stack
 
 __all__ = ["ThreadRun", "stack_of"]
@@ -36,7 +37,8 @@ _DEEPEST = 4
 
 _STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", "uvloop")
 _INSTALLED = ("site-packages", "dist-packages")
-_AIOSHARD = str(Path(__file__).resolve().parents[1]) + os.sep
+_AIOSHARD = str(Path(records.__file__).parent) + os.sep
+"""Where this package is, told by a module at its top: this one may move."""
 _ANYIO = "anyio"
 """Stands between the engine and a handler in a thread."""
 
