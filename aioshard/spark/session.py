@@ -1,0 +1,192 @@
+"""The Spark session that the commands use: what does not fit is found before it starts.
+
+Nothing of PySpark is imported before a session is asked for.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioshard.errors import MissingExtraError, SettingsError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["DEFAULT_MASTER", "check_java", "check_packages", "check_speculation", "local_session"]
+
+DEFAULT_MASTER = "local[*,4]"
+"""Every core of this machine, and up to four attempts of a task: plain `local` gives up with the first lost worker."""
+
+_OLDEST_SPARK = (4, 2)
+_FIRST_UNKNOWN_SPARK = (4, 3)
+_OLDEST_JAVA = 17
+_FIRST_UNKNOWN_PANDAS = 3
+_JAVA_TIMEOUT = 60.0
+
+_SETTINGS = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.log.level": "ERROR",
+}
+"""What holds unless the caller says else. Speculation never is: see `check_speculation`."""
+
+_LOCAL_SETTINGS = {
+    "spark.driver.memory": "1g",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.shuffle.partitions": "4",
+}
+
+
+def local_session(
+    master: str = DEFAULT_MASTER, app_name: str = "aioshard", *, settings: Mapping[str, str] | None = None
+) -> "SparkSession":
+    """Start a Spark session, or return the one that this process has.
+
+    Workers run this interpreter where the master is local and `PYSPARK_PYTHON` does not name another one: Spark's own
+    choice is the `python3` of PATH, which need not have the packages.
+
+    Args:
+        master: As Spark understands it; `sc://…` connects to a Spark Connect server.
+        app_name: As it appears in Spark's logs.
+        settings: Spark's own settings (`spark.…`), which win over those of this function.
+
+    Raises:
+        MissingExtraError: PySpark, pyarrow or pandas is not installed.
+        SettingsError: A version does not fit, Java is missing, the master cannot be used, or speculation is asked for.
+
+    Example:
+        ```python
+        spark = local_session("local[2]")
+        try:
+            spark.range(3).count()
+        finally:
+            spark.stop()
+        ```
+    """
+    check_packages()
+    wanted = dict(settings or {})
+    check_speculation(wanted)
+    remote = master.startswith("sc://")
+    if not remote:
+        check_java()
+    local = master.startswith("local")
+    if local:
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - imported on use
+
+    builder = SparkSession.builder.appName(app_name)
+    builder = builder.remote(master) if remote else builder.master(master)
+    chosen = {**_SETTINGS, **(_quiet() if local else {}), **(_LOCAL_SETTINGS if local else {}), **wanted}
+    if remote:
+        chosen = wanted  # the server's own are its operator's
+    for name, value in chosen.items():
+        builder = builder.config(name, value)
+    spark = _started(builder, master)
+    if not remote:
+        check_speculation({"spark.speculation": spark.sparkContext.getConf().get("spark.speculation", "false")})
+    return spark
+
+
+def _started(builder: "SparkSession.Builder", master: str) -> "SparkSession":
+    try:
+        return builder.getOrCreate()
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise SettingsError(
+            f"Spark did not start with master {master!r}: {reason}; expected is a master that this machine reaches, "
+            f"such as {DEFAULT_MASTER!r}"
+        ) from error
+
+
+def _quiet() -> dict[str, str]:
+    """Spark's own start-up lines stay out of a terminal: warnings of its libraries are not about the user's work."""
+    configuration = Path(__file__).with_name("log4j2.properties")
+    return {"spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={configuration.as_uri()}"}
+
+
+# What has to fit ----------------------------------------------------------------------
+
+
+def check_packages() -> None:
+    """Find out whether the Python packages that Spark needs are there and fit.
+
+    Raises:
+        MissingExtraError: One of them is missing.
+        SettingsError: One of them is of a version that is not supported.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("pyspark", "pyarrow", "pandas")):
+        raise MissingExtraError("Spark", "spark")
+    found = version("pyspark")
+    if not _OLDEST_SPARK <= _numbers(found) < _FIRST_UNKNOWN_SPARK:
+        raise SettingsError(
+            f"pyspark {found} is installed; expected is {_dotted(_OLDEST_SPARK)} or later, before "
+            f"{_dotted(_FIRST_UNKNOWN_SPARK)}: install it with  pip install 'aioshard[spark]'"
+        )
+    found = version("pandas")
+    if _numbers(found) >= (_FIRST_UNKNOWN_PANDAS,):
+        raise SettingsError(
+            f"pandas {found} is installed, with which Spark {version('pyspark')} does not work; expected is a version "
+            f"before {_FIRST_UNKNOWN_PANDAS}: install it with  pip install 'pandas<{_FIRST_UNKNOWN_PANDAS}'"
+        )
+
+
+def check_java() -> None:
+    """Find out whether Spark's Java is there and fits.
+
+    Raises:
+        SettingsError: It is missing, too old, or does not say what it is.
+    """
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    where = f"JAVA_HOME={home}" if home else "PATH"
+    if java is None or not Path(java).exists():
+        raise SettingsError(
+            f"Spark needs Java {_OLDEST_JAVA} or later and {where} has none: install a Java runtime, on Debian with  "
+            f"apt-get install openjdk-{_OLDEST_JAVA}-jre-headless"
+        )
+    try:
+        asked = subprocess.run(  # noqa: S603 - the user's own Java
+            [java, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SettingsError(f"the Java of {where} cannot be run ({error}): Spark needs Java {_OLDEST_JAVA}") from error
+    said = asked.stderr + asked.stdout
+    found = re.search(r'version "(?:1\.)?(\d+)', said)
+    if found is None or int(found[1]) < _OLDEST_JAVA:
+        what = said.strip().partition("\n")[0] if found is None else f"Java {found[1]}"
+        raise SettingsError(
+            f"the Java of {where} is {what!r}; Spark needs {_OLDEST_JAVA} or later: install it, or point "
+            "JAVA_HOME at it"
+        )
+
+
+def check_speculation(settings: Mapping[str, str]) -> None:
+    """Refuse speculative execution: a handler would run twice at once for the same record.
+
+    Raises:
+        SettingsError: `spark.speculation` is on.
+    """
+    if settings.get("spark.speculation", "false").lower() == "true":
+        raise SettingsError(
+            "spark.speculation=true would run the same records twice at the same time, out of order: leave it off"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
