@@ -16,6 +16,7 @@ __all__ = [
     "CommitRefusedError",
     "ConnectError",
     "CorruptRecordError",
+    "DataLossError",
     "HaltedError",
     "HandlerError",
     "MessageError",
@@ -26,6 +27,7 @@ __all__ = [
     "NotDrainedError",
     "OffsetOutOfRangeError",
     "OffsetRegressionError",
+    "PlanError",
     "SettingsError",
     "SideTopicError",
     "StartError",
@@ -254,6 +256,28 @@ class NotDrainedError(AioshardError):
             f"{len(self.records)} record(s) still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
             f"{_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the handler end when "
             "it is cancelled"
+        )
+
+
+# Runs over history --------------------------------------------------------------------
+
+
+class PlanError(AioshardError):
+    """A run over history cannot be planned as asked, or its plan cannot be used."""
+
+
+class DataLossError(AioshardError):
+    """Records that were to be read are not in the log any more.
+
+    Attributes:
+        lost: `topic/partition: offsets first to last` of each partition that misses some.
+    """
+
+    def __init__(self, lost: Iterable[str], advice: str) -> None:
+        self.lost = tuple(lost)
+        super().__init__(
+            f"records that were to be read have been deleted from the log (retention, or a topic made anew): "
+            f"{_some_of(self.lost)}. {advice}"
         )
 
 

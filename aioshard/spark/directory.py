@@ -1,0 +1,238 @@
+"""The directory of a run: its plan, its checkpoint, its outcomes, and small files that say how far it is."""
+
+import json
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aioshard.errors import MissingExtraError, PlanError
+from aioshard.spark.plan import Plan
+
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+__all__ = ["PLAN", "RunDirectory"]
+
+PLAN = "plan.json"
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_ASIDE = "."
+"""What begins with it is being written: no reader looks at it, Spark and Arrow neither."""
+
+
+class RunDirectory:
+    """A directory on this machine, or anywhere that Arrow's file systems reach (`s3://`, `gs://`, `hdfs://`, …).
+
+    A local path needs nothing else; another URI needs pyarrow, which the extra `spark` installs. Names within the
+    directory are relative, with `/` between their parts.
+
+    Invariants:
+        * A file is there whole or not at all: it is written aside and then moved.
+
+    Example:
+        >>> directory = RunDirectory("runs/7")
+        >>> directory.uri("checkpoint").endswith("/runs/7/checkpoint")
+        True
+    """
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        """Name a directory; nothing is made or asked yet.
+
+        Raises:
+            PlanError: *uri* names no place that is known.
+            MissingExtraError: It is not a local path and pyarrow is not installed.
+        """
+        text = os.fspath(uri)
+        if not text:
+            raise PlanError("an empty name was found, the directory of a run was expected")
+        self._given = text
+        if text.startswith("file://") or not _SCHEME.match(text):
+            path = Path(text.removeprefix("file://")).absolute()
+            self._base = f"file://{path.as_posix()}"
+            self._files: _Files = _LocalFiles(path)
+        else:
+            self._base = text.rstrip("/")
+            self._files = _ArrowFiles(self._base)
+
+    def __str__(self) -> str:
+        """As it was given."""
+        return self._given
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({self._given!r})"
+
+    def uri(self, name: str = "") -> str:
+        """The directory, or what is in it, as Spark takes it."""
+        return f"{self._base}/{name}" if name else self._base
+
+    # Files ----------------------------------------------------------------------------
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file, or a directory, of that name."""
+        return self._files.exists(name)
+
+    def read(self, name: str) -> bytes | None:
+        """What a file holds; None where there is none."""
+        return self._files.read(name)
+
+    def write(self, name: str, content: bytes | str) -> None:
+        """Write a file, in place of one that is there; a reader sees the old one or the new one."""
+        self._files.write(name, content.encode() if isinstance(content, str) else content)
+
+    def remove(self, name: str) -> bool:
+        """Remove a file; returns whether it was there."""
+        return self._files.remove(name)
+
+    def list(self, name: str = "") -> list[str]:
+        """The names of all that is in a directory of the run, sorted; empty where there is none."""
+        return sorted(found for found in self._files.list(name) if not found.startswith(_ASIDE))
+
+    def read_json(self, name: str) -> Any:
+        """What a JSON file holds; None where there is none.
+
+        Raises:
+            PlanError: It is no JSON.
+        """
+        content = self.read(name)
+        if content is None:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise PlanError(f"{self.uri(name)} is not JSON ({error}): it was not written by aioshard") from None
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write a JSON file for people and programs."""
+        self.write(name, json.dumps(content, indent=2) + "\n")
+
+    # The plan -------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The plan of the run.
+
+        Raises:
+            PlanError: There is none, or it was edited, or is of a newer version.
+        """
+        content = self.read(PLAN)
+        if content is None:
+            raise PlanError(f"there is no {PLAN} in {self._given}: make one with  aioshard spark plan")
+        try:
+            return Plan.from_json(content)
+        except PlanError as error:
+            raise PlanError(f"{self.uri(PLAN)}: {error}") from None
+
+    def begin(self, plan: Plan) -> None:
+        """Write the plan of a new run.
+
+        Raises:
+            PlanError: The directory has a plan already: its checkpoint and its outcomes belong to that one.
+        """
+        if self.exists(PLAN):
+            raise PlanError(
+                f"{self._given} holds a run already: its outcomes belong to its own plan. Name a new directory, or "
+                "remove this one"
+            )
+        self.write(PLAN, plan.to_json())
+
+
+class _Files(Protocol):
+    def exists(self, name: str) -> bool: ...
+    def read(self, name: str) -> bytes | None: ...
+    def write(self, name: str, content: bytes) -> None: ...
+    def remove(self, name: str) -> bool: ...
+    def list(self, name: str) -> list[str]: ...
+
+
+class _LocalFiles:
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def exists(self, name: str) -> bool:
+        return (self._base / name).exists()
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._base / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        target = self._base / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(_aside(target.name))
+        try:
+            with aside.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def remove(self, name: str) -> bool:
+        try:
+            (self._base / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, name: str) -> list[str]:
+        try:
+            return [found.name for found in (self._base / name).iterdir()]
+        except FileNotFoundError:
+            return []
+
+
+class _ArrowFiles:
+    def __init__(self, uri: str) -> None:
+        try:
+            from pyarrow import ArrowException, fs  # noqa: PLC0415 - large, and comes with an extra
+        except ImportError:
+            raise MissingExtraError(f"a run in {uri}", "spark") from None
+        try:
+            self._system, self._base = fs.FileSystem.from_uri(uri)
+        except (ArrowException, OSError, ValueError) as error:
+            raise PlanError(
+                f"{uri} is no place that can be reached: {error}. A local path or a URI of Arrow's was expected"
+            ) from None
+
+    def _found(self, name: str) -> "fs.FileInfo":
+        return self._system.get_file_info(f"{self._base}/{name}")
+
+    def exists(self, name: str) -> bool:
+        return bool(self._found(name).type.name != "NotFound")
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with self._system.open_input_stream(f"{self._base}/{name}") as stream:
+                content: bytes = stream.read()
+                return content
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        parent, _, last = f"{self._base}/{name}".rpartition("/")
+        self._system.create_dir(parent, recursive=True)
+        aside = f"{parent}/{_aside(last)}"
+        with self._system.open_output_stream(aside) as stream:
+            stream.write(content)
+        self._system.move(aside, f"{parent}/{last}")
+
+    def remove(self, name: str) -> bool:
+        if self._found(name).type.name != "File":
+            return False
+        self._system.delete_file(f"{self._base}/{name}")
+        return True
+
+    def list(self, name: str) -> list[str]:
+        from pyarrow import fs  # noqa: PLC0415
+
+        selector = fs.FileSelector(f"{self._base}/{name}".rstrip("/"), allow_not_found=True)
+        return [found.base_name for found in self._system.get_file_info(selector)]
+
+
+def _aside(name: str) -> str:
+    return f"{_ASIDE}{name}.{uuid.uuid4().hex[:8]}"
