@@ -36,7 +36,7 @@ from aioshard.engine.failing.recourse import Publish
 from aioshard.engine.handler import Batched, HandlerSpec
 from aioshard.engine.insight.stack import ThreadRun
 from aioshard.errors import HandlerError
-from aioshard.records import Record
+from aioshard.records import Record, is_subscribed
 
 __all__ = ["BatchContext", "Context", "Handlers", "Registration"]
 
@@ -64,6 +64,10 @@ class Registration:
     key_rate_limit: RateLimit | None
     takes_context: bool
     is_async: bool
+
+    def takes(self, topic: str) -> bool:
+        """Whether the records of *topic* are this handler's."""
+        return is_subscribed(topic, self.topics, self.pattern)
 
     def spec(self, state: Callable[[], Any], publish: Publish) -> HandlerSpec:
         """The handler as the engine runs it.
@@ -302,7 +306,7 @@ def _check_parking(one: Registration, other: Registration) -> None:
     if not isinstance(one.on_failure, Park):
         return
     topic = one.on_failure.topic
-    if topic in other.topics or (other.pattern is not None and re.fullmatch(other.pattern, topic)):
+    if other.takes(topic):
         use = "consumed"
     elif isinstance(other.on_failure, DeadLetter) and other.on_failure.topic == topic:
         use = "used for dead letters"

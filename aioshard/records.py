@@ -1,12 +1,23 @@
 """The nouns of the package: what Kafka delivers and where it came from."""
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
-__all__ = ["TOPIC_NAME", "Record", "TopicPartition"]
+__all__ = ["TOPIC_NAME", "Record", "TopicPartition", "is_subscribed"]
 
 TOPIC_NAME = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")
 """What Kafka takes for the name of a topic, as a whole."""
+
+
+def is_subscribed(topic: str, topics: Collection[str], pattern: str | None) -> bool:
+    r"""Whether a topic is one of *topics*, or its whole name matches *pattern*.
+
+    Example:
+        >>> is_subscribed("orders.eu", ["refunds"], r"orders\..*"), is_subscribed("orders.eu", ["refunds"], "orders")
+        (True, False)
+    """
+    return topic in topics or (pattern is not None and re.fullmatch(pattern, topic) is not None)
 
 
 class TopicPartition(NamedTuple):

@@ -16,7 +16,7 @@ from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failing.recourse import Publish
 from aioshard.engine.handler import HandlerSpec
-from aioshard.errors import AioshardError, BatchError, StateError
+from aioshard.errors import AioshardError, BatchError
 from aioshard.handlers import Registration
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message, Producer
@@ -80,15 +80,11 @@ class ThroughHandlers:
         """
         for letter in letters:
             topic = letter.original.topic
-            if not any(spec.takes(topic) for spec in self._specs()):
+            if not any(registration.takes(topic) for registration in self._app.handlers):
                 raise click.UsageError(
                     f"the app has no handler for topic {topic!r}, which the dead letter {letter.at} came from: leave "
                     "such dead letters out with --topic or --handler"
                 )
-
-    def _specs(self) -> Iterator[HandlerSpec]:
-        for registration in self._app.handlers:
-            yield registration.spec(lambda: None, _publish_nothing)
 
     async def process(self, letters: Sequence[Letter], outcome: Outcome) -> None:
         """See `Destination.process`.
@@ -118,18 +114,7 @@ def _filled(letters: Sequence[Letter]) -> InMemoryBroker:
     for topic, count in partitions.items():
         broker.create_topic(topic, count)
     for letter in letters:
-        record = letter.original
-        hole = record.offset - broker.log(record.topic, record.partition).end
-        if hole:
-            broker.skip(record.topic, record.partition, hole)
-        broker.publish(
-            record.topic,
-            record.value,
-            key=record.key,
-            partition=record.partition,
-            headers=record.headers,
-            timestamp=record.timestamp,
-        )
+        broker.restore(letter.original)
     return broker
 
 
@@ -291,7 +276,3 @@ def _adapted(app: App, run: _Run) -> Iterator[None]:
     finally:
         app._registrations = registrations  # noqa: SLF001
         app.configure(auto_offset_reset=reset)
-
-
-async def _publish_nothing(message: Message) -> int:
-    raise StateError(f"nothing is published to topic {message.topic!r}: the app does not run")

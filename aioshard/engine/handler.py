@@ -1,7 +1,6 @@
 """A handler as the engine runs it, and what serves it."""
 
 import functools
-import re
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from aioshard.engine.flow.staffing import Staff
 from aioshard.engine.shards import Shards
 from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
-from aioshard.records import Record
+from aioshard.records import Record, is_subscribed
 
 __all__ = ["Batched", "HandlerSpec", "Running", "Surroundings", "serve"]
 
@@ -68,7 +67,7 @@ class HandlerSpec(NamedTuple):
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
-        return topic in self.topics or (self.pattern is not None and re.fullmatch(self.pattern, topic) is not None)
+        return is_subscribed(topic, self.topics, self.pattern)
 
 
 class Running(NamedTuple):

@@ -175,6 +175,20 @@ class InMemoryBroker(Watched):
         self.notify()
         return record
 
+    def restore(self, record: Record) -> None:
+        """Append a record at its own offset, as it was read elsewhere; offsets that are missing before it are a hole.
+
+        Raises:
+            ValueError: The partition has come past that offset.
+        """
+        gap = record.offset - self.log(record.topic, record.partition).end
+        if gap:
+            self.skip(record.topic, record.partition, gap)
+        self.log(record.topic, record.partition).append(
+            record.value, key=record.key, headers=record.headers, timestamp=record.timestamp
+        )
+        self.notify()
+
     def records(self, topic: str, partition: int | None = None) -> Sequence[Record]:
         """What a topic, or one partition, holds: by timestamp, then partition and offset."""
         logs = self._topics.get(topic, []) if partition is None else [self.log(topic, partition)]

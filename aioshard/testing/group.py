@@ -1,12 +1,11 @@
 """A consumer group in memory: members, generations, eager rebalances and committed offsets."""
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
 from aioshard.errors import CommitRefusedError
 from aioshard.ports import NOT_A_MEMBER, Committed, Membership
-from aioshard.records import TopicPartition
+from aioshard.records import TopicPartition, is_subscribed
 
 __all__ = ["ConsumerGroup", "Duty", "Subscription"]
 
@@ -23,7 +22,7 @@ class Subscription(NamedTuple):
 
     def includes(self, topic: str) -> bool:
         """Whether the member reads *topic*."""
-        return topic in self.topics or (self.pattern is not None and re.fullmatch(self.pattern, topic) is not None)
+        return is_subscribed(topic, self.topics, self.pattern)
 
 
 class _Member:

@@ -5,14 +5,13 @@ import copy
 import dataclasses
 import inspect
 import pprint
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aioshard.app import App
 from aioshard.errors import ClientLostError
-from aioshard.handlers import Registration
 from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import Coordinates
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.client import TestClient
 from aioshard.testing.interrupting import Interruption
@@ -140,14 +139,14 @@ class _World:
             raise ValueError(message)
         ends: dict[TopicPartition, int] = {}
         for record in self.history:
-            if not any(_takes(registration, record.topic) for registration in self._app.handlers):
-                message = f"{_named(record)} is of a topic that no handler of app {self._app.group_id!r} takes"
+            if not any(registration.takes(record.topic) for registration in self._app.handlers):
+                message = f"{Coordinates.of(record)} is of a topic that no handler of app {self._app.group_id!r} takes"
                 raise ValueError(message)
             end = ends.get(record.topic_partition, 0)
             if record.offset < end:
                 message = (
-                    f"{_named(record)} is out of order: the history has offset {end - 1} of its partition before it, "
-                    "and a log only grows"
+                    f"{Coordinates.of(record)} is out of order: the history has offset {end - 1} of its partition "
+                    "before it, and a log only grows"
                 )
                 raise ValueError(message)
             ends[record.topic_partition] = record.offset + 1
@@ -286,25 +285,10 @@ def _commits_at_once(app: App) -> Iterator[None]:
         app.configure(commit_interval=before)
 
 
-def _takes(registration: Registration, topic: str) -> bool:
-    pattern = registration.pattern
-    return topic in registration.topics or (pattern is not None and re.fullmatch(pattern, topic) is not None)
-
-
 def _append(broker: InMemoryBroker, records: Iterable[Record]) -> None:
     """Put records where they were."""
     for record in records:
-        gap = record.offset - broker.log(record.topic, record.partition).end
-        if gap:
-            broker.skip(record.topic, record.partition, gap)
-        broker.publish(
-            record.topic,
-            record.value,
-            key=record.key,
-            partition=record.partition,
-            headers=record.headers,
-            timestamp=record.timestamp,
-        )
+        broker.restore(record)
 
 
 async def _awaited(result: object) -> Any:
@@ -321,15 +305,11 @@ def _noted(note: str) -> Iterator[None]:
         raise
 
 
-def _named(record: Record) -> str:
-    return f"{record.topic}/{record.partition}/{record.offset}"
-
-
 def _listed(title: str, records: Sequence[Record]) -> list[str]:
     """A line for each record, the first with the title."""
     lines = [f"  {title} nothing" if not records else ""]
     for number, record in enumerate(records):
-        line = f"  {title if number == 0 else ' ' * len(title)} {_named(record)} key={record.key!r}"
+        line = f"  {title if number == 0 else ' ' * len(title)} {Coordinates.of(record)} key={record.key!r}"
         lines.append(f"{line} value={_shortened(record.value)}")
     return [line for line in lines if line]
 
