@@ -20,8 +20,34 @@ async def _no_app(outgoing: Message) -> int:
     )
 
 
+class _Publishes:
+    """A context whose handler may publish."""
+
+    __slots__ = ()
+    publisher: Publish
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: bytes | str | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        partition: int | None = None,
+    ) -> int:
+        """As `App.publish`: returns the offset when the brokers have acknowledged.
+
+        Nothing that the handler was given is complete before it returns, so what it has published is there when the
+        offsets of that are committed. After a crash it may be there twice.
+
+        Raises:
+            TransportError: Not acknowledged.
+        """
+        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Context:
+class Context(_Publishes):
     """What a handler may know beside the record: declare it as the second parameter.
 
     Example:
@@ -49,28 +75,9 @@ class Context:
         """`topic/partition/offset`: the same for every delivery of the record."""
         return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
 
-    async def publish(
-        self,
-        topic: str,
-        value: object,
-        *,
-        key: bytes | str | None = None,
-        headers: Iterable[tuple[str, bytes | str | None]] = (),
-        partition: int | None = None,
-    ) -> int:
-        """As `App.publish`: returns the offset when the brokers have acknowledged.
-
-        The record is not complete before the handler returns, so what it has published is there when its offset
-        is committed. After a crash it may be there twice.
-
-        Raises:
-            TransportError: Not acknowledged.
-        """
-        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BatchContext:
+class BatchContext(_Publishes):
     """What a batch handler may know beside its records: declare it as the second parameter.
 
     Example:
@@ -97,19 +104,3 @@ class BatchContext:
         A batch has none of its own: the next attempt may come with other records.
         """
         return f"{record.topic}/{record.partition}/{record.offset}"
-
-    async def publish(
-        self,
-        topic: str,
-        value: object,
-        *,
-        key: bytes | str | None = None,
-        headers: Iterable[tuple[str, bytes | str | None]] = (),
-        partition: int | None = None,
-    ) -> int:
-        """As `Context.publish`: returns the offset when the brokers have acknowledged.
-
-        Raises:
-            TransportError: Not acknowledged.
-        """
-        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
