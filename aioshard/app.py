@@ -14,14 +14,14 @@ from aioshard.checks import check_linger
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
 from aioshard.engine.epoch import Epoch
-from aioshard.engine.insight.doctor import diagnose
-from aioshard.engine.insight.snapshot import explain, explain_partition, statistics
+from aioshard.engine.handler import Adapt
+from aioshard.engine.insight.snapshot import explain_partition, statistics
+from aioshard.engine.observed import Observe
 from aioshard.engine.opening import Limits
 from aioshard.engine.runtime import Engine, Options
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
 from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory
-from aioshard.observe import Diagnosis, Statistics
 from aioshard.ports import Clients, ProducerFactory, SideTopics, SideTopicsFactory, TransportFactory
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class App(Handlers, Controls):
         self._engine = None
         self._loop = None
         self._stop: asyncio.Event | None = None
-        self._last: Statistics | None = None
         self._state: Any = None
         self._exit: contextlib.AsyncExitStack | None = None
         """Set from before the resources are opened until they are closed."""
@@ -260,18 +259,31 @@ class App(Handlers, Controls):
         make_transport: TransportFactory,
         make_producer: ProducerFactory | None = None,
         make_side_topics: SideTopicsFactory | None = None,
+        *,
+        adapt: Adapt | None = None,
+        observe: Observe | None = None,
+        replay: bool = False,
     ) -> AsyncIterator[Self]:
-        """As `async with app:`, with another client: the test kit's in-memory broker.
+        """As `async with app:`, with another client: the test kit's in-memory broker, or history.
 
-        Without *make_producer*, nothing can be published; without *make_side_topics*, nothing be parked.
+        Args:
+            make_transport: Makes the client.
+            make_producer: Without it, nothing can be published.
+            make_side_topics: Without it, nothing can be parked.
+            adapt: Makes another handler of each, for this run.
+            observe: Told what becomes of each record.
+            replay: What `Context.replay` says.
         """
-        await self._start(with_producer_or_none(make_transport, make_producer, make_side_topics))
+        clients = with_producer_or_none(make_transport, make_producer, make_side_topics)
+        await self._start(clients, adapt=adapt, observe=observe, replay=replay)
         try:
             yield self
         finally:
             await self._end()
 
-    async def _start(self, clients: Clients) -> None:
+    async def _start(
+        self, clients: Clients, *, adapt: Adapt | None = None, observe: Observe | None = None, replay: bool = False
+    ) -> None:
         if self._exit is not None:
             message = f"app {self.group_id!r} is already running: an app runs once at a time"
             raise StateError(message)
@@ -289,13 +301,14 @@ class App(Handlers, Controls):
             self._exit.push_async_callback(producer.close)
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
-            specs = [registration.spec(lambda: self._state, producer.publish) for registration in self]
+            specs = [handler.spec(lambda: self._state, producer.publish, replay=replay) for handler in self]
             self._engine = Engine(
-                specs,
+                specs if adapt is None else [adapt(spec) for spec in specs],
                 self._options(),
                 clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
                 producer,
                 self._describe,
+                observe=observe,
             )
             await self._engine.start()
         except BaseException:
@@ -351,45 +364,3 @@ class App(Handlers, Controls):
             stuck_after=settings.stuck_after,
             max_buffered_records=settings.max_buffered_records,
         )
-
-    # Looking in ---------------------------------------------------------------------------
-
-    def statistics(self) -> Statistics:
-        """A frozen snapshot of what the app does; safe to call from any thread.
-
-        After the app has ended: its last state.
-        """
-        engine = self._engine
-        if engine is not None:
-            return statistics(engine, self.group_id)
-        if self._last is not None:
-            return self._last
-        return Statistics(
-            state="stopped",
-            group_id=self.group_id,
-            member_id=None,
-            rebalances=0,
-            commits=0,
-            commit_failures=0,
-            replayed=0,
-            buffered_records=0,
-            buffered_bytes=0,
-            client_losses=0,
-            trouble=None,
-            partitions=(),
-            handlers=(),
-        )
-
-    def explain(self) -> str:
-        """Why each partition does not advance, in sentences; safe to call from any thread."""
-        engine = self._engine
-        if engine is None:
-            return "The app does not run.\n"
-        return explain(engine, show_keys=self._settings.show_keys)
-
-    def diagnose(self) -> Diagnosis:
-        """What `explain` says, for programs: findings and oldest records with their stacks; from any thread."""
-        engine = self._engine
-        if engine is None:
-            return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
-        return diagnose(engine, show_keys=self._settings.show_keys)

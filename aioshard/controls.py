@@ -1,19 +1,26 @@
-"""What a running app can be told, beside being stopped."""
+"""What a running app can be told and asked, beside being stopped."""
 
 import asyncio
 import concurrent.futures
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshard.engine.control import pause, release, resume, set_concurrency
 from aioshard.engine.failing.recourse import skipping
 from aioshard.engine.handler import Running
+from aioshard.engine.insight.doctor import diagnose
+from aioshard.engine.insight.snapshot import explain, statistics
 from aioshard.engine.outcomes import Detour
 from aioshard.engine.runtime import Engine
 from aioshard.errors import StateError
 from aioshard.handlers import Registration
+from aioshard.observe import Diagnosis, Statistics
 from aioshard.records import TopicPartition
 from aioshard.serde.messages import message
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
 
 __all__ = ["Controls"]
 
@@ -23,7 +30,7 @@ _ANSWER_TIMEOUT = 10.0
 
 
 class Controls:
-    """The part of an app that acts on its running engine.
+    """The part of an app that acts on its running engine, and looks into it.
 
     `publish` is a coroutine of the app's event loop. The others may be called from any thread: they return when
     the engine has done it.
@@ -33,6 +40,12 @@ class Controls:
     _registrations: list[Registration]
     _engine: Engine | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _last: Statistics | None = None
+
+    @property
+    @abstractmethod
+    def settings(self) -> "Settings":
+        """The settings in effect."""
 
     async def publish(
         self,
@@ -189,6 +202,48 @@ class Controls:
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} does not run")
         return self._engine
+
+    # Looking in ---------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """A frozen snapshot of what the app does; safe to call from any thread.
+
+        After the app has ended: its last state.
+        """
+        engine = self._engine
+        if engine is not None:
+            return statistics(engine, self.group_id)
+        if self._last is not None:
+            return self._last
+        return Statistics(
+            state="stopped",
+            group_id=self.group_id,
+            member_id=None,
+            rebalances=0,
+            commits=0,
+            commit_failures=0,
+            replayed=0,
+            buffered_records=0,
+            buffered_bytes=0,
+            client_losses=0,
+            trouble=None,
+            partitions=(),
+            handlers=(),
+        )
+
+    def explain(self) -> str:
+        """Why each partition does not advance, in sentences; safe to call from any thread."""
+        engine = self._engine
+        if engine is None:
+            return "The app does not run.\n"
+        return explain(engine, show_keys=self.settings.show_keys)
+
+    def diagnose(self) -> Diagnosis:
+        """What `explain` says, for programs: findings and oldest records with their stacks; from any thread."""
+        engine = self._engine
+        if engine is None:
+            return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
+        return diagnose(engine, show_keys=self.settings.show_keys)
 
 
 def _partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:

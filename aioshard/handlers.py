@@ -69,15 +69,19 @@ class Registration:
         """Whether the records of *topic* are this handler's."""
         return is_subscribed(topic, self.topics, self.pattern)
 
-    def spec(self, state: Callable[[], Any], publish: Publish) -> HandlerSpec:
+    def spec(self, state: Callable[[], Any], publish: Publish, *, replay: bool = False) -> HandlerSpec:
         """The handler as the engine runs it.
 
         Args:
             state: Gives what the app's `resources` yielded.
             publish: Publishes what handlers send.
+            replay: What `Context.replay` says.
         """
         one_topic = len(self.topics) == 1 and self.pattern is None
         threads = None if self.is_async else anyio.CapacityLimiter(self.concurrency)
+        batched = None
+        if self.batch is not None:
+            batched = Batched(self.batch, self._invoke_batch(state, publish, threads, replay=replay))
         return HandlerSpec(
             name=self.name,
             topics=self.topics,
@@ -91,15 +95,15 @@ class Registration:
             retry=self.retry,
             on_failure=self.on_failure,
             call=self.function if self.is_async and not self.takes_context and self.batch is None else None,
-            invoke=self._invoke(state, publish, threads) if self.batch is None else None,
-            batched=None if self.batch is None else Batched(self.batch, self._invoke_batch(state, publish, threads)),
+            invoke=self._invoke(state, publish, threads, replay=replay) if self.batch is None else None,
+            batched=batched,
             resized=None if threads is None else functools.partial(_resize, threads),
             rate_limit=self.rate_limit,
             key_rate_limit=self.key_rate_limit,
         )
 
     def _invoke(
-        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None
+        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None, *, replay: bool
     ) -> Callable[[Delivery], Awaitable[object]]:
         function, timeout = self.function, self.timeout
 
@@ -109,14 +113,14 @@ class Registration:
             epoch = delivery.epoch
             record, attempt = delivery.record, delivery.failures + 1
             deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-            return (record, Context(record, attempt, deadline, epoch.revoked, False, state(), publish))  # noqa: FBT003
+            return (record, Context(record, attempt, deadline, epoch.revoked, replay, state(), publish))
 
         if threads is None:
             return lambda delivery: function(*arguments(delivery))
         return lambda delivery: _run_in_thread(functools.partial(function, *arguments(delivery)), threads)
 
     def _invoke_batch(
-        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None
+        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None, *, replay: bool
     ) -> Callable[[DeliveryBatch], Awaitable[object]]:
         function, timeout = self.function, self.timeout
 
@@ -126,7 +130,7 @@ class Registration:
                 return (records,)
             deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
             attempt = batch.deliveries[0].failures + 1
-            return (records, BatchContext(attempt, deadline, batch.revoked, False, state(), publish))  # noqa: FBT003
+            return (records, BatchContext(attempt, deadline, batch.revoked, replay, state(), publish))
 
         if threads is None:
             return lambda batch: function(*arguments(batch))
@@ -137,7 +141,7 @@ def _resize(threads: anyio.CapacityLimiter, concurrency: int) -> None:
     threads.total_tokens = concurrency
 
 
-async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> None:
+async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> object:
     """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4)."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
@@ -149,18 +153,21 @@ async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimi
         if not ended.done():
             ended.set_result(None)
 
-    def work() -> None:
+    def work() -> object:
+        result = None
         if first.setdefault("came", "thread") == "thread":
             thread.begins()
             try:
-                _refuse_awaitable(call())
+                result = call()
+                _refuse_awaitable(result)
             finally:
                 thread.ends()
                 with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                     loop.call_soon_threadsafe(end)
+        return result
 
     try:
-        await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
     except asyncio.CancelledError:
         if first.setdefault("came", "cancellation") == "thread":
             # The thread cannot be stopped. Its shard key stays occupied until it ends, so this run does too.

@@ -5,27 +5,26 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from aioshard.app import App
 from aioshard.cli.letters import Letter, Outcome
 from aioshard.core.recourse import DeadLetter
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
-from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.recourse import Publish
-from aioshard.engine.handler import HandlerSpec
+from aioshard.core.sharding import identity
+from aioshard.engine.handler import HandlerSpec, records_of
 from aioshard.errors import AioshardError, BatchError
-from aioshard.handlers import Registration
 from aioshard.kafka.producer import KafkaProducer
-from aioshard.ports import Message, Producer
+from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates, read_dead_letter
 from aioshard.testing import InMemoryBroker, InMemorySideTopics
 from aioshard.testing.transport import InMemoryTransport
 
 __all__ = ["SwallowedError", "ThroughHandlers", "WaitsBehindError"]
+
+T = TypeVar("T")
 
 _CAUGHT = "aioshard.failed-in-place"
 """Topic that failed records would be sent to. None is: they are dead letters already."""
@@ -95,10 +94,14 @@ class ThroughHandlers:
         run = _Run(letters, outcome, self._blocked)
         app = self._app
         broker = _filled(letters)
-        producer = _CatchingProducer(KafkaProducer(app.settings), run)
         transport = functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed")
-        with _adapted(app, run):
-            async with app.started(transport, lambda: producer, lambda: InMemorySideTopics(broker)):
+        with _from_the_earliest(app):
+            async with app.started(
+                transport,
+                lambda: KafkaProducer(app.settings),
+                lambda: InMemorySideTopics(broker),
+                adapt=run.guarded,
+            ):
                 while not await run.ended(_LOOKS):
                     if app.statistics().state == "failed":
                         raise AioshardError(f"the app cannot go on: {app.statistics().trouble or 'see the log'}")
@@ -138,7 +141,11 @@ class _Run:
 
     async def attempt(self, spec: HandlerSpec, records: Sequence[Record], run: Callable[[], Awaitable[object]]) -> None:
         """One attempt of a handler at some records."""
-        if any((spec.name, key) in self._blocked for record in records if (key := _key(spec, record)) is not None):
+        if any(
+            (spec.name, key) in self._blocked
+            for record in records
+            if (key := identity(spec.shard_key, record)) is not None
+        ):
             raise WaitsBehindError
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a worker is one
@@ -158,7 +165,21 @@ class _Run:
             for at in known.difference(besides):
                 self._end(at)
 
-    def failed(self, message: Message) -> None:
+    def guarded(self, spec: HandlerSpec) -> HandlerSpec:
+        """The same handler, its attempts watched; those records at which they are used up come to `failed`."""
+        given_up: Any = spec.retry.give_up_on  # one class is taken as well as several
+        retry = dataclasses.replace(
+            spec.retry, give_up_on=(*(given_up if isinstance(given_up, tuple) else (given_up,)), WaitsBehindError)
+        )
+
+        def wrap(attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
+            return lambda given: self.attempt(spec, records_of(given), functools.partial(attempt, given))
+
+        self.specs.append(spec)
+        policy = DeadLetter(_CAUGHT, budget=None)
+        return spec.through(wrap)._replace(retry=retry, on_failure=policy, letters=self.failed)
+
+    async def failed(self, message: Message) -> int:
         """The attempts at a record are used up; *message* would be its dead letter."""
         read = read_dead_letter(Record(message.topic, 0, 0, message.key, message.value, message.headers, 0.0))
         assert read is not None  # noqa: S101 - it has just been made
@@ -169,10 +190,11 @@ class _Run:
         else:
             why = f"{failure.error}: {failure.message} ({failure.attempts} attempt(s))"
         for spec in self.specs:
-            if spec.takes(record.topic) and (key := _key(spec, record)) is not None:
+            if spec.takes(record.topic) and (key := identity(spec.shard_key, record)) is not None:
                 self._blocked.add((spec.name, key))
         self._outcome.failed[at] = why
         self._end(at)
+        return 0
 
     def _end(self, at: Coordinates) -> None:
         if at not in self._left:
@@ -184,95 +206,12 @@ class _Run:
             self._all_ended.set()
 
 
-def _key(spec: HandlerSpec, record: Record) -> Hashable:
-    """The shard key of a record; None where it asks for no order, or its sharding function fails."""
-    try:
-        key = spec.shard_key(record)
-        hash(key)
-    except Exception:  # noqa: BLE001 - the user's function; its failure is that of the record
-        return None
-    return key
-
-
-class _Guarded:
-    """A `Registration` in all but one: a `_Run` watches the attempts of its handler."""
-
-    def __init__(self, registration: Registration, run: _Run) -> None:
-        self._registration = registration
-        self._run = run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registration, name)
-
-    def spec(self, state: Callable[[], Any], publish: Publish) -> HandlerSpec:
-        """As `Registration.spec`."""
-        spec = self._registration.spec(state, publish)
-        run = self._run
-        given_up: Any = spec.retry.give_up_on  # one class is taken as well as several
-        retry = dataclasses.replace(
-            spec.retry, give_up_on=(*(given_up if isinstance(given_up, tuple) else (given_up,)), WaitsBehindError)
-        )
-
-        def invoke(delivery: Delivery) -> Awaitable[object]:
-            return run.attempt(spec, [delivery.record], functools.partial(_attempt_of(spec), delivery))
-
-        guarded = spec._replace(
-            retry=retry, on_failure=DeadLetter(_CAUGHT, budget=None), call=None, invoke=invoke, batched=None
-        )
-        batched = spec.batched
-        if batched is not None:
-
-            def invoke_batch(batch: DeliveryBatch) -> Awaitable[object]:
-                records = [delivery.record for delivery in batch.deliveries]
-                return run.attempt(spec, records, functools.partial(batched.invoke, batch))
-
-            guarded = guarded._replace(invoke=None, batched=batched._replace(invoke=invoke_batch))
-        run.specs.append(guarded)
-        return guarded
-
-
-def _attempt_of(spec: HandlerSpec) -> Callable[[Delivery], Awaitable[object]]:
-    """What runs one attempt of a handler that takes single records."""
-    call, invoke = spec.call, spec.invoke
-    if call is not None:
-        return lambda delivery: call(delivery.record)
-    assert invoke is not None  # noqa: S101 - else it takes batches
-    return invoke
-
-
-class _CatchingProducer:
-    """Publishes what handlers send, and hands what has failed to a `_Run`."""
-
-    def __init__(self, producer: Producer, run: _Run) -> None:
-        self._producer = producer
-        self._run = run
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Producer.trouble`."""
-        return self._producer.trouble
-
-    async def publish(self, message: Message) -> int:
-        """See `Producer.publish`."""
-        if message.topic == _CAUGHT:
-            self._run.failed(message)
-            return 0
-        return await self._producer.publish(message)
-
-    async def close(self) -> None:
-        """See `Producer.close`."""
-        await self._producer.close()
-
-
 @contextlib.contextmanager
-def _adapted(app: App, run: _Run) -> Iterator[None]:
-    """Let *run* watch the handlers of an app, which then begins at the earliest record."""
-    reset, registrations = app.settings.auto_offset_reset, app._registrations  # noqa: SLF001 - one command's business
-    guarded: list[Any] = [_Guarded(registration, run) for registration in registrations]
+def _from_the_earliest(app: App) -> Iterator[None]:
+    """Let an app begin at the earliest record."""
+    reset = app.settings.auto_offset_reset
     app.configure(auto_offset_reset="earliest")
-    app._registrations = guarded  # noqa: SLF001
     try:
         yield
     finally:
-        app._registrations = registrations  # noqa: SLF001
         app.configure(auto_offset_reset=reset)

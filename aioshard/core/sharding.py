@@ -9,7 +9,7 @@ from typing import Literal
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
-__all__ = ["ShardBy", "ShardKey", "check_usable", "shard_key_of", "shard_number"]
+__all__ = ["ShardBy", "ShardKey", "check_usable", "identity", "shard_key_of", "shard_number"]
 
 ShardKey = Hashable | None
 """The identity of a shard within its handler. None asks for no order: the record is its own shard."""
@@ -83,6 +83,19 @@ def check_usable(key: ShardKey) -> None:
     """
     hash(key)
     operator.eq(key, key)
+
+
+def identity(shard_key: Callable[[Record], ShardKey], record: Record) -> ShardKey:
+    """The shard key of a record, or None where the sharding function fails or gives what cannot be told from others.
+
+    For looking back at a record: the failure is that of the record, and is reported where it comes in.
+    """
+    try:
+        key = shard_key(record)
+        check_usable(key)
+    except Exception:  # noqa: BLE001 - the user's function
+        return None
+    return key
 
 
 def shard_number(key: ShardKey, shards: int) -> int:

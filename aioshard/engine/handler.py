@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
@@ -12,7 +12,9 @@ from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.batches.batch_worker import BatchWorker, InvokeBatch
+from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery
 from aioshard.engine.failing.parking import Parking
 from aioshard.engine.failing.probing import Probing
 from aioshard.engine.failing.recourse import DeadLettering, Halting, Publish, Skipping
@@ -26,7 +28,9 @@ from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record, is_subscribed
 
-__all__ = ["Batched", "HandlerSpec", "Running", "Surroundings", "serve"]
+__all__ = ["Adapt", "Batched", "HandlerSpec", "Running", "Surroundings", "Wrap", "records_of", "serve"]
+
+T = TypeVar("T")
 
 
 class Batched(NamedTuple):
@@ -64,10 +68,50 @@ class HandlerSpec(NamedTuple):
     key_rate_limit: RateLimit | None = None
     adaptive: Adaptive | None = None
     """Where the concurrency follows the latency: within which bounds."""
+    letters: Publish | None = None
+    """Where dead letters go in place of the brokers."""
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether the handler is a plain function."""
+        return self.resized is not None
+
+    @property
+    def attempt(self) -> Invoke:
+        """What runs one attempt of a handler that takes single records."""
+        call = self.call
+        if call is not None:
+            return lambda delivery: call(delivery.record)
+        assert self.invoke is not None  # noqa: S101 - else it takes batches
+        return self.invoke
+
+    def through(self, wrap: "Wrap") -> "HandlerSpec":
+        """The same handler, with *wrap* around each of its attempts."""
+        batched = self.batched
+        if batched is not None:
+            return self._replace(batched=batched._replace(invoke=wrap(batched.invoke)))
+        return self._replace(call=None, invoke=wrap(self.attempt))
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
         return is_subscribed(topic, self.topics, self.pattern)
+
+
+Adapt = Callable[[HandlerSpec], HandlerSpec]
+"""Makes another handler of one, for one run of an app."""
+
+
+class Wrap(Protocol):
+    """Puts something around the attempts of a handler, of single records or of batches."""
+
+    def __call__(self, attempt: Callable[[T], Awaitable[object]], /) -> Callable[[T], Awaitable[object]]:
+        """The same attempt, with that around it; what it is given is a `Delivery` or a `DeliveryBatch`."""
+
+
+def records_of(given: object) -> list[Record]:
+    """The records that an attempt was given: those of a batch, or the one of a delivery."""
+    deliveries = given.deliveries if isinstance(given, DeliveryBatch) else (given,)
+    return [delivery.record for delivery in deliveries if isinstance(delivery, Delivery)]
 
 
 class Running(NamedTuple):
@@ -102,7 +146,7 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
     adapting = None
     if spec.adaptive is not None:
         adapting = Adapting(spec.adaptive, around.clock, spec.timeout)
-        spec = _measured(spec, adapting)
+        spec = spec.through(adapting.measured)
     pace = _pace(spec, around)
     shards = _shards(spec, around, pace)
     served = shards * spec.concurrency if spec.shards is None else shards
@@ -132,16 +176,6 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
     )
     staff = Staff(workers, lambda name: make(name, shards[0]), feed, spec.resized)
     return Running(spec, feed, workers, staff, counters, parking, pace, adapting)
-
-
-def _measured(spec: HandlerSpec, adapting: Adapting) -> HandlerSpec:
-    """A handler whose runs are measured."""
-    batched = spec.batched
-    return spec._replace(
-        call=None,
-        invoke=None if spec.invoke is None else adapting.measured(spec.invoke),
-        batched=None if batched is None else batched._replace(invoke=adapting.measured(batched.invoke)),
-    )
 
 
 def _pace(spec: HandlerSpec, around: Surroundings) -> Pace | None:
@@ -189,7 +223,7 @@ def _worker(
         name,
         shards,
         call=spec.call if parking is None else None,
-        invoke=spec.invoke if parking is None else _invocation(spec),
+        invoke=spec.invoke if parking is None else spec.attempt,
         settlement=settlement,
         clock=around.clock,
         timeout=spec.timeout,
@@ -202,7 +236,8 @@ def _recourse(
 ) -> tuple[Recourse, Probing]:
     match spec.on_failure:
         case DeadLetter() as policy:
-            letters = DeadLettering(policy, around.publish, group=around.group_id, handler=spec.name, counters=counters)
+            publish = spec.letters or around.publish
+            letters = DeadLettering(policy, publish, group=around.group_id, handler=spec.name, counters=counters)
             return letters, Probing(shards, lambda: letters.affordable)
         case "skip":
             return Skipping(), Probing(shards, lambda: True)
@@ -226,9 +261,3 @@ def _parking(spec: HandlerSpec, around: Surroundings, shards: list[Shards], work
         buffer=around.buffer,
         clock=around.clock,
     )
-
-
-def _invocation(spec: HandlerSpec) -> Invoke:
-    call = spec.call
-    assert spec.invoke is not None  # noqa: S101 - asked for single records only
-    return spec.invoke if call is None else lambda delivery: call(delivery.record)

@@ -71,3 +71,7 @@ class Untroubled:
     limited_since: float | None = None
     """Loop time since which it waits for a token of its key's rate limit; None when it does not."""
     failure: FailureNote | None = None
+    outcome: Outcome = Outcome.PROCESSED
+    """How it ended, once it has."""
+    run: tuple[float, float, object] | None = None
+    """Of its latest attempt, where outcomes are observed: begin and end in loop time, and what the handler returned."""

@@ -8,7 +8,6 @@ from typing import Protocol
 import anyio
 
 from aioshard.core.ownership import Claim
-from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch, Gate, Rerun
 from aioshard.engine.feed import Feed
@@ -49,6 +48,9 @@ class Outside(Protocol):
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
         """Why the application has paused a partition, or None."""
 
+    def make_epoch(self, topic_partition: TopicPartition, number: int, start: int) -> Epoch:
+        """Make an epoch, closed."""
+
     def fail(self, error: BaseException) -> None:
         """End the app: *error* is something that no retry cures."""
 
@@ -72,7 +74,6 @@ class Rebalance:
         outside: Outside,
         *,
         committer: Committer,
-        buffer: Buffer,
         tasks: TaskSet,
         clock: Callable[[], float],
     ) -> None:
@@ -88,7 +89,6 @@ class Rebalance:
         self._limits = limits
         self._outside = outside
         self._committer = committer
-        self._buffer = buffer
         self._tasks = tasks
         self._clock = clock
         self._transport: Transport | None = None
@@ -284,7 +284,7 @@ class Rebalance:
     def begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
         """Make a new epoch, closed."""
         self._epochs += 1
-        epoch = Epoch(topic_partition, self._epochs, start, self._buffer)
+        epoch = self._outside.make_epoch(topic_partition, self._epochs, start)
         epoch.rerun = self._reruns.pop(topic_partition, None)
         why = self._outside.why_paused(topic_partition)
         if why is not None:

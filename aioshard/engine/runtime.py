@@ -1,6 +1,7 @@
 """One running engine: its tasks from start to stop, and the supervisor of the client."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
+from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.opening import Limits
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
@@ -61,6 +63,8 @@ class Engine:
         clients: Clients,
         producer: Producer,
         describe: Callable[["Engine", Epoch], str],
+        *,
+        observe: Observe | None = None,
     ) -> None:
         """Make an engine; nothing runs yet.
 
@@ -70,6 +74,7 @@ class Engine:
             clients: Make the client, again after each loss, and what reads parked records.
             producer: Publishes what handlers and failures send elsewhere; whoever gives it closes it.
             describe: What is known of a partition that does not advance, for the log.
+            observe: Told what becomes of each record.
         """
         loop = asyncio.get_running_loop()
         self.options = options
@@ -93,12 +98,11 @@ class Engine:
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
         around = Surroundings(options.limits.group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
-        self.handlers = tuple(serve(spec, around) for spec in specs)
+        self._observe = observe
+        self.handlers = tuple(serve(spec if observe is None else noted(spec, self.clock), around) for spec in specs)
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
         self.committer.refused = self._commit_refused
-        self.rebalance = Rebalance(
-            options.limits, self, committer=self.committer, buffer=self.buffer, tasks=self._tasks, clock=self.clock
-        )
+        self.rebalance = Rebalance(options.limits, self, committer=self.committer, tasks=self._tasks, clock=self.clock)
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
         self.since = SinceWatch(self._facts, self.clock)
         self._watch = StuckWatch(
@@ -125,6 +129,13 @@ class Engine:
             HandlerError: The patterns of several handlers match it: a topic belongs to one.
         """
         return self.handler_of(topic).feed
+
+    def make_epoch(self, topic_partition: TopicPartition, number: int, start: int) -> Epoch:
+        """Make an epoch, closed; an observed one where outcomes are observed."""
+        if self._observe is None:
+            return Epoch(topic_partition, number, start, self.buffer)
+        completed = functools.partial(self._observe, self.handler_of(topic_partition.topic).spec)
+        return ObservedEpoch(topic_partition, number, start, self.buffer, completed=completed)
 
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
         """Why the application has paused a partition, or its handler; None when it has not."""

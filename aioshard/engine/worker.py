@@ -320,6 +320,7 @@ class RecordWorker(Worker):
 
     def _completed(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         self.delivery = self.running = None
+        delivery.outcome = outcome
         if delivery.epoch.complete(delivery):
             self._settlement.counters.count(outcome)
         return self._next_after(delivery)

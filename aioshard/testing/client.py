@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshard.app import App
-from aioshard.core.batching import Batch
-from aioshard.core.recourse import OnFailure, Park
+from aioshard.core.recourse import Park
+from aioshard.engine.handler import Adapt, HandlerSpec
 from aioshard.errors import StateError, TransportError
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.messages import encoded
@@ -65,6 +65,7 @@ class TestClient:
         speed: float = 1.0,
         broker: InMemoryBroker | None = None,
         latency: Latency | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         """Make a client; the app starts on entering it.
 
@@ -74,6 +75,7 @@ class TestClient:
                 30 s into 0.3 s.
             broker: To share it between several apps, or to prepare it; a new one without.
             latency: How long each operation of the client takes, in seconds.
+            adapt: Makes another handler of each, for this run.
 
         Raises:
             ValueError: *speed* is not positive.
@@ -87,6 +89,7 @@ class TestClient:
         """Every client that the app has made so far, the current one last; to kill or crash it."""
         self._speed = speed
         self._latency = latency
+        self._adapt = adapt
         self._exit: contextlib.AsyncExitStack | None = None
 
     async def __aenter__(self) -> Self:
@@ -95,12 +98,13 @@ class TestClient:
             message = "this TestClient runs already: make another one, or enter it again after it has ended"
             raise StateError(message)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(_test_settings(self.app, self._speed))
+            stack.enter_context(_test_settings(self.app))
             await stack.enter_async_context(
                 self.app.started(
                     self._make_transport,
                     lambda: InMemoryProducer(self.broker),
                     lambda: InMemorySideTopics(self.broker),
+                    adapt=self._adapted,
                 )
             )
             self._exit = stack.pop_all()
@@ -117,6 +121,10 @@ class TestClient:
         stack, self._exit = self._exit, None
         if stack is not None:
             await stack.__aexit__(kind, error, traceback)
+
+    def _adapted(self, spec: HandlerSpec) -> HandlerSpec:
+        sped_up = _sped_up(spec, self._speed)
+        return sped_up if self._adapt is None else self._adapt(sped_up)
 
     def _make_transport(self) -> InMemoryTransport:
         settings = self.app.settings
@@ -244,8 +252,8 @@ class TestClient:
 
 
 @contextlib.contextmanager
-def _test_settings(app: App, speed: float) -> Iterator[None]:
-    """Let *app* begin at the earliest record, commit often, and retry, fill batches and try parked keys soon."""
+def _test_settings(app: App) -> Iterator[None]:
+    """Let *app* begin at the earliest record, and commit often."""
     settings = app.settings
     before: dict[str, Any] = {
         "auto_offset_reset": settings.auto_offset_reset,
@@ -255,33 +263,21 @@ def _test_settings(app: App, speed: float) -> Iterator[None]:
         auto_offset_reset=settings.auto_offset_reset or "earliest",
         commit_interval=min(settings.commit_interval, _COMMIT_INTERVAL),
     )
-    registrations = app._registrations  # noqa: SLF001 - the retries of one test are no business of the public API
-    app._registrations = [  # noqa: SLF001
-        dataclasses.replace(
-            registration,
-            retry=dataclasses.replace(
-                registration.retry,
-                initial=registration.retry.initial / speed,
-                maximum=registration.retry.maximum / speed,
-            ),
-            batch=_quicker(registration.batch, speed),
-            on_failure=_sooner(registration.on_failure, speed),
-        )
-        for registration in registrations
-    ]
     try:
         yield
     finally:
-        app._registrations = registrations  # noqa: SLF001
         app.configure(**before)
 
 
-def _quicker(batch: Batch | None, speed: float) -> Batch | None:
-    return None if batch is None else dataclasses.replace(batch, linger=batch.linger / speed)
-
-
-def _sooner(policy: OnFailure, speed: float) -> OnFailure:
-    return dataclasses.replace(policy, delay=policy.delay / speed) if isinstance(policy, Park) else policy
+def _sped_up(spec: HandlerSpec, speed: float) -> HandlerSpec:
+    """The same handler, which retries, fills batches and tries parked keys *speed* times as soon."""
+    retry, batched, policy = spec.retry, spec.batched, spec.on_failure
+    retry = dataclasses.replace(retry, initial=retry.initial / speed, maximum=retry.maximum / speed)
+    if batched is not None:
+        batched = batched._replace(batch=dataclasses.replace(batched.batch, linger=batched.batch.linger / speed))
+    if isinstance(policy, Park):
+        policy = dataclasses.replace(policy, delay=policy.delay / speed)
+    return spec._replace(retry=retry, batched=batched, on_failure=policy)
 
 
 def _timestamp() -> float:

@@ -1,18 +1,17 @@
 """The end of a run in the middle of a record: cancelled at one of its awaits, as when it outlasts a rebalance."""
 
 import asyncio
-import contextlib
-import dataclasses
 import functools
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from aioshard.app import App
-from aioshard.handlers import Registration
+from aioshard.engine.handler import HandlerSpec
 
 __all__ = ["Interruption"]
+
+T = TypeVar("T")
 
 
 class Interruption:
@@ -27,15 +26,19 @@ class Interruption:
         self._number = number
         self._came = asyncio.Event()
 
-    @contextlib.contextmanager
-    def of(self, app: App) -> Iterator[None]:
-        """Stand between the app and its handlers for a while."""
-        registrations = app._registrations  # noqa: SLF001 - only a test kit takes handlers apart
-        app._registrations = [self._wrapped(registration) for registration in registrations]  # noqa: SLF001
-        try:
-            yield
-        finally:
-            app._registrations = registrations  # noqa: SLF001
+    def stand_between(self, spec: HandlerSpec) -> HandlerSpec:
+        """The same handler, whose runs can be interrupted unless they are those of a thread."""
+
+        def wrap(attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
+            async def run(given: T) -> object:
+                if not self.armed:
+                    return await attempt(given)
+                self.armed = False
+                return await self._interrupted(attempt(given))
+
+            return run
+
+        return spec if spec.in_threads else spec.through(wrap)
 
     async def comes_before(self, other: Coroutine[Any, Any, None]) -> bool:
         """Wait until the run is interrupted, or *other* is done; what that raises is raised."""
@@ -51,21 +54,7 @@ class Interruption:
             await asyncio.wait({ended, came})
         return self._came.is_set()
 
-    def _wrapped(self, registration: Registration) -> Registration:
-        if not registration.is_async:
-            return registration  # a thread cannot be interrupted
-        function = registration.function
-
-        @functools.wraps(function)
-        async def interruptible(*arguments: Any) -> Any:
-            if not self.armed:
-                return await function(*arguments)
-            self.armed = False
-            return await self._interrupted(function(*arguments))
-
-        return dataclasses.replace(registration, function=interruptible)
-
-    async def _interrupted(self, run: Coroutine[Any, Any, Any]) -> Any:
+    async def _interrupted(self, run: Any) -> Any:
         # In a task of its own: cancelling that of the worker would be a matter between worker and engine.
         task = asyncio.create_task(self._counted(run), name="replay: a run that is interrupted")
         try:
@@ -82,7 +71,7 @@ class Interruption:
         finally:
             self.over.set()
 
-    async def _counted(self, run: Coroutine[Any, Any, Any]) -> Any:
+    async def _counted(self, run: Any) -> Any:
         return await self._steps(run)
 
     @types.coroutine

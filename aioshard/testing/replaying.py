@@ -220,15 +220,15 @@ class _World:
 
     async def _live_until(self, broker: InMemoryBroker, ran: int, interruption: Interruption) -> None:
         """One life of the app that ends in the middle of record number *ran*, unless that ends before."""
-        with interruption.of(self._app):
-            async with TestClient(self._app, broker=broker, speed=_SPEED) as client:
-                _append(broker, self.history[: ran - 1])
-                await client.settle(self._timeout)
-                interruption.armed = True
-                _append(broker, self.history[ran - 1 : ran])
-                if await interruption.comes_before(client.settle(self._timeout)):
-                    client.transports[-1].kill(ClientLostError("replay_prefixes ends it in the middle of a record"))
-                    await interruption.over.wait()
+        client = TestClient(self._app, broker=broker, speed=_SPEED, adapt=interruption.stand_between)
+        async with client:
+            _append(broker, self.history[: ran - 1])
+            await client.settle(self._timeout)
+            interruption.armed = True
+            _append(broker, self.history[ran - 1 : ran])
+            if await interruption.comes_before(client.settle(self._timeout)):
+                client.transports[-1].kill(ClientLostError("replay_prefixes ends it in the middle of a record"))
+                await interruption.over.wait()
 
     def _empty_broker(self) -> InMemoryBroker:
         broker = InMemoryBroker()

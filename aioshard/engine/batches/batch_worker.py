@@ -123,6 +123,8 @@ class BatchWorker(Worker):
             self._swallowed(batch, asked)
             return
         self._forget_what_the_handler_asked()
+        if head.detour is not None:
+            head.outcome = outcome
         self._ended(batch, (), outcome)
 
     async def _take_detour(self, delivery: Delivery, detour: Detour) -> Outcome:

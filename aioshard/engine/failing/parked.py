@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.core.parking import ParkedEntry, ParkedKeys
-from aioshard.core.sharding import ShardKey, check_usable
+from aioshard.core.sharding import ShardKey, identity
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.ports import FetchedBatch, Message, record_size
@@ -84,12 +84,7 @@ class Lot:
 
     def identity(self, record: Record) -> ShardKey:
         """The shard key of a record; None when it has none, and is parked alone."""
-        try:
-            key = self._shard_key(record)
-            check_usable(key)
-        except Exception:  # noqa: BLE001 - the user's function; it has been reported where the record came in
-            return None
-        return key
+        return identity(self._shard_key, record)
 
     # What is read -------------------------------------------------------------------
 

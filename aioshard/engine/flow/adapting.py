@@ -44,10 +44,10 @@ class Adapting:
         """The same, with its runs measured."""
         gradient, clock, timeout = self._gradient, self._clock, self._timeout
 
-        async def run(given: T) -> None:
+        async def run(given: T) -> object:
             began = clock()
             try:
-                await invoke(given)
+                result = await invoke(given)
             except BatchError:
                 gradient.ended(clock() - began)  # it has been at work, and says what of it failed
                 raise
@@ -59,6 +59,7 @@ class Adapting:
                 gradient.failed(clock() - began)
                 raise
             gradient.ended(clock() - began)
+            return result
 
         return run
 
