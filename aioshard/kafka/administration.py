@@ -17,7 +17,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import AuthorizationError, TransportError
-from aioshard.kafka.connecting import find_broker, why_unreachable
+from aioshard.kafka.connecting import advertised_by, connected
 from aioshard.kafka.options import client_options
 from aioshard.kafka.translate import reason, request_error
 from aioshard.ports import Committed
@@ -61,35 +61,22 @@ class Administration:
         Raises:
             TransportError: No broker answers, or one refuses us; within 10 s.
         """
-        server = await find_broker(self._settings, self._options)
-        self._client = AIOKafkaClient(**(self._options | {"bootstrap_servers": server}))
-        try:
-            await self._connect()
-        except BaseException:
-            await self._close()
-            raise
+        self._client = await connected(
+            self._settings,
+            self._options,
+            lambda options: AIOKafkaClient(**options),
+            begin=_begin,
+            end=_close,
+            advertised=lambda client: advertised_by(client.cluster),
+            timeout=_PATIENCE,
+        )
         return self
-
-    async def _connect(self) -> None:
-        with contextlib.suppress(kafka.KafkaError):
-            await self._client.bootstrap()
-        brokers = self._client.cluster.brokers()
-        for broker in brokers:
-            if await self._client.ready(broker.nodeId):
-                return
-        addresses = [(broker.host, broker.port) for broker in brokers]
-        raise await why_unreachable(self._settings, self._options, addresses)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close all connections."""
-        await self._close()
-
-    async def _close(self) -> None:
-        with contextlib.suppress(TimeoutError, kafka.KafkaError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT):
-                await self._client.close()
+        await _close(self._client)
 
     # Topics ---------------------------------------------------------------------------
 
@@ -240,6 +227,21 @@ class Administration:
 def _raise_for(code: int) -> None:
     if code:
         raise kafka.for_code(code)
+
+
+async def _begin(client: Any) -> bool:
+    with contextlib.suppress(kafka.KafkaError):
+        await client.bootstrap()
+    for broker in client.cluster.brokers():
+        if await client.ready(broker.nodeId):
+            return True
+    return False
+
+
+async def _close(client: Any) -> None:
+    with contextlib.suppress(TimeoutError, kafka.KafkaError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT):
+            await client.close()
 
 
 def _translated(error: BaseException, what: str, group_id: str, denied: str | None) -> TransportError:

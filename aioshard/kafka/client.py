@@ -10,7 +10,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
 from aioshard.kafka.intake import Intake
 from aioshard.kafka.internals import Internals, Rebalances
 from aioshard.kafka.options import consumer_options, partition_share
@@ -133,8 +133,7 @@ class AiokafkaTransport:
         except (kafka.KafkaError, TimeoutError) as error:
             logger.debug("the first look-up of topics failed: %s", reason(error))
         if not answered:
-            advertised = [(broker.host, broker.port) for broker in client.cluster.brokers()]
-            raise await why_unreachable(self._settings, self._options, advertised)
+            raise await why_unreachable(self._settings, self._options, advertised_by(client.cluster))
         denied = sorted(self._topics.names & client.cluster.unauthorized_topics)
         if denied:
             raise group_error(kafka.TopicAuthorizationFailedError(denied), self._group_id)

@@ -3,20 +3,22 @@
 import asyncio
 import os
 import ssl
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokafka import errors as kafka
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
 
-from aioshard.errors import AuthenticationError, ConnectError, TransportError
+from aioshard.errors import AuthenticationError, ConnectError, SettingsError, TransportError
 from aioshard.kafka.translate import reason
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["CONNECT_TIMEOUT", "find_broker", "why_unreachable"]
+__all__ = ["CONNECT_TIMEOUT", "advertised_by", "connected", "find_broker", "why_unreachable"]
+
+C = TypeVar("C")
 
 CONNECT_TIMEOUT = 3.0
 """Seconds that a broker is given to take a connection, log us in and answer. Three of them fit into the default
@@ -35,6 +37,55 @@ _CONNECTION_OPTIONS = frozenset(
         "sasl_oauth_token_provider",
     }
 )
+
+
+async def connected(
+    settings: "Settings",
+    options: Mapping[str, Any],
+    make: Callable[[dict[str, Any]], C],
+    *,
+    begin: Callable[[C], Awaitable[bool]],
+    end: Callable[[C], Awaitable[object]],
+    advertised: Callable[[C], Collection[tuple[str, int]]] = lambda _: (),
+    timeout: float = CONNECT_TIMEOUT,
+) -> C:
+    """A client of a broker that answers; takes at most *timeout* and twice `CONNECT_TIMEOUT`.
+
+    Args:
+        settings: Names for the sentences.
+        options: The client's.
+        make: Makes the client from its options.
+        begin: Connects it, and says whether a broker has answered. A `KafkaError` counts as no answer; any other
+            error is raised.
+        end: Closes a client that does not get connected.
+        advertised: The addresses that a bootstrap server has named to the client.
+        timeout: Seconds that *begin* may take.
+
+    Raises:
+        ConnectError: No broker could be reached.
+        AuthenticationError: The brokers refused our credentials, or we their certificate.
+        SettingsError: The client refused an option.
+    """
+    server = await find_broker(settings, options)
+    try:
+        client = make({**options, "bootstrap_servers": server})
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
+    answered = False
+    try:
+        try:
+            async with asyncio.timeout(timeout):
+                answered = await begin(client)
+        except (TimeoutError, kafka.KafkaError):
+            answered = False
+    except BaseException:
+        await end(client)
+        raise
+    if not answered:
+        named = advertised(client)
+        await end(client)
+        raise await why_unreachable(settings, options, named)
+    return client
 
 
 async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
@@ -69,6 +120,11 @@ async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
         f"none of bootstrap_servers={options['bootstrap_servers']} could be reached ({_told(failures, settings)}): "
         "check the addresses and that the brokers run"
     )
+
+
+def advertised_by(cluster: Any) -> Collection[tuple[str, int]]:
+    """The addresses that brokers have named, from a client's `ClusterMetadata`."""
+    return [(broker.host, broker.port) for broker in cluster.brokers()]
 
 
 async def why_unreachable(

@@ -5,7 +5,6 @@ them, it creates the topics that it looks for, and it does not tell that a log h
 who restores something has to know.
 """
 
-import asyncio
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,11 +17,11 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
-from aioshard.errors import SettingsError, TransportError
+from aioshard.errors import TransportError
 from aioshard.kafka.chunk import Chunk
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.connecting import advertised_by, connected
 from aioshard.kafka.connections import close_client, is_connected, pace_look_ups, refuse_useless_connections
-from aioshard.kafka.translate import corrupt_record, reason
+from aioshard.kafka.translate import corrupt_record
 from aioshard.records import Record, TopicPartition
 
 if TYPE_CHECKING:
@@ -229,23 +228,16 @@ async def connect(settings: "Settings", options: Mapping[str, Any]) -> ReadingCl
         AuthenticationError: The brokers refused our credentials, or we their certificate.
         SettingsError: The client refused an option.
     """
-    server = await find_broker(settings, options)
-    try:
-        client = ReadingClient({**options, "bootstrap_servers": server})
-    except (ValueError, TypeError) as error:
-        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
-    answered = False
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT):
-            await client.bootstrap()
-            answered = bool(await client.force_metadata_update())
-    except (TimeoutError, kafka.KafkaError):
-        answered = False
-    except BaseException:
-        await client.tear_down()
-        raise
-    if not answered:
-        advertised = [(broker.host, broker.port) for broker in client.cluster.brokers()]
-        await client.tear_down()
-        raise await why_unreachable(settings, options, advertised)
-    return client
+
+    async def begin(client: ReadingClient) -> bool:
+        await client.bootstrap()
+        return bool(await client.force_metadata_update())
+
+    return await connected(
+        settings,
+        options,
+        ReadingClient,
+        begin=begin,
+        end=ReadingClient.tear_down,
+        advertised=lambda client: advertised_by(client.cluster),
+    )

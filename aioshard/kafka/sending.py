@@ -24,8 +24,8 @@ from aiokafka.producer.transaction_manager import NO_PRODUCER_EPOCH, NO_PRODUCER
 from aiokafka.structs import TopicPartition
 from aiokafka.util import create_future
 
-from aioshard.errors import AuthorizationError, SettingsError
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.errors import AuthorizationError
+from aioshard.kafka.connecting import advertised_by, connected
 from aioshard.kafka.connections import close_client, is_connected, pace_look_ups, refuse_useless_connections
 from aioshard.kafka.translate import publish_error, reason
 from aioshard.ports import Message
@@ -306,22 +306,22 @@ async def connect(settings: "Settings", options: Mapping[str, Any], topic: str) 
         TransportError: They did not give us a producer id.
         SettingsError: The client refused an option.
     """
-    server = await find_broker(settings, options)
-    try:
-        client = SendingClient({**options, "bootstrap_servers": server})
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT):
+
+    async def begin(client: SendingClient) -> bool:
+        try:
             await client.start()
-    except (TimeoutError, kafka.KafkaError) as error:
-        advertised = [(broker.host, broker.port) for broker in client.client.cluster.brokers()]
-        await client.tear_down()
-        refused = publish_error(error, topic)
-        if isinstance(refused, AuthorizationError):
-            raise refused from error
-        raise await why_unreachable(settings, options, advertised) from None
-    except BaseException:
-        await client.tear_down()
-        raise
-    return client
+        except kafka.KafkaError as error:
+            refused = publish_error(error, topic)
+            if isinstance(refused, AuthorizationError):
+                raise refused from error
+            return False
+        return True
+
+    return await connected(
+        settings,
+        options,
+        SendingClient,
+        begin=begin,
+        end=SendingClient.tear_down,
+        advertised=lambda client: advertised_by(client.client.cluster),
+    )

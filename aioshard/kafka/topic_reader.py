@@ -12,7 +12,7 @@ from aiokafka import errors as kafka
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import TransportError
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.connecting import connected
 from aioshard.kafka.options import consumer_options
 from aioshard.kafka.translate import request_error
 from aioshard.ports import LogRange
@@ -67,12 +67,17 @@ class TopicReader:
         Raises:
             TransportError: No broker answers, or one refuses us or the topic.
         """
-        server = await find_broker(self._settings, self._options)
-        self._consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
+        self._consumer = await connected(
+            self._settings,
+            self._options,
+            lambda options: AIOKafkaConsumer(**options),
+            begin=_start,
+            end=_stop,
+        )
         try:
-            await self._connect()
+            await self._take_note_of_ends()
         except BaseException:
-            await self._close()
+            await _stop(self._consumer)
             raise
         return self
 
@@ -80,14 +85,9 @@ class TopicReader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close all connections."""
-        await self._close()
+        await _stop(self._consumer)
 
-    async def _connect(self) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                await self._consumer.start()
-        except (TimeoutError, kafka.KafkaError):
-            raise await why_unreachable(self._settings, self._options, []) from None
+    async def _take_note_of_ends(self) -> None:
         try:
             async with asyncio.timeout(_STALLED):
                 # One after the other: a start never lies behind an end that was asked for before it.
@@ -96,11 +96,6 @@ class TopicReader:
         except (TimeoutError, kafka.KafkaError) as error:
             raise request_error(error, f"the offsets of topic {self.topic!r}", "") from error
         self.ranges = {one.partition: LogRange(starts[one], ends[one]) for one in self._partitions}
-
-    async def _close(self) -> None:
-        with contextlib.suppress(TimeoutError, kafka.KafkaError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT):
-                await self._consumer.stop()
 
     def narrow(self, ends: Mapping[int, int]) -> None:
         """Read no further than these offsets, and no other partitions."""
@@ -156,6 +151,17 @@ class TopicReader:
             for found in batch
             if found.offset < self.ranges[one.partition].end
         ]
+
+
+async def _start(consumer: Any) -> bool:
+    await consumer.start()
+    return True
+
+
+async def _stop(consumer: Any) -> None:
+    with contextlib.suppress(TimeoutError, kafka.KafkaError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT):
+            await consumer.stop()
 
 
 class _Progress:
