@@ -9,7 +9,7 @@ from typing import Literal
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 
-__all__ = ["ShardBy", "ShardKey", "check_usable", "identity", "shard_key_of", "shard_number"]
+__all__ = ["ShardBy", "ShardKey", "check_usable", "fixed_shard", "identity", "shard_key_of", "shard_number"]
 
 ShardKey = Hashable | None
 """The identity of a shard within its handler. None asks for no order: the record is its own shard."""
@@ -125,3 +125,21 @@ def shard_number(key: ShardKey, shards: int) -> int:
         message = f"a shard key for fixed shards must be bytes, str or int, not {type(key).__name__}: {key!r}"
         raise TypeError(message)
     return ((zlib.crc32(data) * _MULTIPLIER & 0xFFFFFFFF) * shards) >> 32
+
+
+def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
+    """Which of *shards* fixed shards gets a record: that of its key; those without one take turns.
+
+    Args:
+        key: As for `shard_number`, or None.
+        shards: At least 1.
+        turn: Any number that differs between records, so that those without a key spread over the shards.
+
+    Raises:
+        TypeError: As `shard_number`.
+
+    Example:
+        >>> [fixed_shard(b"alice", 8, turn) for turn in (6, 7)], [fixed_shard(None, 8, turn) for turn in (6, 7, 8)]
+        ([5, 5], [6, 7, 0])
+    """
+    return turn % shards if key is None else shard_number(key, shards)

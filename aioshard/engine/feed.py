@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from aioshard.core.sharding import ShardKey, check_usable, shard_number
+from aioshard.core.sharding import ShardKey, check_usable, fixed_shard
 from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.shards import Shards
@@ -153,9 +153,8 @@ class Feed:
         if not self._fixed:
             return key
         if key is None:
-            self._turn = (self._turn + 1) % len(self.shards)
-            return self._turn
-        return shard_number(key, len(self.shards))
+            self._turn += 1
+        return fixed_shard(key, len(self.shards), self._turn)
 
     def _without(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
         """Records without a shard key cannot run in order: each has failed, and no other attempt makes sense."""

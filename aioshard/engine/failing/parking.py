@@ -9,7 +9,7 @@ import anyio
 
 from aioshard.core.parking import NEVER
 from aioshard.core.recourse import Park
-from aioshard.core.sharding import ShardKey, shard_number
+from aioshard.core.sharding import ShardKey, fixed_shard, shard_number
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.failing.parked import Lot, Replay
@@ -356,13 +356,10 @@ class Parking:
                 lot.keys.postpone(entry.key, self._now() + _BACKOFF)
                 return  # each of its keys may take as long, and other partitions are not to wait for all of them
             key = lot.identity(record)
-            number = self._number(key, entry.offset) if self._fixed else 0
+            number = fixed_shard(key, len(self._shards), entry.offset) if self._fixed else 0
             replay = lot.replay(entry, record, number if self._fixed else key, self._clock())
             replay.then, replay.aside = self._finished, True
             self._shards[number].put_first([replay])
-
-    def _number(self, key: ShardKey, offset: int) -> int:
-        return offset % len(self._shards) if key is None else shard_number(key, len(self._shards))
 
     def _fits(self, record: Record) -> bool:
         """Whether there is room for a record, or nothing of ours that it could wait for."""
