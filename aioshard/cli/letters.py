@@ -79,7 +79,6 @@ class DeadLetters:
         """
         self.read = 0
         """Dead letters that were met."""
-        self.selected = 0
         self.strange = 0
         """Records that are no dead letters."""
         self.notes: dict[int, Replayed] = {number: Replayed(None) for number in side.partitions}
@@ -136,7 +135,6 @@ class DeadLetters:
         noted.meet(record.offset)
         if not self._selection.takes(*letter):
             return None
-        self.selected += 1
         return Letter(Coordinates.of(record), *letter, noted.is_done(record.offset))
 
     @property
