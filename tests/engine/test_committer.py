@@ -120,6 +120,24 @@ async def test_completions_within_an_interval_are_one_commit(desk: Desk) -> None
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
 
 
+def test_an_interval_shorter_than_the_pause_between_retries_is_kept() -> None:
+    async def test() -> None:
+        desk = Desk(interval=0.02)
+        await asyncio.sleep(0)
+        epoch, deliveries = desk.epoch(records=20)
+        for delivery in deliveries:
+            epoch.complete(delivery)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
+        await desk.close()
+
+        times = [time for time, _, _ in desk.client.sent]
+        assert desk.offsets[-1] == {0: 20}
+        assert all(later - earlier == pytest.approx(0.02) for earlier, later in itertools.pairwise(times))
+
+    run(test())
+
+
 @with_desk
 async def test_one_request_is_under_way_at_a_time(desk: Desk) -> None:
     desk.client.takes = 2.5
