@@ -1,7 +1,8 @@
 """Where to go on with a partition that was assigned: in place, at the committed offset, or elsewhere."""
 
-import re
 from typing import Literal, NamedTuple
+
+from aioshard.core.commit_metadata import CommitMetadata
 
 __all__ = ["Claim", "Evidence", "Origin", "first_generation", "origin_of", "reason_to_end", "with_first_generation"]
 
@@ -102,9 +103,6 @@ def origin_of(
     return None
 
 
-_METADATA = re.compile(r"aioshard/1 first=(\d+)")
-
-
 def first_generation(metadata: str) -> int | None:
     """The generation in which the group first resolved its position on a partition, from commit metadata.
 
@@ -112,10 +110,9 @@ def first_generation(metadata: str) -> int | None:
     one would take the commits of the quicker one for those of a group that knew the topic long ago, and
     read its partition from the start under `latest`.
     """
-    found = _METADATA.match(metadata)
-    return int(found[1]) if found else None
+    return CommitMetadata.read(metadata, 0).first_generation
 
 
 def with_first_generation(generation: int | None) -> str:
     """Commit metadata that carries the mark; empty without one."""
-    return "" if generation is None else f"aioshard/1 first={generation}"
+    return CommitMetadata(first_generation=generation).text(0)

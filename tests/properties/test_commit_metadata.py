@@ -1,0 +1,213 @@
+"""What is noted with a committed offset: whatever is written is read, fits, and is never more than was meant."""
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, Lease, Run, runs_of, utf16_units
+
+offsets = st.integers(0, 1 << 40)
+plans = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
+leases = st.none() | st.builds(Lease, plans, st.integers(0, 10**12 - 1))
+generations = st.none() | st.integers(0, 1 << 31)
+foreign_texts = st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=200)
+
+
+@st.composite
+def runs(draw: st.DrawFn, offset: int, most: int = 200) -> tuple[Run, ...]:
+    found = []
+    start = offset
+    for gap, length in draw(st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(1, 1 << 20)), max_size=most)):
+        found.append(Run(start + gap, start + gap + length))
+        start += gap + length
+    return tuple(found)
+
+
+@st.composite
+def noted(draw: st.DrawFn) -> tuple[CommitMetadata, int]:
+    offset = draw(offsets)
+    metadata = CommitMetadata(
+        first_generation=draw(generations),
+        lease=draw(leases),
+        finished=draw(runs(offset)),
+        foreign=draw(foreign_texts),
+    )
+    return metadata, offset
+
+
+def assert_stored(text: str) -> None:
+    """What every broker takes with its default settings."""
+    assert utf16_units(text) == len(text.encode("utf-16-le")) // 2 <= MOST_UNITS
+    assert "\0" not in text
+
+
+@given(noted())
+def test_what_is_written_is_read(case: tuple[CommitMetadata, int]) -> None:
+    metadata, offset = case
+
+    text = metadata.text(offset)
+
+    assert_stored(text)
+    assert CommitMetadata.read(text, offset) == metadata
+    assert CommitMetadata.read(text + "\0", offset) == metadata, "librdkafka appends a NUL"
+
+
+@given(offset=offsets, seed=st.integers(), sparse=st.integers(1, 8), first=generations, foreign=foreign_texts)
+def test_what_does_not_fit_is_left_out_from_the_highest_on(
+    offset: int, seed: int, sparse: int, first: int | None, foreign: str | None
+) -> None:
+    chosen = random.Random(seed)
+    every = runs_of(offset + place for place in range(1, 40_000) if chosen.randrange(sparse + 1))
+    metadata = CommitMetadata(first_generation=first, finished=every, foreign=foreign)
+
+    text = metadata.text(offset)
+    read = CommitMetadata.read(text, offset)
+
+    assert_stored(text)
+    assert read.finished == every[: len(read.finished)]
+    assert (read.first_generation, read.foreign, read.ignored) == (first, foreign, ())
+    if len(read.finished) < len(every):
+        assert utf16_units(text) > MOST_UNITS - 100, "there was room"
+
+
+@given(st.text(max_size=300), offsets)
+def test_no_text_raises(text: str, offset: int) -> None:
+    CommitMetadata.read(text, offset)
+
+
+@given(noted(), st.data())
+def test_a_damaged_text_raises_nothing_and_can_be_written_again(
+    case: tuple[CommitMetadata, int], data: st.DataObject
+) -> None:
+    metadata, offset = case
+    text = metadata.text(offset)
+    place = data.draw(st.integers(0, len(text)))
+    other = data.draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=3))
+    damaged = text[:place] + other + text[place + len(other) :]
+
+    read = CommitMetadata.read(damaged, offset)
+
+    assert read.finished in {(), metadata.finished}, "records that nobody finished would be passed over"
+    assert CommitMetadata.read(read.text(offset), offset).finished == read.finished
+
+
+@given(noted(), offsets)
+def test_finished_records_count_only_with_the_offset_that_they_were_noted_for(
+    case: tuple[CommitMetadata, int], elsewhere: int
+) -> None:
+    """Another tool may move the offset and take the text along: then nothing may be passed over."""
+    metadata, offset = case
+
+    read = CommitMetadata.read(metadata.text(offset), elsewhere)
+
+    assert read.finished == (metadata.finished if elsewhere == offset else ())
+    assert bool(read.ignored) == bool(metadata.finished and elsewhere != offset)
+
+
+@given(st.sets(st.integers(0, 500)))
+def test_runs_hold_exactly_their_offsets(finished: set[int]) -> None:
+    found = runs_of(finished)
+
+    assert [offset for run in found for offset in range(*run)] == sorted(finished)
+    assert all(one.end < other.start for one, other in itertools.pairwise(found))
+
+
+def test_the_text_of_live_apps_is_as_it_was() -> None:
+    assert CommitMetadata(first_generation=12).text(7) == "aioshard/1 first=12"
+    assert CommitMetadata().text(7) == ""
+
+
+@pytest.mark.parametrize(
+    ("finished", "whole"),
+    [
+        (range(1, 100_001), True),
+        (range(1, 100_001, 2), True),
+        ([place for place in range(1, 100_001) if place % 331], True),
+    ],
+    ids=["beyond-one-stuck-record", "alternating", "beyond-300-stuck-records"],
+)
+def test_a_hundred_thousand_finished_records_have_room(finished: list[int], *, whole: bool) -> None:
+    metadata = CommitMetadata(first_generation=3, finished=runs_of(7 + place for place in finished))
+
+    text = metadata.text(7)
+
+    assert_stored(text)
+    assert (CommitMetadata.read(text, 7) == metadata) == whole
+
+
+def test_what_has_no_room_is_not_searched_for_long() -> None:
+    chosen = random.Random(5)
+    metadata = CommitMetadata(finished=runs_of(chosen.sample(range(1, 3_000_000), 500_000)))
+
+    began = time.process_time()
+    text = metadata.text(0)
+
+    assert time.process_time() - began < 5.0
+    assert utf16_units(text) > MOST_UNITS - 100
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("aioshard/1 lease=", "no lease"),
+        ("aioshard/1 lease=x@y", "no lease"),
+        ("aioshard/1 first=-3", "no number"),
+        ("aioshard/1 first=99999999999999999999", "no number"),
+        ("aioshard/1 done=r:5:AAAA:AQI", "noted for offset 5"),
+        ("aioshard/1 done=r:7:YUq4:AQ", "cut off"),
+        ("aioshard/1 done=r:7:g7V5:AQA", "make no sense"),
+        ("aioshard/1 done=r:7:AAAA:!!!!", "damaged"),
+        ("aioshard/1 done=z:7:AAAA:㐀㐀㐀", "inflated"),
+        ("aioshard/1 done=z:7:AAAA:abc", "none of ours"),
+        ("aioshard/1 done=q:7:AAAA:abc", "no form"),
+        ("aioshard/1 done=r:7:AAAA:AQI", "checksum"),
+        ("aioshard/1 first", "is no field"),
+        ("aioshard/one", "begins like ours"),
+    ],
+)
+def test_what_is_damaged_is_ignored_with_a_reason(text: str, reason: str) -> None:
+    read = CommitMetadata.read(text, 7)
+
+    assert read == CommitMetadata(ignored=read.ignored)
+    assert len(read.ignored) == 1
+    assert reason in read.ignored[0]
+
+
+def test_what_is_whole_beside_something_damaged_counts() -> None:
+    read = CommitMetadata.read("aioshard/1 first=3 lease=? later=field done=r:7:jdRV:AQI", 7)
+
+    assert (read.first_generation, read.finished) == (3, (Run(8, 10),))
+    assert read.ignored == ("lease: it is no lease",)
+
+
+def test_a_format_to_come_is_kept_as_somebody_elses() -> None:
+    read = CommitMetadata.read("aioshard/2 what=ever", 7)
+
+    assert read.foreign == "aioshard/2 what=ever"
+    assert CommitMetadata.read(read.text(7), 7).foreign == read.foreign
+
+
+@pytest.mark.parametrize("foreign", ["x" * MOST_UNITS, "\U0001f600" * 2100, "a\0b", "half \ud800"])
+def test_somebody_elses_text_that_cannot_be_kept_is_refused(foreign: str) -> None:
+    with pytest.raises(ValueError, match="another program"):
+        CommitMetadata(first_generation=3, foreign=foreign).text(7)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        CommitMetadata(finished=(Run(6, 8),)),
+        CommitMetadata(finished=(Run(8, 8),)),
+        CommitMetadata(finished=(Run(8, 10), Run(10, 12))),
+        CommitMetadata(first_generation=-1),
+        CommitMetadata(lease=Lease("two words", 5)),
+        CommitMetadata(lease=Lease("x" * 65, 5)),
+    ],
+)
+def test_what_makes_no_sense_is_not_written(metadata: CommitMetadata) -> None:
+    with pytest.raises(ValueError, match=r"finished=|first_generation=|Lease"):
+        metadata.text(7)
