@@ -1,5 +1,6 @@
 """Every exception of the package; each message says what was found, what was expected and what to do."""
 
+import datetime as dt
 from collections.abc import Iterable, Mapping
 
 from aioshard.records import Record, TopicPartition
@@ -19,6 +20,7 @@ __all__ = [
     "DataLossError",
     "HaltedError",
     "HandlerError",
+    "LeasedError",
     "MessageError",
     "MessageTooLargeError",
     "MissingExtraError",
@@ -215,6 +217,20 @@ class SideTopicError(TransportError):
 
 class StartError(AioshardError):
     """The app could not start within `start_timeout`, or was refused; nothing was consumed."""
+
+
+class LeasedError(StartError):
+    """A run over history has partitions of the group for a time; nothing was consumed of them."""
+
+    def __init__(self, group_id: str, topic_partition: TopicPartition, plan: str, until: float) -> None:
+        when = dt.datetime.fromtimestamp(until, dt.UTC).isoformat()
+        super().__init__(
+            f"group {group_id!r} is leased to the run over history {plan!r} until {when}, {topic_partition} among its "
+            "partitions: hand the run over (aioshard spark handover DIR), or end the lease (aioshard.spark.lease(DIR, "
+            "0)), then start again; a lease that has run out stops nobody"
+        )
+        self.topic_partition = topic_partition
+        self.plan = plan
 
 
 class NoOffsetError(AioshardError):

@@ -23,6 +23,8 @@ _VERSION = 1
 _HEAD = re.compile(r"aioshard/(\d{1,9})(?: |$)")
 _FIELD = re.compile(r"([a-z]+)=([^ ]*)(?: |$)")
 _LEASE = re.compile(r"([A-Za-z0-9_.-]{1,64})@(\d{1,12})")
+_LATEST = 253_402_300_799
+"""The last second that has a date."""
 _NUMBER = re.compile(r"\d{1,19}")
 _DONE = re.compile(r"([rz]):(\d{1,19}):([A-Za-z0-9_-]{4}):(.+)", re.DOTALL)
 _FOREIGN = " foreign="
@@ -127,7 +129,7 @@ class CommitMetadata:
             fields.append(f"first={self.first_generation}")
         if self.lease is not None:
             lease = f"{self.lease.plan}@{self.lease.until}"
-            if not _LEASE.fullmatch(lease):
+            if not _LEASE.fullmatch(lease) or self.lease.until > _LATEST:
                 raise ValueError(f"{self.lease} cannot be noted: a plan id of up to 64 letters and digits was expected")
             fields.append(f"lease={lease}")
         foreign = "" if self.foreign is None else _FOREIGN + _storable(self.foreign)
@@ -208,7 +210,7 @@ def _number(value: str) -> int:
 
 def _read_lease(value: str) -> Lease:
     found = _LEASE.fullmatch(value)
-    if found is None:
+    if found is None or int(found[2]) > _LATEST:
         raise ValueError("it is no lease")
     return Lease(found[1], int(found[2]))
 

@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, Protocol
 
 import anyio
 
+from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.ownership import Claim, Evidence, first_generation, origin_of, reason_to_end
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.fetcher import Fetcher
-from aioshard.errors import NoOffsetError, OffsetOutOfRangeError, TransportError
+from aioshard.errors import LeasedError, NoOffsetError, OffsetOutOfRangeError, TransportError
 from aioshard.ports import Committed, FetchedBatch, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
@@ -70,6 +72,8 @@ class Opening:
         """Make an opening for the epochs of *owner*."""
         self.known_topics: set[str] = set()
         """Topics that the group is known to have commits on."""
+        self._told: set[tuple[TopicPartition, Committed | None]] = set()
+        """Texts of others that were spoken of: a position that is looked up again and again is told once."""
         self._owner = owner
         self._committer = committer
         self._limits = limits
@@ -82,6 +86,7 @@ class Opening:
             TimeoutError: The brokers did not answer.
             NoOffsetError: Nothing says where to begin.
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
+            LeasedError: A run over history has one of *partitions*.
         """
         unsettled = [topic_partition for topic_partition in partitions if not self._is_open(topic_partition)]
         if not unsettled:
@@ -89,6 +94,7 @@ class Opening:
         client = self._owner.client
         with anyio.fail_after(self._limits.commit_timeout):
             committed = await client.committed(unsettled)
+            self._refuse_leased(committed)
             ranges = await client.log_ranges(unsettled)
         if client.membership() != membership:
             return
@@ -101,6 +107,21 @@ class Opening:
             if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
                 fresh.append(topic_partition)
         await self._open_resolved(await self._begin_all(fresh, committed, ranges, membership), membership)
+
+    def _refuse_leased(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
+        """Keep off partitions that a run over history has; say what other programs noted before it is replaced."""
+        now = time.time()
+        for topic_partition, ours in sorted(committed.items()):
+            noted = CommitMetadata.read(ours.metadata, ours.offset) if ours else CommitMetadata()
+            if noted.lease is not None and noted.lease.until > now:
+                raise LeasedError(self._limits.group_id, topic_partition, *noted.lease)
+            if (noted.foreign is not None or noted.ignored) and (topic_partition, ours) not in self._told:
+                self._told.add((topic_partition, ours))
+                why = "; ".join(noted.ignored) or "another program wrote it"
+                message = (
+                    "the text that was committed with offset %d of %s is not used, and the next commit replaces it: %s"
+                )
+                logger.warning(message, ours.offset if ours else -1, topic_partition, why)
 
     def _is_open(self, topic_partition: TopicPartition) -> bool:
         fetcher = self._owner.fetchers.get(topic_partition)

@@ -12,7 +12,7 @@ from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, Lease, Run
 
 offsets = st.integers(0, 1 << 40)
 plans = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
-leases = st.none() | st.builds(Lease, plans, st.integers(0, 10**12 - 1))
+leases = st.none() | st.builds(Lease, plans, st.integers(0, 253_402_300_799))
 generations = st.none() | st.integers(0, 1 << 31)
 foreign_texts = st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=200)
 
@@ -155,6 +155,7 @@ def test_what_has_no_room_is_not_searched_for_long() -> None:
     [
         ("aioshard/1 lease=", "no lease"),
         ("aioshard/1 lease=x@y", "no lease"),
+        ("aioshard/1 lease=x@253402300800", "no lease"),
         ("aioshard/1 first=-3", "no number"),
         ("aioshard/1 first=99999999999999999999", "no number"),
         ("aioshard/1 done=r:5:AAAA:AQI", "noted for offset 5"),
