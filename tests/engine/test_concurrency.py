@@ -11,6 +11,7 @@ import pytest
 from aioshard import App, Batch, Record, Retry
 from aioshard.errors import HandlerError, StateError
 from aioshard.testing import TestClient, run
+from tests.engine.running import publish, workers
 
 
 class Load:
@@ -38,12 +39,6 @@ class Load:
 def concurrency_of(app: App) -> int:
     (handler,) = app.statistics().handlers
     return handler.concurrency
-
-
-async def publish(client: TestClient, count: int, *, keys: int | None = None) -> None:
-    for number in range(count):
-        key = None if keys is None else str(number % keys).encode()
-        await client.publish("orders", str(number).encode(), key=key, partition=0)
 
 
 def test_more_workers_begin_at_once() -> None:
@@ -111,8 +106,7 @@ def test_idle_workers_end_at_once_and_no_record_is_left_waiting() -> None:
             app.set_concurrency(handle, 1)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            workers = [task for task in asyncio.all_tasks() if "worker" in task.get_name()]
-            assert len(workers) == 1, "the one that is busy stays"
+            assert len(workers()) == 1, "the one that is busy stays"
             await publish(client, 3)
             await client.settle(timeout=10.0)
 
@@ -133,8 +127,7 @@ def test_workers_that_were_to_end_stay_when_they_are_wanted_again() -> None:
             await asyncio.sleep(0.5)
             app.set_concurrency(handle, 1)
             app.set_concurrency(handle, 6)
-            names = {task.get_name() for task in asyncio.all_tasks() if "worker" in task.get_name()}
-            assert len(names) == 8
+            assert len(workers()) == 8
             await asyncio.sleep(1.0)
             assert load.now == 6
             await client.settle(timeout=30.0)
@@ -160,8 +153,7 @@ def test_a_worker_ends_after_a_run_that_failed(ends: str) -> None:
             await asyncio.sleep(0.5)
             app.set_concurrency(handle, 1)
             await asyncio.sleep(2.5)
-            workers = [task for task in asyncio.all_tasks() if "worker" in task.get_name()]
-            assert len(workers) == 1
+            assert len(workers()) == 1
             await client.settle(timeout=60.0)
 
     run(test())

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from aioshard.engine.insight.doctor import _ward
 from aioshard.errors import ConnectError, MessageTooLargeError, TransportError
 from aioshard.observe import HeadOfLine, PartitionDiagnosis
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, VirtualTimeLoop, run
+from tests.engine.running import engine_of, until
 
 ONCE = Retry(attempts=1)
 
@@ -193,12 +194,6 @@ def test_a_run_whose_partition_is_gone_is_named() -> None:
     run(test())
 
 
-async def until(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - threads have no event of this loop
-            await asyncio.sleep(0.01)
-
-
 async def test_a_thread_is_looked_into_also_when_it_does_not_end() -> None:
     app, broker = make_app(auto_offset_reset="earliest"), InMemoryBroker(partitions=1)
     began, release = threading.Event(), threading.Event()
@@ -211,19 +206,19 @@ async def test_a_thread_is_looked_into_also_when_it_does_not_end() -> None:
     broker.publish("orders", b"x", key=b"k")
     async with app.started(lambda: InMemoryTransport(broker, "doctor")):
         try:
-            await until(began.is_set)
+            await until(began.is_set, 10.0)
             head = head_of(app)
             assert head.state == "running"
             place = f"{__file__}:{line_of('hangs in its thread')} in "
             assert f", at {place}" in head.reason
             assert " in thread " in head.reason
             assert head.reason.endswith("in threading.Event.wait")
-            await until(lambda: head_of(app).state == "outliving")
+            await until(lambda: head_of(app).state == "outliving", 10.0)
             assert place in head_of(app).reason
             assert "a thread cannot be stopped" in str(head_of(app).what_to_do)
         finally:
             release.set()
-        await until(lambda: broker.committed("doctor", "orders", 0) == 1)
+        await until(lambda: broker.committed("doctor", "orders", 0) == 1, 10.0)
 
 
 # Failures
@@ -666,8 +661,7 @@ def test_a_stuck_partition_has_its_minimum_and_what_it_gave_back_is_said_to_come
             (finding,) = partition.findings
             assert "it cannot advance past record orders/0/0 and already holds 10 records" in finding.sentence
             assert finding.what_to_do is not None
-            engine = app._engine
-            assert engine is not None
+            engine = engine_of(app)
             shed = engine.rebalance.fetchers[TopicPartition("orders", 0)].epoch.shed
             given_back = _ward(engine, engine.handlers[0], engine.clock(), show_keys=True).describe(shed[max(shed)])
             assert given_back.state == "given back"
@@ -793,9 +787,7 @@ def test_a_position_that_is_not_in_the_log() -> None:
         async with client_of(app) as client:
             await client.publish("orders", "x", partition=0)
             await client.settle()
-            engine = app._engine
-            assert engine is not None
-            engine.rebalance.fetchers[TopicPartition("orders", 0)].epoch.outside_log = 1
+            engine_of(app).rebalance.fetchers[TopicPartition("orders", 0)].epoch.outside_log = 1
             (finding,) = partition_of(app).findings
             assert finding.sentence == "its position 1 is not in the log; where to go on is being found out"
 

@@ -12,6 +12,7 @@ from aioshard.engine.flow.pacing import Pace, PacedShards
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.deliveries import make_epoch, start
+from tests.engine.running import publish
 
 
 class Starts:
@@ -36,12 +37,6 @@ def keeps(limit: RateLimit, times: list[float]) -> bool:
         for first, last in itertools.combinations(range(len(times)), 2)
         if last - first < 300
     )
-
-
-async def publish(client: TestClient, count: int, *, keys: int | None = None, partitions: int = 1) -> None:
-    for number in range(count):
-        key = None if keys is None else str(number % keys).encode()
-        await client.publish("orders", str(number).encode(), key=key, partition=number % partitions)
 
 
 # Of the handler ---------------------------------------------------------------------

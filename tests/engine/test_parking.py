@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +20,9 @@ from aioshard.serde.side_records import (
     tombstone,
 )
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
+from tests.engine.running import until
 
 PARKED = "orders.parked"
-
-
-async def until(condition: Callable[[], bool], timeout: float = 600.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
-            await asyncio.sleep(0.05)
 
 
 class Ledger:

@@ -13,15 +13,10 @@ from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, ParkedRecord, read_parked, release, tombstone
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
+from tests.engine.running import until
 
 PARKED = "orders.parked"
 ONCE = Retry(attempts=1)
-
-
-async def until(condition: Callable[[], bool], timeout: float = 600.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
-            await asyncio.sleep(0.05)
 
 
 class Ledger:

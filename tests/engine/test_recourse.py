@@ -13,6 +13,7 @@ from aioshard.errors import MessageError, MessageTooLargeError, StateError
 from aioshard.serde.messages import message
 from aioshard.serde.side_records import read_dead_letter
 from aioshard.testing import TestClient, run
+from tests.engine.running import until
 
 ONCE = Retry(attempts=1)
 
@@ -20,12 +21,6 @@ ONCE = Retry(attempts=1)
 async def publish_numbered(client: TestClient, count: int, keys: int = 10, partition: int = 0) -> None:
     for number in range(count):
         await client.publish("orders", str(number), key=f"k{number % keys}", partition=partition)
-
-
-async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
-            await asyncio.sleep(0.05)
 
 
 def handler_statistics(app: App) -> Any:

@@ -1,19 +1,13 @@
 """What a failure policy does where several things go wrong at once, and what an operator changes meanwhile."""
 
 import asyncio
-from collections.abc import Callable
 
 from aioshard import App, Budget, DeadLetter, Park, RateLimit, Record, Retry
 from aioshard.errors import TransportError
 from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.engine.running import until
 
 ONCE = Retry(attempts=1)
-
-
-async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - virtual time, and nothing tells
-            await asyncio.sleep(0.05)
 
 
 def test_a_record_without_a_shard_key_never_runs_also_when_the_budget_is_spent() -> None:

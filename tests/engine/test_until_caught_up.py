@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from aioshard import App, Record, Retry
-from aioshard.engine.runtime import Engine
 from aioshard.errors import ClientLostError, HaltedError, OffsetRegressionError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
+from tests.engine.running import engine_of
 
 
 def test_the_ends_stay_where_they_were_when_the_group_rebalances() -> None:
@@ -25,8 +25,7 @@ def test_the_ends_stay_where_they_were_when_the_group_rebalances() -> None:
         client.broker.create_topic("orders", 1)
         await client.publish("orders", b"first")
         async with client:
-            engine = app._engine
-            assert isinstance(engine, Engine)
+            engine = engine_of(app)
             await client.publish("orders", b"later")
             catching_up = asyncio.create_task(engine.caught_up())
             await asyncio.sleep(1)
@@ -55,8 +54,7 @@ def test_a_topic_that_is_made_anew_has_its_new_end() -> None:
         for _ in range(3):
             await client.publish("orders", b"old")
         async with client:
-            engine = app._engine
-            assert isinstance(engine, Engine)
+            engine = engine_of(app)
             await client.settle()
             client.broker.recreate("orders")
             await client.publish("orders", b"new")
@@ -85,8 +83,7 @@ def test_a_client_that_is_lost_does_not_end_it() -> None:
         for _ in range(5):
             await client.publish("orders", b"")
         async with client:
-            engine = app._engine
-            assert isinstance(engine, Engine)
+            engine = engine_of(app)
             catching_up = asyncio.create_task(engine.caught_up())
             await asyncio.sleep(1.5)
             client.broker.fail_next_poll(ClientLostError("the client died"))
@@ -114,8 +111,7 @@ def test_a_partition_that_was_rewound_does_not_end_it() -> None:
         for _ in range(5):
             await client.publish("orders", b"")
         async with client:
-            engine = app._engine
-            assert isinstance(engine, Engine)
+            engine = engine_of(app)
             catching_up = asyncio.create_task(engine.caught_up())
             await asyncio.sleep(1.5)
             (epoch,) = engine.rebalance.epochs
@@ -142,8 +138,7 @@ def test_a_partition_that_the_group_took_away_does_not_end_it() -> None:
         for _ in range(5):
             await client.publish("orders", b"")
         async with client:
-            engine = app._engine
-            assert isinstance(engine, Engine)
+            engine = engine_of(app)
             catching_up = asyncio.create_task(engine.caught_up())
             await asyncio.sleep(1.5)
             client.group.lose()
@@ -190,8 +185,7 @@ def test_a_halted_record_ends_it_only_when_all_that_can_run_has_run(batch: int) 
 
     async def scenario() -> None:
         async with app.started(lambda: slow_fetcher(broker)):
-            engine = app._engine
-            assert isinstance(engine, Engine)
+            engine = engine_of(app)
             with pytest.raises(HaltedError):
                 await engine.caught_up()
 

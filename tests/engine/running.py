@@ -1,0 +1,34 @@
+"""Apps that run in a test: what is published to them, what is inside, and waiting for what nobody tells."""
+
+import asyncio
+from collections.abc import Callable
+
+from aioshard import App
+from aioshard.engine.runtime import Engine
+from aioshard.testing import TestClient
+
+
+async def publish(client: TestClient, count: int, *, keys: int | None = None, partitions: int = 1) -> None:
+    """Numbered records to topic orders, in turn to each of the keys and each of the partitions."""
+    for number in range(count):
+        key = None if keys is None else str(number % keys).encode()
+        await client.publish("orders", str(number).encode(), key=key, partition=number % partitions)
+
+
+async def until(condition: Callable[[], object], timeout: float = 600.0, *, look_every: float = 0.05) -> None:
+    """Wait for what nobody tells: in virtual time, or in another thread."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - hence there is no event
+            await asyncio.sleep(look_every)
+
+
+def engine_of(app: App) -> Engine:
+    """The engine of an app that runs."""
+    engine = app._engine
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def workers() -> list[str]:
+    """The names of the workers that live."""
+    return [task.get_name() for task in asyncio.all_tasks() if "worker" in task.get_name()]
