@@ -35,6 +35,7 @@ class Internals:
     """The parts of one started consumer, and what we do with them."""
 
     def __init__(self, consumer: AIOKafkaConsumer, group_id: str) -> None:
+        """Take a consumer apart; *group_id* is empty for one that has no group."""
         self.group_id = group_id
         self.consumer: Any = consumer
         self.client: Any = consumer._client
@@ -86,10 +87,10 @@ class Internals:
         """The tasks without which nothing moves, by what they do."""
         found = {
             "fetching": self.fetcher and self.fetcher._fetch_task,
-            "group membership": self.coordinator and self.coordinator._coordination_task,
+            "group membership": self.coordinator and self.group_id and self.coordinator._coordination_task,
             "looking up topics": self.client._sync_task,
         }
-        return {name: task for name, task in found.items() if task is not None}
+        return {name: task for name, task in found.items() if task}
 
     def take_pending_error(self) -> Exception | None:
         """A fatal error that the coordinator wants to tell; it goes on trying once it was taken."""
@@ -242,7 +243,10 @@ class Internals:
             tasks |= {self.fetcher._fetch_task, *self.fetcher._pending_tasks}
         if self.coordinator is not None:
             coordinator = self.coordinator
-            tasks |= {coordinator._coordination_task, coordinator._heartbeat_task, coordinator._commit_refresh_task}
+            if self.group_id:
+                tasks |= {coordinator._coordination_task, coordinator._heartbeat_task, coordinator._commit_refresh_task}
+            else:
+                tasks.add(coordinator._reset_committed_task)
         await close_client(self.client, tasks)
 
 

@@ -1,0 +1,254 @@
+"""The transport over history: ranges of offsets, read once, without a group and without commits."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from aiokafka import AIOKafkaConsumer
+
+from aioshard.errors import ClientLostError, DataLossError, OffsetOutOfRangeError, StateError
+from aioshard.kafka.connecting import advertised_by, connected
+from aioshard.kafka.intake import Intake
+from aioshard.kafka.internals import Internals
+from aioshard.kafka.options import consumer_options, partition_share
+from aioshard.kafka.translate import reason
+from aioshard.ports import (
+    AllowanceOf,
+    Committed,
+    Fault,
+    FetchedBatch,
+    GroupListener,
+    LogRange,
+    Membership,
+    Oversized,
+)
+from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["RangeTransport"]
+
+_MEMBERSHIP = Membership("range", 1)
+"""Nobody else takes part, and nothing is ever taken away."""
+
+
+class RangeTransport:
+    """Reads ranges of offsets as if they were the whole logs of their partitions; implements `aioshard.ports.Transport`.
+
+    All partitions are assigned at the start and stay so. A commit is kept here and nowhere else: whoever planned the
+    ranges takes note of how far they were done. One instance is one life of the client.
+
+    Invariants:
+        * Nothing outside a range is handed out, nor an offset that counts as finished already.
+        * A range whose start retention has deleted is an error: its records are not silently left out.
+    """
+
+    def __init__(
+        self,
+        settings: "Settings",
+        ranges: Mapping[TopicPartition, LogRange],
+        finished: Mapping[TopicPartition, Collection[int]] | None = None,
+    ) -> None:
+        """Check the options; connects to nothing.
+
+        Args:
+            settings: The brokers, sizes, and what of transactions is read.
+            ranges: From each start up to, and without, its end.
+            finished: Offsets that are not handed out, as if the log did not have them.
+
+        Raises:
+            SettingsError: TLS and SASL settings cannot work.
+        """
+        self._settings = settings
+        self._ranges = dict(ranges)
+        self._finished = {name: frozenset(offsets) for name, offsets in (finished or {}).items() if offsets}
+        options = consumer_options(settings, "")
+        self._options = options | {"group_id": None, "group_instance_id": None}
+        self._committed = {name: Committed(bounds.start, "") for name, bounds in ranges.items()}
+        self._internals: Internals | None = None
+        self._intake: Intake | None = None
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        internals = self._internals
+        if internals is None or self._closed or internals.connected:
+            return None
+        return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client goes on trying"
+
+    # Life -----------------------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+        """See `Transport.start`; what is read are the ranges, whatever the handlers take."""
+        if self._internals is not None or self._closed:
+            raise StateError("this transport was started before: build a new one for each life of the client")
+        consumer = await connected(
+            self._settings,
+            self._options,
+            lambda options: AIOKafkaConsumer(**options),
+            begin=_begin,
+            end=_end,
+            advertised=lambda consumer: advertised_by(Internals(consumer, "").client.cluster),
+        )
+        internals = self._internals = Internals(consumer, "")
+        self._intake = Intake(internals, "", read_committed=self._settings.isolation_level == "read_committed")
+        internals.consumer.assign(list(self._ranges))
+        self._intake.begin(internals.assignment())
+        for task in internals.background_tasks().values():
+            task.add_done_callback(self._interrupt)
+        listener.assigned(list(self._ranges), _MEMBERSHIP)
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._interrupt()
+        if self._intake is not None:
+            self._intake.end()
+        if self._internals is not None:
+            with anyio.CancelScope(shield=True):
+                await self._internals.tear_down()
+
+    # Records --------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`.
+
+        Raises:
+            DataLossError: Retention has deleted the start of what is left of a range.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            internals, intake = self._running()
+            self._raise_what_is_lost(internals)
+            found = intake.take(allowance)
+            remaining = deadline - loop.time()
+            if found.new or self._woken or remaining <= 0:
+                return [self._within(one, intake) for one in found.new + found.repeated]
+            await self._wait(internals, remaining)
+
+    def _running(self) -> tuple[Internals, Intake]:
+        if self._internals is None or self._intake is None or self._closed:
+            raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
+        return self._internals, self._intake
+
+    def _within(self, found: FetchedBatch | Fault | Oversized, intake: Intake) -> FetchedBatch | Fault | Oversized:
+        """What of a batch is in its range and not finished; behind the end, the partition is read no further."""
+        name = found.topic_partition
+        if isinstance(found, Fault) and isinstance(found.error, OffsetOutOfRangeError):
+            bounds = self._ranges[name]
+            position = intake.position(name)
+            first = bounds.start if position is None else position
+            lost = f"{name}: from offset {first} on, of {bounds.start} to {bounds.end - 1}"
+            raise DataLossError([lost], "Plan anew from the offsets that are left")
+        if not isinstance(found, FetchedBatch):
+            return found
+        records, sizes, end = found.records, found.sizes, self._ranges[name].end
+        if found.next_offset >= end:
+            intake.pause([name])
+            kept = sum(record.offset < end for record in records)
+            records, sizes = records[:kept], sizes[:kept]
+        finished = self._finished.get(name)
+        if finished is not None:
+            chosen = [index for index, record in enumerate(records) if record.offset not in finished]
+            records, sizes = [records[index] for index in chosen], [sizes[index] for index in chosen]
+        return FetchedBatch(name, records, sizes, min(found.next_offset, end))
+
+    def _raise_what_is_lost(self, internals: Internals) -> None:
+        for what, task in internals.background_tasks().items():
+            if task.done():
+                cause = None if task.cancelled() else task.exception()
+                told = reason(cause) if cause else "without an error"
+                raise ClientLostError(f"the Kafka client's task for {what} ended ({told})") from cause
+
+    async def _wait(self, internals: Internals, seconds: float) -> None:
+        waiter = self._waiter = internals.waiter()
+        timer = asyncio.get_running_loop().call_later(seconds, self._interrupt)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._interrupt()
+
+    def _interrupt(self, _ended: "asyncio.Task[Any] | None" = None) -> None:
+        """Make a waiting poll look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        position = None if self._intake is None else self._intake.position(topic_partition)
+        return None if position is None else min(position, self._ranges[topic_partition].end)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`: the end of the range."""
+        bounds = self._ranges.get(topic_partition)
+        return None if bounds is None else bounds.end
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        if self._intake is not None:
+            self._intake.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`; a partition whose range was read stays paused."""
+        if self._intake is not None:
+            left = [name for name in partitions if (self.position(name) or 0) < self._ranges[name].end]
+            self._intake.resume(left)
+            self._interrupt()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`."""
+        if self._intake is not None:
+            self._intake.seek(topic_partition, offset)
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`."""
+        if self._internals is not None:
+            self._internals.bound_prefetch(partition_share(partitions, max_bytes))
+
+    # The group that there is not --------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`: always the same."""
+        return _MEMBERSHIP
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:  # noqa: ARG002
+        """See `Transport.commit`: kept in this object."""
+        self._committed.update(offsets)
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`: at first the starts of the ranges."""
+        return {name: self._committed[name] for name in partitions}
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`: the ranges are all that there is."""
+        return {name: self._ranges[name] for name in partitions}
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`."""
+        return frozenset(name.partition for name in self._ranges if name.topic == topic)
+
+
+async def _begin(consumer: Any) -> bool:
+    await consumer.start()
+    return True
+
+
+async def _end(consumer: Any) -> None:
+    await Internals(consumer, "").tear_down()
