@@ -205,7 +205,7 @@ class App(Handlers, Controls):
             AioshardError: What makes consuming impossible.
         """
         async with self:
-            engine, stop = self._running_engine(), self._stop
+            engine, stop = self.running_engine(), self._stop
             assert stop is not None  # noqa: S101 - made at the start
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:

@@ -73,7 +73,7 @@ class Controls:
             TransportError: Not acknowledged; see `AuthorizationError` and `MessageTooLargeError` among them.
         """
         outgoing = message(topic, value, key=key, headers=headers, partition=partition)
-        return await self._running_engine().producer.publish(outgoing)
+        return await self.running_engine().producer.publish(outgoing)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
         """Run a halted record again now, with all its attempts; also one that waits for its next attempt.
@@ -180,7 +180,7 @@ class Controls:
 
     def _do(self, act: Callable[[Engine], T]) -> T:
         """Act on the engine in its event loop, from whichever thread."""
-        engine, loop = self._running_engine(), self._loop
+        engine, loop = self.running_engine(), self._loop
         try:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -198,7 +198,12 @@ class Controls:
         loop.call_soon_threadsafe(answered)
         return answer.result(_ANSWER_TIMEOUT)
 
-    def _running_engine(self) -> Engine:
+    def running_engine(self) -> Engine:
+        """The engine, for parts of this package that run handlers in another way.
+
+        Raises:
+            StateError: The app does not run.
+        """
         if self._engine is None:
             raise StateError(f"app {self.group_id!r} does not run")
         return self._engine

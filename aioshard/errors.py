@@ -34,6 +34,7 @@ __all__ = [
     "SideTopicError",
     "StartError",
     "StateError",
+    "StuckError",
     "SwallowedCancellationError",
     "TaskCancelledError",
     "TransportError",
@@ -257,6 +258,10 @@ class HaltedError(AioshardError):
             f"{len(self.records)} record(s) failed for good and hold their shards; the partitions are not committed "
             f"past them: {_some_of(self.records)}. The log has what each failed with: correct that and run again"
         )
+
+
+class StuckError(AioshardError):
+    """Nothing has come to its end for `stuck_after` seconds, where nobody is there to look into it."""
 
 
 class NotDrainedError(AioshardError):

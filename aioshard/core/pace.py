@@ -50,6 +50,16 @@ class RateLimit:
         """How many runs may start at the same moment: *burst*, or its default."""
         return self.burst if self.burst is not None else max(int(self.per_second * _DEFAULT_BURST), 1)
 
+    def shared_by(self, members: int) -> "RateLimit":
+        """The limit of each of *members* that together keep this one in the long run.
+
+        Example:
+            >>> RateLimit(100, burst=10).shared_by(4)
+            RateLimit(per_second=25.0, burst=2)
+        """
+        burst = None if self.burst is None else max(self.burst // members, 1)
+        return RateLimit(self.per_second / members, burst)
+
 
 class TokenBucket:
     """The tokens of one rate limit: each start takes one, and they come back at the limit's rate.

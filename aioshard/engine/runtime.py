@@ -362,10 +362,15 @@ class Engine:
                 self.failed.result()
             if self.rebalance.settled.is_set() and all(self._reached_end(e) for e in self.rebalance.epochs):
                 return
-            halted = [d for handler in self.handlers for shards in handler.feed.shards for d in shards.halted]
+            halted = self.halted
             if halted and self._nothing_moves():
                 raise HaltedError(repr(delivery) for delivery in halted)
             await asyncio.wait([self.failed], timeout=_CHECK_INTERVAL)
+
+    @property
+    def halted(self) -> list[Delivery]:
+        """What keeps its shard until somebody releases it."""
+        return [d for handler in self.handlers for shards in handler.feed.shards for d in shards.halted]
 
     def _reached_end(self, epoch: Epoch) -> bool:
         return epoch.tracker.committable >= self.rebalance.ends[epoch.topic_partition]

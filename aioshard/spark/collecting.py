@@ -1,0 +1,108 @@
+"""What has ended in the event loop, on its way to Spark's thread: in batches, and no faster than Spark takes them."""
+
+import asyncio
+import queue
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.outcomes import Outcome
+from aioshard.spark.rows import Ended, WallClock, outcome_batch
+
+__all__ = ["Collected"]
+
+_ROWS = 2_000
+"""Of one Arrow batch."""
+_BATCHES = 16
+"""So many may wait for Spark; nothing is read meanwhile."""
+_NO_RUN = (0.0, 0.0, None)
+_new = tuple.__new__
+"""Builds an `Ended` in half the time of calling the class."""
+
+
+class Collected:
+    """The ended records of one task. `take` belongs to Spark's thread, everything else to the loop's.
+
+    Invariants:
+        * Every record that was added is taken, unless the task is given up.
+        * While `room` is not set, nothing more is to be read.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fixed: Mapping[str, bool]) -> None:
+        """Make one with nothing in it.
+
+        Args:
+            loop: The one that adds to it.
+            fixed: Whether the shards of a handler are fixed, by its name.
+        """
+        self.ended = 0
+        """Records so far."""
+        self.room = asyncio.Event()
+        """Set while Spark keeps up."""
+        self.room.set()
+        self._loop = loop
+        self._clock = WallClock(loop.time())
+        self._fixed = fixed
+        self._open: dict[str, list[Ended]] = {name: [] for name in fixed}
+        self._ready: queue.SimpleQueue[tuple[list[Ended], bool] | None] = queue.SimpleQueue()
+
+    def observe(self, spec: HandlerSpec, delivery: Delivery) -> None:
+        """Add a record that is complete; see `aioshard.engine.observed.Observe`."""
+        if delivery.outcome is not Outcome.PROCESSED:
+            note = delivery.failure
+            error, message = (None, None) if note is None else (note.error, note.message)
+            self.add(spec, delivery, delivery.outcome.value, error, message)
+            return
+        rows = self._open[spec.name]
+        attempts = delivery.failures + 1
+        run = delivery.run or _NO_RUN
+        rows.append(_new(Ended, (delivery.record, spec.name, "processed", attempts, None, None, run, delivery.key)))
+        self.ended += 1
+        if len(rows) >= _ROWS:
+            self._flush(spec.name)
+
+    def add(self, spec: HandlerSpec, delivery: Delivery, status: str, error: str | None, message: str | None) -> None:
+        """Add a record that was not processed."""
+        began, ended, _ = delivery.run or _NO_RUN
+        run = (began, ended, None)
+        row = Ended(delivery.record, spec.name, status, delivery.failures, error, message, run, delivery.key)
+        self._open[spec.name].append(row)
+        self.ended += 1
+        if len(self._open[spec.name]) >= _ROWS:
+            self._flush(spec.name)
+
+    def close(self) -> None:
+        """No more comes."""
+        for name in self._open:
+            self._flush(name)
+        self._ready.put(None)
+
+    def _flush(self, name: str) -> None:
+        rows = self._open[name]
+        if rows:
+            self._open[name] = []
+            self._ready.put((rows, self._fixed[name]))
+            if self._ready.qsize() > _BATCHES:
+                self.room.clear()
+
+    def _make_room(self) -> None:
+        if self._ready.qsize() <= _BATCHES:
+            self.room.set()
+
+    # Spark's thread ----------------------------------------------------------------------
+
+    def take(self, timeout: float) -> pa.RecordBatch | None:
+        """The next rows, or None when there are no more.
+
+        Raises:
+            Empty: There were none for *timeout* seconds.
+        """
+        ready = self._ready.get(timeout=timeout)
+        if ready is None:
+            return None
+        if not self.room.is_set():
+            self._loop.call_soon_threadsafe(self._make_room)
+        rows, numbered = ready
+        return outcome_batch(rows, self._clock, numbered=numbered)

@@ -1,0 +1,44 @@
+"""`MODULE:APP` becomes the app, in a worker of Spark as on the driver."""
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+from aioshard.app import App
+from aioshard.errors import PlanError
+
+__all__ = ["resolve_app"]
+
+
+def resolve_app(target: str, places: Sequence[str] = ()) -> App:
+    """The app that *target* names; its module is imported once per process.
+
+    Args:
+        target: `package.module:attribute`.
+        places: Directories in which modules are looked for too, those that exist here.
+
+    Raises:
+        PlanError: There is no such module here, or no such app in it.
+    """
+    for place in places:
+        if place not in sys.path and os.path.isdir(place):  # noqa: PTH112 - as `sys.path` has them
+            sys.path.append(place)
+    name, _, attribute = target.partition(":")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise PlanError(
+            f"there is no module {error.name!r} where the tasks of Spark run: install it there, or ship it with "
+            "spark.submit.pyFiles (a wheel, a zip or a file)"
+        ) from None
+    try:
+        found = pkgutil.resolve_name(f"{name}:{attribute or 'app'}")
+    except (AttributeError, ValueError):
+        raise PlanError(f"{target!r} was found, MODULE:APP was expected: module {name!r} has no such app") from None
+    if not isinstance(found, App):
+        raise PlanError(f"{target!r} is of type {type(found).__name__}, an aioshard.App was expected")
+    return found

@@ -1,0 +1,254 @@
+"""The engine inside a task of Spark: what a client gives goes in, outcome rows come out.
+
+Spark's thread takes what is done; the engine runs in an event loop of its own, in another thread of the worker, as it
+does in an app: shards, workers, retries, time-outs and failure policies are the same code.
+"""
+
+import asyncio
+import functools
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import anyio
+import pyarrow as pa
+
+from aioshard.app import App
+from aioshard.core.recourse import DeadLetter
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.runtime import Engine
+from aioshard.errors import HaltedError, NotDrainedError, StuckError
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Message, Oversized, Transport
+from aioshard.spark.collecting import Collected
+from aioshard.spark.loading import resolve_app
+from aioshard.spark.worker_loop import WorkerLoop, worker_loop
+
+__all__ = ["DEAD_LETTER", "Work", "run_handlers"]
+
+DEAD_LETTER = "dead-letter:"
+"""Begins an `on_failure` that names a dead-letter topic."""
+
+_LOOK_INTERVAL = 0.1
+"""Seconds between looks at whether the handlers go on."""
+_SILENCE = 1.0
+"""Seconds for which Spark's thread waits for rows before it looks whether the loop is alive."""
+_START_TIMEOUT = 60.0
+_END_TIMEOUT = 30.0
+"""Seconds that a task which is given up has to end, before its loop is left to itself."""
+
+
+class Work(NamedTuple):
+    """What every task of a job is told; it goes over the wire, and holds no secret."""
+
+    app: str
+    """`MODULE:APP`."""
+    places: tuple[str, ...] = ()
+    """Directories of the driver in which modules are looked for, where a task has them too."""
+    settings: Mapping[str, Any] = {}
+    """Those of the plan; all others come from the task's environment and the app's own code."""
+    on_failure: str | None = None
+    """In place of the handlers' own: `skip` or `dead-letter:TOPIC`."""
+    total_concurrency: int | None = None
+    """Runs of handlers at the same time in the whole job."""
+    at_once: int = 1
+    """Tasks that run at the same time: they share the total concurrency and the rates."""
+    halted_rows: bool = False
+    """Whether a halted record becomes a row, and ends the task well; else it is an error."""
+
+
+class Obstacle(NamedTuple):
+    """A record that keeps a task from its end."""
+
+    delivery: Delivery
+    error: str
+    message: str
+
+    def __str__(self) -> str:
+        """The record, its key and the error."""
+        return f"{self.delivery!r} (key {self.delivery.record.key!r}, {self.error}: {self.message})"
+
+
+def run_handlers(work: Work, make_transport: Callable[[App], Transport]) -> Iterator[pa.RecordBatch]:
+    """Run the handlers of an app over what a client gives, up to its end; yields outcome rows.
+
+    Args:
+        work: What to run, and how.
+        make_transport: Makes the client, of the app with the task's settings.
+
+    Raises:
+        HaltedError: A record's attempts are used up and its handler halts, or the budget is spent; or nothing came
+            to its end for `stuck_after` seconds. Not where `Work.halted_rows`.
+        StuckError: Nothing can be read, or a handler keeps the event loop.
+        AioshardError: The app cannot be imported, or cannot go on.
+    """
+    app = resolve_app(work.app, work.places)
+    app.configure(**work.settings, auto_offset_reset="error", start_timeout=_START_TIMEOUT)
+    yield from _Task(app, work, make_transport, worker_loop()).run()
+
+
+class _Task:
+    """One task of Spark. `run` belongs to Spark's thread, the coroutines to the loop's."""
+
+    def __init__(self, app: App, work: Work, make_transport: Callable[[App], Transport], loop: WorkerLoop) -> None:
+        self._app = app
+        self._work = work
+        self._make_transport = make_transport
+        self._loop = loop
+        self._collected = Collected(loop.loop, {handler.name: handler.shards is not None for handler in app.handlers})
+        self._looked_at = self._progress_at = time.monotonic()
+
+    def run(self) -> Iterator[pa.RecordBatch]:
+        """Yield rows until there are no more."""
+        running = self._loop.submit(self._serve())
+        try:
+            while True:
+                try:
+                    rows = self._collected.take(_SILENCE)
+                except queue.Empty:
+                    self._check_alive()
+                    continue
+                if rows is None:
+                    break
+                yield rows
+            running.result()
+        finally:
+            if not running.done and not self._loop.left:
+                running.give_up(_END_TIMEOUT)
+
+    def _check_alive(self) -> None:
+        patience = max(self._app.settings.stuck_after, 2 * _SILENCE)
+        if time.monotonic() - self._looked_at > patience:
+            self._loop.left = True
+            raise StuckError(
+                f"a handler has kept the event loop for {patience:g} s without an await, and nothing else can run: "
+                f"{self._app.explain().strip()}"
+            )
+
+    async def _serve(self) -> None:
+        app, collected = self._app, self._collected
+        gave_up = False
+        try:
+            async with app.started(
+                lambda: _Paced(self._make_transport(app), collected.room),
+                lambda: KafkaProducer(app.settings),
+                adapt=functools.partial(_adapted, self._work),
+                observe=collected.observe,
+                replay=True,
+            ):
+                obstacles = await self._until_done(app.running_engine(), collected)
+                gave_up = bool(obstacles)
+                self._tell(app.running_engine(), obstacles, collected)
+        except NotDrainedError:
+            if not gave_up:
+                raise
+        finally:
+            collected.close()
+
+    async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[Obstacle]:
+        """Wait until all is done, or cannot be: what stands in the way then."""
+        done = asyncio.create_task(engine.caught_up(), name="caught up")
+        seen = -1
+        try:
+            while True:
+                await asyncio.wait([done], timeout=_LOOK_INTERVAL)
+                self._looked_at = time.monotonic()
+                if collected.ended != seen or not collected.room.is_set():
+                    seen, self._progress_at = collected.ended, self._looked_at
+                if done.done():
+                    done.result()
+                    return ()
+                obstacles = _spent(engine) or self._stuck(engine)
+                if obstacles:
+                    return obstacles
+        except HaltedError:
+            return [_halted(delivery) for delivery in engine.halted]
+        finally:
+            done.cancel()
+            await asyncio.wait([done])
+
+    def _stuck(self, engine: Engine) -> Sequence[Obstacle]:
+        """The oldest records, when nothing has come to its end for too long."""
+        stuck_after = self._app.settings.stuck_after
+        if self._looked_at - self._progress_at < stuck_after:
+            return ()
+        epochs = engine.rebalance.epochs
+        oldest = [delivery for epoch in epochs if (delivery := epoch.tracker.oldest) is not None]
+        if not oldest:
+            left = ", ".join(f"{epoch.topic_partition} from offset {epoch.tracker.position} on" for epoch in epochs)
+            trouble = engine.trouble or (engine.transport and engine.transport.trouble) or "the brokers send nothing"
+            raise StuckError(
+                f"nothing was read for stuck_after={stuck_after:g} s, {left or 'of no partition'}: {trouble}"
+            )
+        why = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
+        return [Obstacle(delivery, StuckError.__name__, why) for delivery in oldest]
+
+    def _tell(self, engine: Engine, obstacles: Sequence[Obstacle], collected: Collected) -> None:
+        """Have what stands in the way among the rows, or raise it."""
+        if obstacles and not self._work.halted_rows:
+            raise HaltedError(map(str, obstacles))
+        for delivery, error, message in obstacles:
+            collected.add(
+                engine.handler_of(delivery.epoch.topic_partition.topic).spec, delivery, "halted", error, message
+            )
+
+
+class _Paced:
+    """A client that gives nothing more while Spark does not keep up; in all else another one."""
+
+    def __init__(self, transport: Transport, room: asyncio.Event) -> None:
+        self._transport = transport
+        self._room = room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`."""
+        if not self._room.is_set():
+            with anyio.move_on_after(timeout):
+                await self._room.wait()
+            return ()
+        return await self._transport.poll(allowance, timeout)
+
+
+def _adapted(work: Work, spec: HandlerSpec) -> HandlerSpec:
+    """A handler as it runs in one of several tasks, which share what the handler may have."""
+    concurrency = spec.concurrency
+    if work.total_concurrency is not None and spec.shards is None:
+        concurrency = max(min(concurrency, work.total_concurrency // work.at_once), 1)
+        if spec.resized is not None:
+            spec.resized(concurrency)
+    policy = spec.on_failure
+    if work.on_failure == "skip":
+        policy = "skip"
+    elif work.on_failure is not None:
+        policy = DeadLetter(work.on_failure.removeprefix(DEAD_LETTER))
+    rate = spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
+    return spec._replace(concurrency=concurrency, on_failure=policy, letters=_keep, rate_limit=rate)
+
+
+async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of one shape
+    """A dead letter is a row, and is sent when the rows are committed."""
+    return 0
+
+
+def _halted(delivery: Delivery) -> Obstacle:
+    note = delivery.failure
+    return (
+        Obstacle(delivery, "HandlerError", "it halts") if note is None else Obstacle(delivery, note.error, note.message)
+    )
+
+
+def _spent(engine: Engine) -> Sequence[Obstacle]:
+    """Records that cannot be diverted any more: something that the handler depends on seems to be down."""
+    found = []
+    for epoch in engine.rebalance.epochs:
+        for why in epoch.pauses.values():
+            failed = next((one for one in epoch.tracker.values() if one.failure is not None), epoch.tracker.oldest)
+            if failed is not None:
+                cause = _halted(failed)
+                found.append(cause._replace(message=f"{cause.message}; {why}"))
+    return found

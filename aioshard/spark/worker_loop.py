@@ -1,0 +1,77 @@
+"""An event loop in a thread of its own, one per worker process of Spark."""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from aioshard.loops import loop_factory
+
+__all__ = ["WorkerLoop", "worker_loop"]
+
+
+class WorkerLoop:
+    """Runs what a task of Spark submits. Tasks of one worker come one after the other.
+
+    Spark reuses its workers, so the loop outlives the task; nothing that a task began on it may.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = loop_factory()()
+        self.left = False
+        """Whether something on it did not end: the next task takes another one."""
+        threading.Thread(target=self._serve, name="aioshard event loop", daemon=True).start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> "Submitted":
+        """Run a coroutine there."""
+        return Submitted(self, coroutine)
+
+
+class Submitted:
+    """A coroutine on its way through a loop of another thread; may be awaited by a thread."""
+
+    def __init__(self, loop: WorkerLoop, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._loop = loop
+        self._ended = threading.Event()
+        self._future: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(
+            self._until_the_end(coroutine), loop.loop
+        )
+
+    async def _until_the_end(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        finally:
+            self._ended.set()  # a cancelled `Future` is done at once, what it runs is not
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def result(self) -> None:
+        """Wait for the end, and raise what it raised."""
+        self._future.result()
+
+    def give_up(self, timeout: float) -> None:
+        """Cancel it, and wait until it has ended; a loop that it keeps is left to it."""
+        self._future.cancel()
+        self._loop.left = self._loop.left or not self._ended.wait(timeout)
+
+
+_current: WorkerLoop | None = None
+"""Made with the first task: threads do not survive the fork that comes before it."""
+
+
+def worker_loop() -> WorkerLoop:
+    """The loop of this process."""
+    global _current  # noqa: PLW0603 - a worker process has one, as long as it lives
+    if _current is None or _current.left or _current.pid != os.getpid():
+        _current = WorkerLoop()
+    return _current
