@@ -18,6 +18,8 @@ __all__ = [
     "ConnectError",
     "CorruptRecordError",
     "DataLossError",
+    "GroupBusyError",
+    "GroupMovedError",
     "HaltedError",
     "HandlerError",
     "LeasedError",
@@ -27,6 +29,7 @@ __all__ = [
     "NoOffsetError",
     "NotBuiltError",
     "NotDrainedError",
+    "NotVerifiedError",
     "OffsetOutOfRangeError",
     "OffsetRegressionError",
     "PlanError",
@@ -300,6 +303,42 @@ class DataLossError(AioshardError):
             f"records that were to be read have been deleted from the log (retention, or a topic made anew): "
             f"{_some_of(self.lost)}. {advice}"
         )
+
+
+class GroupBusyError(AioshardError):
+    """The brokers refused to store offsets for a group from outside: it has members. Nothing was changed.
+
+    Attributes:
+        members: What the brokers say of them; empty where they do not tell (the newer group protocol).
+    """
+
+    def __init__(self, group_id: str, members: Iterable[str], waited: float) -> None:
+        self.members = tuple(members)
+        told = _some_of(self.members) if self.members else "the brokers do not tell which (the newer group protocol)"
+        super().__init__(
+            f"group {group_id!r} has members after {waited:g} s of waiting, and nothing was changed: {told}. "
+            "Stop them; one that was killed, or is static, counts until its session time-out has passed: wait longer"
+        )
+
+
+class GroupMovedError(AioshardError):
+    """What the group has committed is not what the plan was made from: somebody consumed meanwhile.
+
+    Attributes:
+        moved: `topic/partition: then 5, now 9` of each partition.
+    """
+
+    def __init__(self, group_id: str, moved: Iterable[str]) -> None:
+        self.moved = tuple(moved)
+        super().__init__(
+            f"group {group_id!r} has moved since the plan was made, and nothing was changed: {_some_of(self.moved)}. "
+            "Somebody consumed, or reset the group, meanwhile: make a new plan, or hand over by force, which may "
+            "repeat or skip what was done in between"
+        )
+
+
+class NotVerifiedError(AioshardError):
+    """A run over history may not be handed over: it was not verified, or halted records are in it."""
 
 
 # What one epoch or run comes upon -----------------------------------------------------

@@ -1,0 +1,316 @@
+"""What a run over history asks of the brokers, and tells them: bounds of logs, times, the offsets of a group."""
+
+import asyncio
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from aiokafka import errors as kafka
+from aiokafka.client import CoordinationType
+from aiokafka.protocol.admin import DescribeGroupsRequest_v3
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.types import Array, Boolean, Bytes, Int16, Int32, Schema, String
+
+from aioshard.errors import AuthorizationError, CommitError, CommitRefusedError, TransportError
+from aioshard.kafka.administration import Administration
+from aioshard.kafka.translate import reason, request_error
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+
+__all__ = ["GroupDescription", "GroupMember", "HistoryBrokers", "LogBounds"]
+
+_EARLIEST, _LATEST = -2, -1
+_ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
+_DEFAULT_RETENTION = -1
+_COMMIT_TIMEOUT = 5.0
+
+_HAS_MEMBERS = {
+    22: "illegal generation",
+    23: "inconsistent group protocol",
+    25: "unknown member id",
+    27: "rebalance in progress",
+    68: "the group is not empty",
+    82: "fenced instance id",
+    110: "fenced member epoch",
+    113: "stale member epoch",
+}
+"""Answers to a commit without a member id which say that the group has members."""
+
+
+class LogBounds(NamedTuple):
+    """Where a partition's log begins and ends."""
+
+    start: int
+    stable: int
+    """The last stable offset: one past what a reader of committed records may read."""
+    end: int
+    """One past the last record."""
+
+
+class GroupMember(NamedTuple):
+    """A member of a group, as the brokers describe it."""
+
+    member_id: str
+    client_id: str
+    host: str
+    instance_id: str | None
+    """Of a static member."""
+
+    def __str__(self) -> str:
+        """For people."""
+        static = f"static member {self.instance_id!r}" if self.instance_id else f"member {self.member_id!r}"
+        return f"{static} (client {self.client_id!r} at {self.host.lstrip('/')})"
+
+
+class GroupDescription(NamedTuple):
+    """What the brokers say of a group. It proves nothing: a group of the newer protocol looks dead and empty."""
+
+    state: str
+    members: tuple[GroupMember, ...]
+
+
+class HistoryBrokers(Administration):
+    """A connection for planning a run over history, and for handing it over. Owned by one event loop.
+
+    Example:
+        ```python
+        async with HistoryBrokers(settings) as brokers:
+            bounds = await brokers.bounds([TopicPartition("orders", 0)])
+        ```
+    """
+
+    # Topics and logs ------------------------------------------------------------------
+
+    async def topics(self) -> frozenset[str]:
+        """Every topic that we may see, without those of the brokers themselves.
+
+        Raises:
+            TransportError: The brokers did not tell.
+        """
+
+        async def ask() -> frozenset[str]:
+            answer = await self._client.send(self._client.get_random_node(), MetadataRequest(None))
+            found = [topic for topic in answer.to_object()["topics"] if not topic.get("is_internal")]
+            return frozenset(topic["topic"] for topic in found)
+
+        return await self._patiently(ask, "tell the topics")
+
+    async def bounds(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
+        """The bounds of each partition's log, asked now.
+
+        Raises:
+            TransportError: They were not told, or there is no such topic.
+        """
+        # One after the other: no bound lies behind one that was asked for before it.
+        starts = await self._offsets(dict.fromkeys(partitions, _EARLIEST), "read_uncommitted")
+        stable = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_committed")
+        ends = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_uncommitted")
+        return {one: LogBounds(starts[one], stable[one], ends[one]) for one in partitions}
+
+    async def offsets_at(
+        self,
+        partitions: Collection[TopicPartition],
+        timestamp: float,
+        isolation: Literal["read_committed", "read_uncommitted"],
+    ) -> dict[TopicPartition, int | None]:
+        """The first offset of each partition whose record is not older than a time; None where there is none.
+
+        Args:
+            partitions: Of which.
+            timestamp: Seconds since the epoch; not before it.
+            isolation: Whether records of open transactions count.
+
+        Raises:
+            TransportError: They were not told, or there is no such topic.
+        """
+        found = await self._offsets(dict.fromkeys(partitions, round(timestamp * 1000)), isolation)
+        return {one: offset if offset >= 0 else None for one, offset in found.items()}
+
+    async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
+        ask = functools.partial(self._ask_offsets, times, _ISOLATION[isolation])
+        return await self._patiently(ask, f"tell the offsets of {_named(times)}")
+
+    async def _ask_offsets(self, times: Mapping[TopicPartition, int], isolation: int) -> dict[TopicPartition, int]:
+        leaders = {topic: await self._leaders(topic) for topic in {one.topic for one in times}}
+        by_leader: dict[int, list[TopicPartition]] = {}
+        for one in times:
+            leader = leaders[one.topic].get(one.partition)
+            if leader is None:
+                raise TransportError(
+                    f"{one} does not exist: topic {one.topic!r} has {len(leaders[one.topic])} partitions"
+                )
+            by_leader.setdefault(leader, []).append(one)
+        found: dict[TopicPartition, int] = {}
+        for leader, partitions in by_leader.items():
+            asked = _by_topic({one: (one.partition, times[one]) for one in partitions})
+            answer = await self._client.send(leader, OffsetRequest(-1, isolation, asked))
+            for topic, told in answer.topics:
+                for partition, code, *rest in told:
+                    if code:
+                        raise kafka.for_code(code)
+                    found[TopicPartition(topic, partition)] = int(rest[1])
+        return found
+
+    # The group ------------------------------------------------------------------------
+
+    async def group_commits(
+        self, group_id: str, partitions: Collection[TopicPartition]
+    ) -> dict[TopicPartition, Committed | None]:
+        """What the group has committed on each of *partitions*.
+
+        Raises:
+            AuthorizationError: We may not read with the group.
+            TransportError: It was not told.
+        """
+
+        async def ask() -> dict[TopicPartition, Committed | None]:
+            found: dict[TopicPartition, Committed | None] = dict.fromkeys(partitions)
+            if not found:
+                return found
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            asked = _by_topic({one: one.partition for one in partitions})
+            answer = await self._client.send(node, OffsetFetchRequest(group_id, asked))
+            _raise_for(getattr(answer, "error_code", 0))
+            for topic, stored in answer.topics:
+                for partition, offset, metadata, code in stored:
+                    _raise_for(code)
+                    if offset >= 0:
+                        found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+            return found
+
+        return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
+
+    async def describe_group(self, group_id: str) -> GroupDescription:
+        """What the brokers say of the group's members; for sentences, not for decisions.
+
+        Raises:
+            AuthorizationError: We may not see the group.
+            TransportError: It was not told.
+        """
+
+        async def ask() -> GroupDescription:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            answer = await self._client.send(node, _DescribeGroups(group_id))
+            (group,) = answer.to_object()["groups"]
+            _raise_for(group["error_code"])
+            members = [
+                GroupMember(one["member_id"], one["client_id"], one["client_host"], one.get("group_instance_id"))
+                for one in group["members"]
+            ]
+            return GroupDescription(group["state"], tuple(sorted(members)))
+
+        return await self._patiently(ask, f"describe group {group_id!r}", group_id)
+
+    async def commit_without_member(self, group_id: str, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Commit for a group that nobody is a member of: one request, once.
+
+        Brokers refuse it when the group has a member of any kind; nothing else tells that for certain.
+
+        Raises:
+            CommitRefusedError: The group has a member, or had one that has not expired. Nothing was stored.
+            AuthorizationError: We may not read with the group, or not see a topic; the topics that we may see can
+                have been stored.
+            CommitError: Not acknowledged; it may have been stored, also in part. Where it is retriable, what went
+                wrong passes.
+        """
+        try:
+            async with asyncio.timeout(_COMMIT_TIMEOUT):
+                node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+                topics = _by_topic({one: (one.partition, *due) for one, due in offsets.items()})
+                request = OffsetCommitRequest(group_id, -1, "", _DEFAULT_RETENTION, topics)
+                answer = await self._client.send(node, request)
+        except (kafka.KafkaError, TimeoutError) as error:
+            raise _not_stored(error, group_id) from error
+        codes = {
+            TopicPartition(topic, partition): code for topic, stored in answer.topics for partition, code in stored
+        }
+        refused = sorted((one, code) for one, code in codes.items() if code)
+        for _, code in refused:
+            if code in _HAS_MEMBERS:
+                raise CommitRefusedError(
+                    f"the broker refused a commit of group {group_id!r} from outside: it has members "
+                    f"({_HAS_MEMBERS[code]})"
+                )
+        if refused:
+            raise _not_stored(kafka.for_code(refused[0][1])(), group_id, [one for one, _ in refused])
+
+
+def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPartition] = ()) -> TransportError:
+    what = f"the offsets of group {group_id!r}"
+    known = request_error(error, what, group_id)
+    if isinstance(known, AuthorizationError):
+        return known
+    where = f" of {_named(refused)}" if refused else ""
+    failed = CommitError(f"{what}{where} were not stored: {reason(error)}")
+    failed.retriable = isinstance(error, TimeoutError) or bool(getattr(error, "retriable", False))
+    return failed
+
+
+def _raise_for(code: int) -> None:
+    if code:
+        raise kafka.for_code(code)
+
+
+def _by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
+    by_topic: dict[str, list[Any]] = {}
+    for one in sorted(values):
+        by_topic.setdefault(one.topic, []).append(values[one])
+    return list(by_topic.items())
+
+
+def _named(partitions: Collection[TopicPartition]) -> str:
+    first, *others = sorted(partitions)
+    return f"{first} and {len(others)} other partition(s)" if others else str(first)
+
+
+# A version of a request that aiokafka does not have: it tells who is static -----------
+
+
+class _DescribeGroupsResponse(Response):  # type: ignore[misc]
+    API_KEY = 15
+    API_VERSION = 4
+    SCHEMA: ClassVar[Schema] = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "groups",
+            Array(
+                ("error_code", Int16),
+                ("group", String("utf-8")),
+                ("state", String("utf-8")),
+                ("protocol_type", String("utf-8")),
+                ("protocol", String("utf-8")),
+                (
+                    "members",
+                    Array(
+                        ("member_id", String("utf-8")),
+                        ("group_instance_id", String("utf-8")),
+                        ("client_id", String("utf-8")),
+                        ("client_host", String("utf-8")),
+                        ("member_metadata", Bytes),
+                        ("member_assignment", Bytes),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+            ),
+        ),
+    )
+
+
+class _DescribeGroupsStruct(RequestStruct):  # type: ignore[misc]
+    API_KEY = 15
+    API_VERSION = 4
+    RESPONSE_TYPE = _DescribeGroupsResponse
+    SCHEMA: ClassVar[Schema] = Schema(("groups", Array(String("utf-8"))), ("include_authorized_operations", Boolean))
+
+
+class _DescribeGroups(Request[DescribeGroupsRequest_v3 | _DescribeGroupsStruct]):  # type: ignore[misc]
+    API_KEY = 15
+
+    def __init__(self, group_id: str) -> None:
+        self._group_id = group_id
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class([self._group_id], False)  # noqa: FBT003 - the protocol's order
