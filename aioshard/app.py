@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -297,6 +298,8 @@ class App(Handlers, Controls):
         self._stop = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
         try:
+            if observe is None and self._settings.journal is not None:
+                observe = await self._open_journal(self._settings.journal, self._exit)
             producer = clients.producer()
             self._exit.push_async_callback(producer.close)
             if self._resources is not None:
@@ -310,10 +313,19 @@ class App(Handlers, Controls):
                 self._describe,
                 observe=observe,
             )
+            if self._journal is not None:
+                self._journal.attach(self._engine)
             await self._engine.start()
         except BaseException:
             await self._end(quietly=True)
             raise
+
+    async def _open_journal(self, directory: str, exit_stack: contextlib.AsyncExitStack) -> Observe:
+        from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
+
+        self._journal = await Journal.open(directory, self.group_id, show_keys=self._settings.show_keys)
+        exit_stack.push_async_callback(self._journal.close)
+        return self._journal.observe
 
     def _warn(self) -> None:
         from aioshard.settings import timeout_warnings  # noqa: PLC0415 - pydantic is imported on use
@@ -337,7 +349,9 @@ class App(Handlers, Controls):
                 if stack is not None:
                     await stack.aclose()
             finally:
-                self._exit = self._state = None
+                if self._journal is not None and engine is not None and self._last is not None:
+                    self._last = dataclasses.replace(self._last, journal=self._journal.statistics())
+                self._exit = self._state = self._journal = None
 
     def _describe(self, engine: Engine, epoch: Epoch) -> str:
         return explain_partition(engine, epoch, show_keys=self._settings.show_keys)

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from aioshard.serde.messages import message
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
+    from aioshard.telemetry.journal import Journal
 
 __all__ = ["Controls"]
 
@@ -41,6 +43,7 @@ class Controls:
     _engine: Engine | None = None
     _loop: asyncio.AbstractEventLoop | None = None
     _last: Statistics | None = None
+    _journal: "Journal | None" = None
 
     @property
     @abstractmethod
@@ -217,7 +220,9 @@ class Controls:
         """
         engine = self._engine
         if engine is not None:
-            return statistics(engine, self.group_id)
+            found = statistics(engine, self.group_id)
+            journal = self._journal
+            return found if journal is None else dataclasses.replace(found, journal=journal.statistics())
         if self._last is not None:
             return self._last
         return Statistics(

@@ -15,6 +15,7 @@ __all__ = [
     "HandlerStatistics",
     "HeadOfLine",
     "HeadState",
+    "JournalStatistics",
     "PartitionDiagnosis",
     "PartitionStatistics",
     "Stack",
@@ -78,6 +79,22 @@ class HandlerStatistics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class JournalStatistics:
+    """The journal of one run of an app, in rows: one for each record that is complete."""
+
+    written: int
+    """In finished files."""
+    waiting: int
+    """In memory, or in the file that is not finished."""
+    dropped: int
+    """Neither: the disk did not keep up, or failed."""
+    files: int
+    """Finished ones."""
+    trouble: str | None
+    """Why nothing can be written now."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Statistics:
     """The state of an app at one moment."""
 
@@ -100,6 +117,8 @@ class Statistics:
     acknowledged, a topic missing. None while there is nothing of the kind."""
     partitions: tuple[PartitionStatistics, ...]
     handlers: tuple[HandlerStatistics, ...]
+    journal: JournalStatistics | None = None
+    """None where none is written."""
 
     def asdict(self) -> dict[str, Any]:
         """The same as plain dictionaries and tuples, ready for JSON."""

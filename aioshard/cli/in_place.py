@@ -208,10 +208,10 @@ class _Run:
 
 @contextlib.contextmanager
 def _from_the_earliest(app: App) -> Iterator[None]:
-    """Let an app begin at the earliest record."""
-    reset = app.settings.auto_offset_reset
-    app.configure(auto_offset_reset="earliest")
+    """Let an app begin at the earliest record; its journal is for what it consumes."""
+    before = {name: getattr(app.settings, name) for name in ("auto_offset_reset", "journal")}
+    app.configure(auto_offset_reset="earliest", journal=None)
     try:
         yield
     finally:
-        app.configure(auto_offset_reset=reset)
+        app.configure(**before)

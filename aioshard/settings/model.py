@@ -169,9 +169,9 @@ class Settings(BaseSettings):
     stuck_after: Seconds = 60.0
     """A record that is incomplete for longer is reported in the logs and by the health check."""
     show_keys: bool = False
-    """Whether keys appear in logs and explanations; otherwise they are hidden."""
+    """Whether keys appear in logs, explanations and the journal; otherwise they are hidden."""
     journal: str | None = None
-    """File that records what the engine decided."""
+    """Directory for Parquet files that say what became of each record; None writes none. Needs the extra `journal`."""
 
     # TLS and SASL ---------------------------------------------------------------------
 
@@ -218,6 +218,12 @@ class Settings(BaseSettings):
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             value = ",".join(map(str, value))
         return refusals.checked_servers(value) if isinstance(value, str) else value
+
+    @field_validator("journal", mode="before")
+    @classmethod
+    def _take_path(cls, value: Any) -> Any:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return refusals.checked_directory(value) if isinstance(value, str) else value
 
     @field_validator("drain_timeout", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ __all__ = [
     "CLIENT_OPTIONS",
     "DRAIN_DEPENDS_ON",
     "OWNED_OPTIONS",
+    "checked_directory",
     "checked_servers",
     "close_match",
     "contradictions",
@@ -153,6 +154,18 @@ def checked_servers(text: str) -> str:
     return ",".join(servers)
 
 
+def checked_directory(text: str) -> str:
+    """A directory of this machine.
+
+    Raises:
+        ValueError: It is an address of something else.
+    """
+    if "://" in text:
+        message = "expected a directory of this machine, without a scheme; copy its files to where they are read"
+        raise ValueError(message)
+    return text
+
+
 def room_to_drain(values: Mapping[str, Any]) -> float:
     """Seconds of a rebalance that are left for draining; `drain_timeout` must be less."""
     return float(values["rebalance_timeout"] - values["commit_timeout"] - values["heartbeat_interval"])
@@ -174,8 +187,6 @@ def _not_built(values: Mapping[str, Any]) -> Iterable[str]:
         yield f"group_protocol={values['group_protocol']!r} {lacking}; leave it at 'classic'"
     if values["assignor"] in {"fair", "lag"}:
         yield f"assignor={values['assignor']!r} {lacking}; use 'sticky', 'roundrobin' or 'range'"
-    if values["journal"] is not None:
-        yield f"journal={values['journal']!r} {lacking}; leave it out"
 
 
 def _membership(values: Mapping[str, Any]) -> Iterable[str]:

@@ -276,13 +276,13 @@ class _World:
 
 @contextlib.contextmanager
 def _commits_at_once(app: App) -> Iterator[None]:
-    """Hundreds of runs would wait for the interval otherwise, each of them."""
-    before = app.settings.commit_interval
-    app.configure(commit_interval=_COMMIT_INTERVAL)
+    """Hundreds of runs would wait for the interval otherwise, each of them, and write a journal."""
+    before = {name: getattr(app.settings, name) for name in ("commit_interval", "journal")}
+    app.configure(commit_interval=_COMMIT_INTERVAL, journal=None)
     try:
         yield
     finally:
-        app.configure(commit_interval=before)
+        app.configure(**before)
 
 
 def _append(broker: InMemoryBroker, records: Iterable[Record]) -> None:

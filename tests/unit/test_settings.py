@@ -252,7 +252,6 @@ def test_drain_timeout_none_is_computed() -> None:
         ({"group_protocol": "consumer"}, "leave it at 'classic'"),
         ({"assignor": "fair"}, "use 'sticky'"),
         ({"assignor": "lag"}, "use 'sticky'"),
-        ({"journal": "decisions.jsonl"}, "leave it out"),
     ],
 )
 def test_what_is_not_built_is_refused_not_ignored(values: dict[str, Any], advice: str) -> None:

@@ -1,0 +1,279 @@
+"""The event journal: what became of each record, written as Parquet beside the running app.
+
+The event loop makes a small tuple of each record that is complete and hands over a thousand of them at a time. One
+thread makes columns of them and writes. What it cannot take in time is dropped and counted: the app never waits for its
+journal.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.outcomes import Outcome
+from aioshard.engine.runtime import Engine
+from aioshard.observe import JournalStatistics
+from aioshard.serde.results import encoded_result
+from aioshard.telemetry.journal_files import JournalFiles
+from aioshard.telemetry.journal_rows import NO_RUN, Row, Trouble, record_batch
+from aioshard.telemetry.metrics import version
+
+__all__ = ["Journal"]
+
+logger = logging.getLogger("aioshard.telemetry.journal")
+
+_CHUNK_ROWS = 1_000
+_CHUNK_BYTES = 1024 * 1024
+_WAITING_CHUNKS = 64
+_WAITING_BYTES = 32 * 1024 * 1024
+"""So much may wait for the thread, beside what it has in hand: about 60 MiB with what Python makes of it."""
+_LOOK_INTERVAL = 1.0
+"""Seconds after which rows are taken although there are no thousand."""
+_PAUSE = 5.0
+"""Seconds in which nothing is written after that has failed."""
+_LOG_INTERVAL = 60.0
+_CLOSE_TIMEOUT = 5.0
+_CLOCK_STEP = 1.0
+"""Seconds by which the time of day may differ from what loop time says, before that is believed."""
+_PROCESSED = Outcome.PROCESSED
+_RETURNED = Outcome.RETURNED
+
+
+class _Chunk(NamedTuple):
+    rows: Sequence[Row]
+    size: int
+    ahead: float
+    """Seconds from loop time to the time of day."""
+
+
+class Journal:
+    """Writes a row for each record that is complete. One for each run of an app.
+
+    `observe` and `close` belong to the event loop; `statistics` may be asked for from any thread.
+
+    Invariants:
+        * Every record that was observed is in a finished file, waits, or is counted as dropped.
+        * Nothing here waits for a disk but the one thread.
+    """
+
+    def __init__(self, files: JournalFiles, name: str, *, show_keys: bool, clock: Callable[[], float]) -> None:
+        """Make a journal and start its thread.
+
+        Args:
+            files: Prepared.
+            name: Of the app, for the thread's.
+            show_keys: Whether keys are written, beside their hashes.
+            clock: Loop time, in which the engine notes when things happened.
+        """
+        self._files = files
+        self._show_keys = show_keys
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._ahead = time.time() - clock()
+        self._rows: list[Row] = []
+        self._size = 0
+        self._encoded: tuple[object, tuple[float, float, bytes | None]] = (None, NO_RUN)
+        """The latest run that returned something, and what is noted of it: one for all records of a batch."""
+        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        # Each of these is changed by one thread alone.
+        self._given_rows = self._given_bytes = self._overflowed = 0
+        self._taken_bytes = self._lost = 0
+        self._overflow_logged = -_LOG_INTERVAL
+        self._resumes_at = 0.0
+        self._trouble: str | None = None
+        self._thread = threading.Thread(target=self._work, name=f"aioshard journal of {name}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def open(cls, directory: str, group_id: str, *, show_keys: bool) -> Self:
+        """Make a journal in a directory.
+
+        Args:
+            directory: It is made where it is missing.
+            group_id: The consumer group.
+            show_keys: As in the constructor.
+
+        Raises:
+            SettingsError: Nothing can be written there.
+        """
+        files = JournalFiles(Path(directory), group_id)
+        await asyncio.to_thread(files.prepare)
+        return cls(files, group_id, show_keys=show_keys, clock=asyncio.get_running_loop().time)
+
+    # The event loop -----------------------------------------------------------------------
+
+    def attach(self, engine: Engine) -> None:
+        """Have each file that begins from now on say how *engine* is set up at that moment."""
+        self._files.describe = functools.partial(_set_up, engine)
+
+    def observe(self, spec: HandlerSpec, delivery: Delivery) -> None:
+        """Note a record that is complete; see `aioshard.engine.observed.Observe`."""
+        record = delivery.record
+        place = record[:4]
+        began, ended, result = run = delivery.run or NO_RUN
+        trouble = None
+        if delivery.outcome is _PROCESSED:
+            attempts = delivery.failures + 1
+            noted = NO_RUN if run is NO_RUN else (began, ended, None) if result is None else self._with_bytes(run)
+        elif delivery.outcome is _RETURNED:
+            return  # its end is to come
+        else:
+            attempts, note = delivery.failures, delivery.failure
+            error, message = (None, None) if note is None else (note.error, note.message)
+            trouble = Trouble(delivery.outcome.value, error, message)
+            noted = (began, ended, None)
+            self._size += len(message or "")
+        key = place[3]
+        if key is not None:
+            self._size += len(key)
+        rows = self._rows
+        rows.append((spec, place, record[6], delivery.arrived, noted, delivery.key, attempts, trouble))
+        if len(rows) >= _CHUNK_ROWS or self._size >= _CHUNK_BYTES:
+            self._hand_over()
+
+    def _with_bytes(self, run: tuple[float, float, object]) -> tuple[float, float, bytes | None]:
+        """A run with its result as bytes: made now, because whoever else has it may change it."""
+        if self._encoded[0] is not run:
+            try:
+                result = encoded_result(run[2])
+            except Exception as error:  # noqa: BLE001 - the user's own methods; the record is complete all the same
+                message = "the journal leaves out a result of type %s, which cannot be encoded: %r"
+                logger.warning(message, type(run[2]).__name__, error)
+                result = None
+            self._encoded = (run, (run[0], run[1], result))
+            self._size += len(result or b"")
+        return self._encoded[1]
+
+    def _hand_over(self, *, all_of_it: bool = False) -> None:
+        """Give the thread what there is, unless too much waits for it already."""
+        rows, size = self._rows, self._size
+        if not rows:
+            return
+        self._rows, self._size = [], 0
+        waiting = self._given_bytes - self._taken_bytes
+        full = self._chunks.qsize() >= _WAITING_CHUNKS or (waiting > 0 and waiting + size > _WAITING_BYTES)
+        if full and not all_of_it:
+            self._overflowed += len(rows)
+            self._log_overflow()
+            return
+        ahead = time.time() - self._clock()
+        if abs(ahead - self._ahead) > _CLOCK_STEP:
+            self._ahead = ahead  # somebody has set the clock
+        self._given_rows += len(rows)
+        self._given_bytes += size
+        self._chunks.put(_Chunk(rows, size, self._ahead))
+
+    def _log_overflow(self) -> None:
+        now = self._clock()
+        if now - self._overflow_logged >= _LOG_INTERVAL:
+            self._overflow_logged = now
+            message = "the journal is not written as fast as records end: %d row(s) were dropped so far"
+            logger.warning(message, self._overflowed)
+
+    async def close(self) -> None:
+        """Write what there is, complete the last file and end the thread; gives up after 5 s."""
+        self._hand_over(all_of_it=True)
+        self._chunks.put(None)
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            message = "the journal's last %d row(s) were not written within %g s and are left behind"
+            logger.error(message, self.statistics().waiting, _CLOSE_TIMEOUT)
+
+    def statistics(self) -> JournalStatistics:
+        """How much was written; safe to ask for from any thread."""
+        written, lost = self._files.rows, self._lost
+        waiting = max(self._given_rows - written - lost, 0) + len(self._rows)
+        return JournalStatistics(
+            written=written,
+            waiting=waiting,
+            dropped=self._overflowed + lost,
+            files=self._files.finished,
+            trouble=self._trouble,
+        )
+
+    # The thread ---------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            due = self._files.due
+            wait = _LOOK_INTERVAL if due is None else min(due, _LOOK_INTERVAL)
+            try:
+                chunk = self._chunks.get(timeout=max(wait, 0.001))
+            except queue.Empty:
+                self._ask_for_rows()
+            else:
+                if chunk is None:
+                    break
+                self._take(chunk)
+            if self._files.due == 0.0:
+                self._attempt(self._files.finish)
+        self._attempt(self._files.finish)
+
+    def _ask_for_rows(self) -> None:
+        """Have the event loop hand over what it has, however little."""
+        if self._rows:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _take(self, chunk: _Chunk) -> None:
+        self._taken_bytes += chunk.size
+        if time.monotonic() < self._resumes_at:
+            self._lost += len(chunk.rows)
+            return
+        try:
+            batch = record_batch(chunk.rows, ahead=chunk.ahead, show_keys=self._show_keys)
+        except Exception as error:
+            self._lost += len(chunk.rows)
+            self._failed(error)
+            logger.exception("%d row(s) of the journal cannot be written down", len(chunk.rows))
+            return
+        if self._attempt(lambda: self._files.write(batch)) and self._trouble is not None:
+            logger.warning("the journal is written again; %d row(s) were dropped so far", self._lost)
+            self._trouble = None
+
+    def _attempt(self, act: Callable[[], None]) -> bool:
+        """Write; where that fails the unfinished file is given up, and another one is begun after a while."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the app is not to know
+            lost = self._files.discard()
+            self._lost += lost
+            self._resumes_at = time.monotonic() + _PAUSE
+            said, sentence = self._trouble, self._failed(error)
+            if sentence != said:
+                message = "%s; %d row(s) are lost, and what comes is dropped until it can be written again"
+                logger.error(message, sentence, lost)  # noqa: TRY400 - a sentence
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> str:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        self._trouble = f"the journal cannot be written: {reason}"
+        return self._trouble
+
+
+def _set_up(engine: Engine) -> dict[str, Any]:
+    """What the rows do not say, as a file's metadata has it."""
+    return {
+        "group": engine.options.limits.group_id,
+        "version": version(),
+        "max_buffered_records": engine.options.max_buffered_records,
+        "handlers": {
+            running.spec.name: {
+                "topics": running.spec.topics,
+                "pattern": running.spec.pattern,
+                "shards": running.spec.shards,
+                "concurrency": running.staff.concurrency,
+                "batch": None if running.spec.batched is None else running.spec.batched.batch.max_records,
+            }
+            for running in engine.handlers
+        },
+    }
