@@ -1,21 +1,30 @@
 """The same handlers over history, on Spark: plan, drain, verify, hand over. Imports pyspark and pyarrow on use only."""
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioshard.spark.directory import RunDirectory
+    from aioshard.spark.handover import Handover, handover
+    from aioshard.spark.lease import lease
     from aioshard.spark.plan import Plan, PlannedHandler, PlannedRange
+    from aioshard.spark.planning import plan
 
 _MODULES = {
+    "Handover": "handover",
     "Plan": "plan",
     "PlannedHandler": "plan",
     "PlannedRange": "plan",
     "RunDirectory": "directory",
+    "handover": "handover",
+    "lease": "lease",
+    "plan": "planning",
 }
 """Where each name is: its module is imported when the name is used."""
 
-__all__ = ["Plan", "PlannedHandler", "PlannedRange", "RunDirectory"]
+__all__ = ["Handover", "Plan", "PlannedHandler", "PlannedRange", "RunDirectory", "handover", "lease", "plan"]
 
 if not TYPE_CHECKING:  # to a type checker it would mean that every name is there
 
@@ -24,3 +33,12 @@ if not TYPE_CHECKING:  # to a type checker it would mean that every name is ther
             return getattr(importlib.import_module(f"aioshard.spark.{_MODULES[name]}"), name)
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
+
+    class _Package(ModuleType):
+        """`aioshard.spark.plan` is the function, also when the module `aioshard.spark.plan` has been imported."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not (name in _MODULES and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package

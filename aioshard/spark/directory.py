@@ -129,12 +129,20 @@ class RunDirectory:
         Raises:
             PlanError: The directory has a plan already: its checkpoint and its outcomes belong to that one.
         """
+        self.refuse_used()
+        self.write(PLAN, plan.to_json())
+
+    def refuse_used(self) -> None:
+        """Refuse a directory that has a plan.
+
+        Raises:
+            PlanError: It has.
+        """
         if self.exists(PLAN):
             raise PlanError(
                 f"{self._given} holds a run already: its outcomes belong to its own plan. Name a new directory, or "
                 "remove this one"
             )
-        self.write(PLAN, plan.to_json())
 
 
 class _Files(Protocol):

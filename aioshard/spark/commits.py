@@ -1,0 +1,77 @@
+"""What a run writes beside the group's offsets, and what of them may not change while it runs."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from aioshard.core.commit_metadata import CommitMetadata, Lease
+from aioshard.errors import PlanError
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+from aioshard.spark.plan import CommittedThen, Plan
+
+__all__ = ["after", "leased", "moved", "noted", "then_of"]
+
+
+def noted(committed: Committed | CommittedThen | None) -> CommitMetadata:
+    """What is noted with a commit; nothing where there is none."""
+    if committed is None or committed.offset is None:
+        return CommitMetadata()
+    return CommitMetadata.read(committed.metadata, committed.offset)
+
+
+def then_of(plan: Plan) -> dict[TopicPartition, CommittedThen]:
+    """What the group had committed on each partition when the plan was made."""
+    return {TopicPartition(then.topic, then.partition): then for then in plan.committed}
+
+
+def after(then: CommittedThen, end: int) -> Committed:
+    """What is committed when the run has done a partition up to *end*.
+
+    Records beyond *end* that were finished stay so, and what another program had noted is kept apart. The mark of the
+    first generation is left out: whoever reads this knows that the group knew the topic.
+
+    Raises:
+        PlanError: What another program had noted cannot be kept.
+    """
+    before = noted(then)
+    beyond = tuple(run._replace(start=max(run.start, end)) for run in before.finished if run.end > end)
+    return Committed(end, _text(CommitMetadata(finished=beyond, foreign=before.foreign), end, then))
+
+
+def leased(now: Committed, lease: Lease | None) -> Committed | None:
+    """The same commit with another lease, or None where that must not be: another program's text would be hidden."""
+    before = noted(now)
+    if before.foreign is not None or before.ignored:
+        return None
+    return now._replace(metadata=dataclasses.replace(before, lease=lease).text(now.offset))
+
+
+def moved(
+    then: Mapping[TopicPartition, CommittedThen], now: Mapping[TopicPartition, Committed | None]
+) -> Iterable[str]:
+    """What the group has committed otherwise than when the plan was made; leases do not count."""
+    for one, before in sorted(then.items()):
+        after_it = now[one]
+        offset = None if after_it is None else after_it.offset
+        if offset != before.offset:
+            yield f"{one}: then {_offset(before.offset)}, now {_offset(offset)}"
+        elif _unleased(noted(before)) != _unleased(noted(after_it)):
+            yield f"{one}: {_offset(offset)}, and what is noted with it has changed"
+
+
+def _unleased(metadata: CommitMetadata) -> CommitMetadata:
+    return dataclasses.replace(metadata, lease=None)
+
+
+def _offset(offset: int | None) -> str:
+    return "no commit" if offset is None else str(offset)
+
+
+def _text(metadata: CommitMetadata, offset: int, then: CommittedThen) -> str:
+    try:
+        return metadata.text(offset)
+    except ValueError as error:
+        raise PlanError(
+            f"what is committed with offset {then.offset} of {then.topic}/{then.partition} would be lost at the "
+            f"hand-over: {error}. Have its owner commit without it, or reset the group to the same offset"
+        ) from None

@@ -1,0 +1,358 @@
+"""The end of a run over history: its ends become the offsets of the group, and the live app goes on there."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from aioshard.errors import (
+    CommitError,
+    CommitRefusedError,
+    DataLossError,
+    GroupBusyError,
+    GroupMovedError,
+    NotVerifiedError,
+    TransportError,
+)
+from aioshard.kafka.history import HistoryBrokers
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+from aioshard.spark.access import settings_for
+from aioshard.spark.commits import after, moved, then_of
+from aioshard.spark.directory import RunDirectory
+from aioshard.spark.plan import Plan
+
+__all__ = ["HANDED_OVER", "LETTERS", "VERIFIED", "Handover", "handover", "verified_ends"]
+
+logger = logging.getLogger("aioshard.spark.handover")
+
+VERIFIED = "verified.json"
+"""Written by the verification: `{"plan": digest, "ok": true, "ends": {topic: {partition: offset}}, "halted": [names],
+"dead_lettered": 0}`. Without `ends`, those of the plan."""
+LETTERS = "letters.json"
+"""Written when dead letters were sent: `{"plan": digest, "acknowledged": 0}`."""
+HANDED_OVER = "handover.json"
+
+_PAUSE = 0.5
+_PATIENCE = 30.0
+"""Seconds in which what passes (a coordinator that moves) is tried again, however short the wait for members is."""
+
+Offsets = dict[str, dict[int, int | None]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What a hand-over did, or would do.
+
+    Attributes:
+        plan: The id of the plan.
+        group_id: The group.
+        state: `handed-over`; `already` when an earlier call had done it; `dry-run`.
+        before: The group's offsets before, by topic and partition; None where there were none.
+        offsets: Its offsets after: where the live app goes on.
+        moved: What was committed otherwise than planned, and overruled by force.
+        new_partitions: `topic/partition` of those that the plan does not know: the live app begins at their start.
+        waited: Seconds for members to be gone.
+    """
+
+    plan: str
+    group_id: str
+    state: Literal["handed-over", "already", "dry-run"]
+    before: Mapping[str, Mapping[int, int | None]]
+    offsets: Mapping[str, Mapping[int, int | None]]
+    moved: tuple[str, ...] = ()
+    new_partitions: tuple[str, ...] = ()
+    waited: float = 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+async def handover(
+    directory: str | os.PathLike[str] | RunDirectory,
+    *,
+    wait: float | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    tell: Callable[[str], None] = logger.warning,
+) -> Handover:
+    """Commit the ends of a verified run for its group, so that the live app goes on exactly there.
+
+    One request commits all partitions. The broker refuses it when the group has a member, whatever its protocol, and
+    that refusal alone decides: what brokers describe of a group is only shown. It proves that at that moment nobody
+    was a member, and that before it nobody had committed anything since the plan was made. It does not prove that no
+    consumer without a group reads the topics, nor that nobody consumes without committing.
+
+    Args:
+        directory: Of the run.
+        wait: Seconds to wait for members that were killed, or are static, to expire; the session time-out of the
+            app's settings by default. A member that lives is waited for as long and then named.
+        dry_run: Check everything that can be checked without a commit, and change nothing.
+        force: Hand over although the group has moved since the plan was made, or once more. Never over members.
+        tell: Takes sentences for the user; by default they are logged.
+
+    Returns:
+        What was done; it is in the directory too.
+
+    Raises:
+        NotVerifiedError: The run was not verified, halted records are in it, or dead letters were not sent.
+        GroupBusyError: The group has members. Nothing was changed.
+        GroupMovedError: The group has moved since the plan was made. Nothing was changed.
+        DataLossError: The end of the run lies behind the log: the topic was made anew.
+        PlanError: There is no plan, or what another program noted with its commits cannot be kept.
+        TransportError: The brokers do not answer, or refuse us.
+
+    Example:
+        ```python
+        done = await handover("runs/7")
+        print(done.offsets["orders"][0])
+        ```
+    """
+    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    plan = place.plan()
+    ends = verified_ends(place, plan)
+    then = then_of(plan)
+    due = {one: after(then[one], end) for one, end in ends.items()}
+    done = None if force else _done_already(place, plan)
+    if done is not None:
+        return done
+    settings = settings_for(plan)
+    patience = settings.session_timeout if wait is None else float(wait)
+    async with HistoryBrokers(settings) as brokers:
+        await _check_logs(brokers, due, tell)
+        handing_over = _HandingOver(brokers, plan, due, force=force, tell=tell)
+        if dry_run:
+            await handing_over.rehearse()
+        else:
+            await handing_over.commit(patience)
+        new = await _new_partitions(brokers, plan)
+    result = Handover(
+        plan=plan.id,
+        group_id=plan.group_id,
+        state="dry-run" if dry_run else "handed-over",
+        before=_nested({one: None if was is None else was.offset for one, was in handing_over.before.items()}),
+        offsets=_nested(ends),
+        moved=handing_over.moved,
+        new_partitions=new,
+        waited=round(handing_over.waited, 3),
+    )
+    if not dry_run:
+        place.write_json(HANDED_OVER, {"digest": plan.digest, "at": time.time(), **result.asdict()})
+    return result
+
+
+# Whether it may be --------------------------------------------------------------------
+
+
+def verified_ends(place: RunDirectory, plan: Plan) -> dict[TopicPartition, int]:
+    """Where a verified run ends.
+
+    Args:
+        place: Its directory.
+        plan: Its plan.
+
+    Raises:
+        NotVerifiedError: It was not verified, halted records are in it, or dead letters were not sent.
+    """
+    found = place.read_json(VERIFIED)
+    if not isinstance(found, dict) or found.get("plan") != plan.digest:
+        what = "was not verified" if found is None else "was verified with another plan"
+        raise NotVerifiedError(f"the run in {place} {what}: run  aioshard spark verify {place}  first")
+    halted = [str(name) for name in found.get("halted") or ()]
+    if halted:
+        more = "" if len(halted) == 1 else f" and {len(halted) - 1} more"
+        raise NotVerifiedError(
+            f"halted records are in the run in {place}: {halted[0]}{more}. Correct what they failed with, drain and "
+            "verify again"
+        )
+    if found.get("ok") is not True:
+        raise NotVerifiedError(
+            f"the verification of the run in {place} failed: see {VERIFIED} there, then drain and verify again"
+        )
+    _check_letters(place, plan, found.get("dead_lettered") or 0)
+    starts = {TopicPartition(one.topic, one.partition): one.start for one in plan.ranges}
+    ends = _flat(found.get("ends") or plan.ends)
+    if ends.keys() != starts.keys() or any(ends[one] < starts[one] for one in starts):
+        raise NotVerifiedError(f"{VERIFIED} in {place} does not name an end for each range of the plan: verify again")
+    return ends
+
+
+def _check_letters(place: RunDirectory, plan: Plan, due: int) -> None:
+    if not due:
+        return
+    letters = place.read_json(LETTERS)
+    sent = letters.get("acknowledged", 0) if isinstance(letters, dict) and letters.get("plan") == plan.digest else 0
+    if sent < due:
+        raise NotVerifiedError(
+            f"{due - sent} of {due} dead letters of the run in {place} were not sent: the group does not go on before "
+            "the brokers have acknowledged them all"
+        )
+
+
+def _done_already(place: RunDirectory, plan: Plan) -> Handover | None:
+    found = place.read_json(HANDED_OVER)
+    if not isinstance(found, dict) or found.get("digest") != plan.digest:
+        return None
+    return Handover(
+        plan=plan.id,
+        group_id=plan.group_id,
+        state="already",
+        before=_numbered(found["before"]),
+        offsets=_numbered(found["offsets"]),
+        moved=tuple(found["moved"]),
+        new_partitions=tuple(found["new_partitions"]),
+        waited=0.0,
+    )
+
+
+async def _check_logs(
+    brokers: HistoryBrokers, due: Mapping[TopicPartition, Committed], tell: Callable[[str], None]
+) -> None:
+    bounds = await brokers.bounds(due)
+    lost = [
+        f"{one}: the run ends at {due[one].offset}, and the log at {log.end}"
+        for one, log in sorted(bounds.items())
+        if due[one].offset > log.end
+    ]
+    if lost:
+        raise DataLossError(lost, "Plan anew")
+    for one, log in sorted(bounds.items()):
+        if due[one].offset < log.start:
+            tell(
+                f"retention has deleted offsets {due[one].offset} to {log.start - 1} of {one} since the run ended: the "
+                "live app goes on behind them"
+            )
+
+
+async def _new_partitions(brokers: HistoryBrokers, plan: Plan) -> tuple[str, ...]:
+    known = {(one.topic, one.partition) for one in plan.ranges}
+    new = []
+    for topic in sorted({topic for topic, _ in known}):
+        numbers = await brokers.partitions(topic)
+        new += [f"{topic}/{number}" for number in sorted(numbers) if (topic, number) not in known]
+    return tuple(new)
+
+
+# How it is ----------------------------------------------------------------------------
+
+
+class _HandingOver:
+    """One hand-over: looks at the group, commits, looks again."""
+
+    def __init__(
+        self,
+        brokers: HistoryBrokers,
+        plan: Plan,
+        due: Mapping[TopicPartition, Committed],
+        *,
+        force: bool,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.before: Mapping[TopicPartition, Committed | None] = {}
+        self.moved: tuple[str, ...] = ()
+        self.waited = 0.0
+        self._brokers = brokers
+        self._plan = plan
+        self._group_id = plan.group_id
+        self._then = then_of(plan)
+        self._due = due
+        self._force = force
+        self._tell = tell
+
+    async def rehearse(self) -> None:
+        """Everything but the commit.
+
+        Raises:
+            GroupMovedError: The group has moved, and that is not to be overruled.
+        """
+        await self._look()
+        members = (await self._brokers.describe_group(self._group_id)).members
+        if members:
+            self._tell(f"group {self._group_id!r} has {len(members)} member(s) now, {members[0]} first")
+
+    async def commit(self, patience: float) -> None:
+        """Commit, and again while members may expire or the coordinator moves.
+
+        Raises:
+            GroupBusyError: There are members after *patience* seconds.
+            GroupMovedError: The group has moved, and that is not to be overruled.
+            TransportError: It was not stored.
+        """
+        if not self._due:
+            return
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        told = False
+        while True:
+            # Anew before each attempt: one that was not acknowledged may have been stored, and somebody have gone on.
+            await self._look()
+            try:
+                await self._brokers.commit_without_member(self._group_id, self._due)
+            except CommitRefusedError:
+                self.waited = loop.time() - began
+                members = [str(one) for one in (await self._brokers.describe_group(self._group_id)).members]
+                if self.waited >= patience:
+                    raise GroupBusyError(self._group_id, members, self.waited) from None
+                if not told:
+                    named = ", ".join(members) or "a member that the brokers do not tell (the newer group protocol)"
+                    self._tell(f"group {self._group_id!r} has members; waiting up to {patience:g} s for them: {named}")
+                    told = True
+            except CommitError as error:
+                if not error.retriable or loop.time() - began >= max(patience, _PATIENCE):
+                    raise
+            else:
+                break
+            await asyncio.sleep(_PAUSE)
+        await self._read_back()
+
+    async def _look(self) -> None:
+        """Find out whether somebody else has committed.
+
+        Raises:
+            GroupMovedError: Somebody has, and that is not to be overruled.
+        """
+        now = await self._brokers.group_commits(self._group_id, self._due)
+        self.before = self.before or now
+        open_still = {one: then for one, then in self._then.items() if now[one] != self._due[one]}
+        changes = tuple(moved(open_still, now))
+        if changes and not self._force:
+            raise GroupMovedError(self._group_id, changes)
+        self.moved = changes or self.moved
+
+    async def _read_back(self) -> None:
+        """Compare what is stored with what was sent.
+
+        Raises:
+            TransportError: It is less.
+        """
+        now = await self._brokers.group_commits(self._group_id, self._due)
+        for one, due in sorted(self._due.items()):
+            found = now[one]
+            if found is None or found.offset < due.offset:
+                raise TransportError(
+                    f"offset {due.offset} was committed for {one} of group {self._group_id!r} and acknowledged, and "
+                    f"now {found.offset if found else 'nothing'} is: somebody else writes the group's offsets; look who"
+                )
+            if found.offset > due.offset:
+                self._tell(f"{one} is at {found.offset} already: somebody consumes since the hand-over")
+
+
+def _flat(offsets: Mapping[str, Mapping[Any, Any]]) -> dict[TopicPartition, int]:
+    return {
+        TopicPartition(topic, int(number)): int(end) for topic, ends in offsets.items() for number, end in ends.items()
+    }
+
+
+def _nested(offsets: Mapping[TopicPartition, int | None]) -> Offsets:
+    nested: Offsets = {}
+    for one, offset in sorted(offsets.items()):
+        nested.setdefault(one.topic, {})[one.partition] = offset
+    return nested
+
+
+def _numbered(offsets: Mapping[str, Mapping[str, int | None]]) -> Offsets:
+    return {topic: {int(number): offset for number, offset in found.items()} for topic, found in offsets.items()}

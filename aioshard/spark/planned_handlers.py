@@ -1,0 +1,136 @@
+"""The handlers of an app as a plan has them: their topics, their layouts, and what of them cannot run over history."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from aioshard.app import App
+from aioshard.core.recourse import Park
+from aioshard.errors import PlanError
+from aioshard.handlers import Registration
+from aioshard.kafka.history import HistoryBrokers
+from aioshard.records import TOPIC_NAME
+from aioshard.spark.plan import Layout, PlannedHandler
+from aioshard.spark.versions import on_failure_text
+
+__all__ = ["Tell", "check_dead_letters", "check_policies", "planned_handlers", "target_of"]
+
+_DEAD_LETTER = "dead-letter:"
+
+Tell = Callable[[str], None]
+"""Takes a sentence that the user should see, which is no reason to refuse."""
+
+
+def target_of(app: App) -> str:
+    """`MODULE:APP` of an app that is there.
+
+    Raises:
+        PlanError: It is an attribute of no module of its handlers that others can import.
+    """
+    for module in sorted({handler.function.__module__ for handler in app.handlers} - {"__main__"}):
+        for name, value in vars(sys.modules.get(module, object)).items():
+            if value is app:
+                return f"{module}:{name}"
+    raise PlanError(
+        f"the app of group {app.group_id!r} is in no module that the tasks of Spark can import: put it into one, and "
+        "name it, such as 'orders.app:app'"
+    )
+
+
+def check_policies(app: App, on_failure: str | None) -> None:
+    """Refuse what cannot follow a failure over history.
+
+    Args:
+        app: Whose handlers.
+        on_failure: In place of their own.
+
+    Raises:
+        PlanError: A handler parks, *on_failure* is not known, or there is no handler.
+    """
+    if not app.handlers:
+        raise PlanError(f"the app of group {app.group_id!r} has no handlers: decorate a function with @app.consume(…)")
+    if on_failure is not None:
+        topic = on_failure.removeprefix(_DEAD_LETTER)
+        if on_failure != "skip" and not (on_failure.startswith(_DEAD_LETTER) and TOPIC_NAME.fullmatch(topic)):
+            raise PlanError(f"on_failure={on_failure!r} was found, 'skip' or 'dead-letter:TOPIC' was expected")
+        return
+    parking = [handler.name for handler in app.handlers if isinstance(handler.on_failure, Park)]
+    if parking:
+        raise PlanError(
+            f"handler {parking[0]!r} parks its failed records, and over history nobody comes back to them: plan with "
+            "on_failure='dead-letter:TOPIC' or 'skip'"
+        )
+
+
+def check_dead_letters(handlers: Sequence[PlannedHandler], on_failure: str | None) -> None:
+    """Refuse dead letters that would be read by the run that sends them.
+
+    Raises:
+        PlanError: They would.
+    """
+    read = {topic: handler.name for handler in handlers for topic in handler.topics}
+    for policy in [handler.on_failure for handler in handlers] if on_failure is None else [on_failure]:
+        topic = policy.removeprefix(_DEAD_LETTER)
+        if policy.startswith(_DEAD_LETTER) and topic in read:
+            raise PlanError(
+                f"dead letters would go to topic {topic!r}, which handler {read[topic]!r} reads: name another"
+            )
+
+
+async def planned_handlers(
+    app: App, brokers: HistoryBrokers, *, shuffle: bool, tell: Tell
+) -> tuple[PlannedHandler, ...]:
+    """The handlers of an app with the topics that there are for them now.
+
+    Raises:
+        PlanError: A topic does not exist, belongs to several handlers, or would lose the order that is asked for.
+        TransportError: The brokers did not tell.
+    """
+    there = await brokers.topics()
+    missing = sorted({topic for handler in app.handlers for topic in handler.topics} - there)
+    if missing:
+        raise PlanError(
+            f"topic {missing[0]!r} does not exist, or this user may not see it: create it, check its name, or grant "
+            "DESCRIBE on it"
+        )
+    taken: dict[str, Registration] = {}
+    planned = []
+    for handler in app.handlers:
+        topics = tuple(sorted(topic for topic in there if handler.takes(topic)))
+        for topic in topics:
+            other = taken.setdefault(topic, handler)
+            if other is not handler:
+                raise PlanError(
+                    f"topic {topic!r} belongs to the handlers {other.name!r} and {handler.name!r}: "
+                    "narrow their patterns"
+                )
+        if not topics:
+            tell(f"no topic matches pattern {handler.pattern!r} of handler {handler.name!r}: it has nothing to do")
+        planned.append(_planned(handler, topics, shuffle=shuffle))
+    return tuple(planned)
+
+
+def _planned(handler: Registration, topics: tuple[str, ...], *, shuffle: bool) -> PlannedHandler:
+    shard_by = handler.shard_by
+    layout: Layout
+    if callable(shard_by):
+        layout = "shuffle"
+    elif shard_by == "record":
+        layout = "split"
+    elif shard_by == "key" and shuffle:
+        layout = "shuffle"
+    else:
+        layout = "partition"
+    if shard_by == "key" and len(topics) > 1 and not shuffle:
+        raise PlanError(
+            f"handler {handler.name!r} reads {len(topics)} topics ({', '.join(topics[:5])}) by key, and a key can "
+            "occur in several of them: plan with shuffle=True, which brings the records of a key together"
+        )
+    return PlannedHandler(
+        name=handler.name,
+        topics=topics,
+        shard_by="function" if callable(shard_by) else shard_by,
+        shards=handler.shards,
+        concurrency=handler.concurrency,
+        on_failure=on_failure_text(handler.on_failure),
+        layout=layout,
+    )
