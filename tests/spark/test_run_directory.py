@@ -1,0 +1,185 @@
+"""The directory of a run and the plan in it: whole or not there, and never another one than was made."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aioshard import spark
+from aioshard.errors import PlanError
+from aioshard.spark.directory import RunDirectory
+from aioshard.spark.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
+
+PLAN = Plan(
+    id="7f3a",
+    created=1767225600.25,
+    app="orders.app:app",
+    group_id="orders",
+    bootstrap_servers=None,
+    isolation_level="read_committed",
+    ranges=(PlannedRange(topic="orders", partition=0, start=5, end=9),),
+    committed=(CommittedThen("orders", 0, 5, "aioshard/1 first=3"),),
+    handlers=(
+        PlannedHandler(
+            name="on_order",
+            topics=("orders",),
+            shard_by="key",
+            shards=None,
+            concurrency=64,
+            on_failure="halt",
+            layout="partition",
+        ),
+    ),
+    finished=(FinishedBeyond("orders", 0, (7, 8)),),
+    versions={"aioshard": "0.1.0"},
+)
+
+
+@pytest.fixture(params=["local", "arrow"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], RunDirectory]:
+    """Makes run directories, by the standard library or by Arrow."""
+
+    def local(name: str) -> RunDirectory:
+        return RunDirectory(tmp_path / name)
+
+    def arrow(name: str) -> RunDirectory:
+        pytest.importorskip("pyarrow")
+        return _through_arrow(tmp_path / name)
+
+    return local if request.param == "local" else arrow
+
+
+def _through_arrow(path: Path) -> RunDirectory:
+    """As a URI of another scheme would be, of which this machine has none."""
+    from aioshard.spark.directory import _ArrowFiles  # noqa: PLC0415 - needs an extra
+
+    directory = RunDirectory(path)
+    directory._files = _ArrowFiles(f"file://{path}")
+    return directory
+
+
+def test_a_plan_is_what_was_written(place: Callable[[str], RunDirectory]) -> None:
+    directory = place("run")
+
+    directory.begin(PLAN)
+
+    assert directory.plan() == PLAN
+    assert directory.plan().digest == PLAN.digest
+    assert json.loads(directory.read("plan.json") or b"")["digest"] == PLAN.digest
+
+
+def test_files_come_go_and_are_listed(place: Callable[[str], RunDirectory]) -> None:
+    directory = place("run")
+    assert directory.list() == []
+    assert directory.read("stop") is None
+    assert not directory.exists("stop")
+
+    directory.write("stop", "now")
+    directory.write("stop", "later")
+    directory.write_json("states/0.json", {"done": 7})
+
+    assert directory.list() == ["states", "stop"]
+    assert directory.list("states") == ["0.json"]
+    assert directory.read("stop") == b"later"
+    assert directory.read_json("states/0.json") == {"done": 7}
+    assert directory.exists("states")
+    assert directory.remove("stop")
+    assert not directory.remove("stop")
+    assert directory.list() == ["states"]
+
+
+def test_what_is_being_written_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / ".plan.json.0123").write_text("half of it")
+
+    assert RunDirectory(tmp_path).list() == []
+
+
+def test_a_directory_holds_one_run(place: Callable[[str], RunDirectory]) -> None:
+    directory = place("run")
+    directory.begin(PLAN)
+
+    with pytest.raises(PlanError, match="holds a run already"):
+        directory.begin(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("edited", "why"),
+    [
+        (lambda content: content["ranges"][0].update(end=10), "digest does not fit"),
+        (lambda content: content.update(max_rows_per_batch=1), "digest does not fit"),
+        (lambda content: content.update(more=1), "digest does not fit"),
+        (lambda content: content.update(format=2), "reads formats up to 1.*newer"),
+        (lambda content: content.pop("digest"), "not a plan"),
+        (lambda content: content.clear(), "not a plan"),
+    ],
+    ids=["end", "batch", "more", "newer", "no-digest", "empty"],
+)
+def test_an_edited_plan_is_refused(tmp_path: Path, edited: Callable[[dict[str, object]], object], why: str) -> None:
+    content = json.loads(PLAN.to_json())
+    edited(content)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+
+    with pytest.raises(PlanError, match=f"plan.json: .*{why}"):
+        RunDirectory(tmp_path).plan()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+
+    with pytest.raises(PlanError, match=r"plan\.json: .*(not JSON|not a plan)"):
+        RunDirectory(tmp_path).plan()
+
+
+def test_a_directory_without_a_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=f"no plan.json in {tmp_path}"):
+        RunDirectory(tmp_path).plan()
+
+
+def test_a_local_path_needs_no_extra_and_another_one_names_it(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['pyarrow'] = sys.modules['pyspark'] = None\n"
+        "from aioshard.errors import MissingExtraError\n"
+        "from aioshard.spark import Plan, RunDirectory\n"
+        "RunDirectory(sys.argv[1]).write('stop', 'x')\n"
+        "try:\n"
+        "    RunDirectory('s3://bucket/run')\n"
+        "except MissingExtraError as error:\n"
+        "    print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+
+    assert "aioshard[spark]" in ran.stdout
+    assert (tmp_path / "stop").read_text() == "x"
+
+
+def test_a_place_that_nobody_knows_is_refused() -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(PlanError, match="nowhere://x"):
+        RunDirectory("nowhere://x")
+    with pytest.raises(PlanError, match="empty name"):
+        RunDirectory("")
+
+
+@pytest.mark.parametrize("given", ["runs/7", "file:///srv/runs/7"])
+def test_spark_is_given_an_absolute_uri(given: str) -> None:
+    """A path without a scheme would be looked for in the cluster's own file system."""
+    uri = RunDirectory(given).uri("checkpoint")
+
+    assert uri.startswith("file:///")
+    assert uri.endswith("/runs/7/checkpoint")
+
+
+def test_names_of_the_package_are_functions_also_after_their_modules_were_imported() -> None:
+    for name in ("handover", "lease", "plan", "planning"):
+        importlib.import_module(f"aioshard.spark.{name}")
+
+    assert all(callable(getattr(spark, name)) for name in ("plan", "handover", "lease"))
+    assert spark.Plan is Plan
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        spark.nothing  # type: ignore[attr-defined]  # noqa: B018
