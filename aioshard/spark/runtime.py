@@ -9,6 +9,7 @@ import functools
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 import anyio
@@ -35,7 +36,8 @@ _LOOK_INTERVAL = 0.1
 """Seconds between looks at whether the handlers go on."""
 _SILENCE = 1.0
 """Seconds for which Spark's thread waits for rows before it looks whether the loop is alive."""
-_START_TIMEOUT = 60.0
+_SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
+"""Nobody waits for a task's readiness, and what a task that is given up leaves is done again."""
 _END_TIMEOUT = 30.0
 """Seconds that a task which is given up has to end, before its loop is left to itself."""
 
@@ -85,7 +87,7 @@ def run_handlers(work: Work, make_transport: Callable[[App], Transport]) -> Iter
         AioshardError: The app cannot be imported, or cannot go on.
     """
     app = resolve_app(work.app, work.places)
-    app.configure(**work.settings, auto_offset_reset="error", start_timeout=_START_TIMEOUT)
+    app.configure(**work.settings, auto_offset_reset="error", **_SETTINGS)
     yield from _Task(app, work, make_transport, worker_loop()).run()
 
 
@@ -98,7 +100,7 @@ class _Task:
         self._make_transport = make_transport
         self._loop = loop
         self._collected = Collected(loop.loop, {handler.name: handler.shards is not None for handler in app.handlers})
-        self._looked_at = self._progress_at = time.monotonic()
+        self._progress_at = self._alive_at = time.monotonic()
 
     def run(self) -> Iterator[pa.RecordBatch]:
         """Yield rows until there are no more."""
@@ -109,10 +111,13 @@ class _Task:
                     rows = self._collected.take(_SILENCE)
                 except queue.Empty:
                     self._check_alive()
+                    self._loop.loop.call_soon_threadsafe(self._note_life)
                     continue
                 if rows is None:
                     break
+                self._note_life()
                 yield rows
+                self._note_life()
             running.result()
         finally:
             if not running.done and not self._loop.left:
@@ -120,32 +125,41 @@ class _Task:
 
     def _check_alive(self) -> None:
         patience = max(self._app.settings.stuck_after, 2 * _SILENCE)
-        if time.monotonic() - self._looked_at > patience:
+        if time.monotonic() - self._alive_at > patience:
             self._loop.left = True
             raise StuckError(
                 f"a handler has kept the event loop for {patience:g} s without an await, and nothing else can run: "
                 f"{self._app.explain().strip()}"
             )
 
+    def _note_life(self) -> None:
+        """Take note that the loop turns: it called this, or gave rows."""
+        self._alive_at = time.monotonic()
+
     async def _serve(self) -> None:
-        app, collected = self._app, self._collected
-        gave_up = False
+        obstacles: Sequence[Obstacle] = ()
         try:
-            async with app.started(
-                lambda: _Paced(self._make_transport(app), collected.room),
-                lambda: KafkaProducer(app.settings),
-                adapt=functools.partial(_adapted, self._work),
-                observe=collected.observe,
-                replay=True,
-            ):
-                obstacles = await self._until_done(app.running_engine(), collected)
-                gave_up = bool(obstacles)
-                self._tell(app.running_engine(), obstacles, collected)
-        except NotDrainedError:
-            if not gave_up:
-                raise
+            try:
+                async with self._started() as app:
+                    obstacles = await self._until_done(app.running_engine(), self._collected)
+                    self._tell(app.running_engine(), obstacles)
+            except NotDrainedError:
+                if not obstacles:
+                    raise
+            if obstacles and not self._work.halted_rows:
+                raise HaltedError(map(str, obstacles))
         finally:
-            collected.close()
+            self._collected.close()
+
+    def _started(self) -> AbstractAsyncContextManager[App]:
+        app, collected = self._app, self._collected
+        return app.started(
+            lambda: _Paced(self._make_transport(app), collected.room),
+            lambda: KafkaProducer(app.settings),
+            adapt=functools.partial(_adapted, self._work),
+            observe=collected.observe,
+            replay=True,
+        )
 
     async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[Obstacle]:
         """Wait until all is done, or cannot be: what stands in the way then."""
@@ -154,9 +168,9 @@ class _Task:
         try:
             while True:
                 await asyncio.wait([done], timeout=_LOOK_INTERVAL)
-                self._looked_at = time.monotonic()
+                now = time.monotonic()
                 if collected.ended != seen or not collected.room.is_set():
-                    seen, self._progress_at = collected.ended, self._looked_at
+                    seen, self._progress_at = collected.ended, now
                 if done.done():
                     done.result()
                     return ()
@@ -172,7 +186,7 @@ class _Task:
     def _stuck(self, engine: Engine) -> Sequence[Obstacle]:
         """The oldest records, when nothing has come to its end for too long."""
         stuck_after = self._app.settings.stuck_after
-        if self._looked_at - self._progress_at < stuck_after:
+        if time.monotonic() - self._progress_at < stuck_after:
             return ()
         epochs = engine.rebalance.epochs
         oldest = [delivery for epoch in epochs if (delivery := epoch.tracker.oldest) is not None]
@@ -185,14 +199,11 @@ class _Task:
         why = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
         return [Obstacle(delivery, StuckError.__name__, why) for delivery in oldest]
 
-    def _tell(self, engine: Engine, obstacles: Sequence[Obstacle], collected: Collected) -> None:
-        """Have what stands in the way among the rows, or raise it."""
-        if obstacles and not self._work.halted_rows:
-            raise HaltedError(map(str, obstacles))
+    def _tell(self, engine: Engine, obstacles: Sequence[Obstacle]) -> None:
+        """Have what stands in the way among the rows."""
         for delivery, error, message in obstacles:
-            collected.add(
-                engine.handler_of(delivery.epoch.topic_partition.topic).spec, delivery, "halted", error, message
-            )
+            spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
+            self._collected.add(spec, delivery, "halted", error, message)
 
 
 class _Paced:

@@ -1,0 +1,106 @@
+"""Records as they are, in the columns of Spark's own Kafka connector."""
+
+import asyncio
+import time
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from aioshard.errors import TransportError
+from aioshard.kafka.ranges import RangeTransport
+from aioshard.ports import Allowance, Fault, FetchedBatch, LogRange, Membership
+from aioshard.records import Record, TopicPartition
+from aioshard.settings import Settings
+from aioshard.spark.rows import raw_batch
+from aioshard.spark.worker_loop import worker_loop
+
+__all__ = ["read_raw"]
+
+T = TypeVar("T")
+
+_ROWS = 2_000
+"""Of one Arrow batch."""
+_MORE = Allowance(_ROWS, 64 * 1024 * 1024, alone=True)
+_POLL_TIMEOUT = 0.5
+_STALLED = 30.0
+"""Seconds without progress after which reading is given up."""
+
+
+def read_raw(settings: Settings, ranges: Mapping[TopicPartition, LogRange]) -> Iterator[pa.RecordBatch]:
+    """Yield the records of some ranges, those of one partition in offset order.
+
+    Args:
+        settings: The brokers, and what of transactions is read.
+        ranges: At most one of a partition.
+
+    Raises:
+        DataLossError: Retention has deleted the start of a range.
+        TransportError: They cannot be read.
+    """
+    loop = worker_loop().loop
+
+    def wait_for(step: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(step, loop).result()
+
+    reader = _Reader(settings, ranges)
+    try:
+        wait_for(reader.open())
+        while not reader.done:
+            records = wait_for(reader.some())
+            if records:
+                yield raw_batch(records)
+    finally:
+        wait_for(reader.close())
+
+
+class _Reader:
+    """Reads with the transport of the engine, without an engine."""
+
+    def __init__(self, settings: Settings, ranges: Mapping[TopicPartition, LogRange]) -> None:
+        self._transport = RangeTransport(settings, ranges)
+        self._left = {name: bounds for name, bounds in ranges.items() if bounds.start < bounds.end}
+        self._progress_at = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        """Whether every range was read."""
+        return not self._left
+
+    async def open(self) -> None:
+        await self._transport.start({name.topic for name in self._left}, None, self)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:  # noqa: ARG002
+        """See `GroupListener.assigned`."""
+        for name in partitions:
+            if name in self._left:
+                self._transport.seek(name, self._left[name].start)
+        self._transport.resume([name for name in partitions if name in self._left])
+
+    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+        """See `GroupListener.revoked`; nobody takes anything away."""
+
+    async def some(self) -> list[Record]:
+        """Some records, or none for a while.
+
+        Raises:
+            TransportError: They cannot be read.
+        """
+        records: list[Record] = []
+        for found in await self._transport.poll(lambda _: _MORE, _POLL_TIMEOUT):
+            if isinstance(found, FetchedBatch):
+                records += found.records
+                self._progress_at = time.monotonic()
+                if found.next_offset >= self._left[found.topic_partition].end:
+                    del self._left[found.topic_partition]
+            elif isinstance(found, Fault) and not found.error.retriable:
+                raise found.error
+        if time.monotonic() - self._progress_at > _STALLED:
+            raise TransportError(
+                f"{', '.join(map(str, self._left))} could not be read on for {_STALLED:g} s: check that the brokers "
+                "run, and that each partition has a leader"
+            )
+        return records

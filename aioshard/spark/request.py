@@ -1,0 +1,247 @@
+"""What is asked of `format("aioshard")`: its options, checked, as ranges and tasks."""
+
+import asyncio
+import json
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aioshard.errors import PlanError
+from aioshard.handlers import Registration
+from aioshard.kafka.administration import Administration
+from aioshard.kafka.topic_reader import TopicReader
+from aioshard.ports import LogRange
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from aioshard.spark.directory import RunDirectory
+from aioshard.spark.loading import resolve_app
+from aioshard.spark.plan import Layout, PlannedRange
+from aioshard.spark.runtime import Work
+from aioshard.spark.vectors import packed, split
+
+__all__ = ["OPTIONS", "Request", "TaskRanges", "layout_of", "log_ends", "request_of"]
+
+OPTIONS = (
+    "plan",
+    "app",
+    "bootstrap_servers",
+    "topics",
+    "start",
+    "end",
+    "isolation_level",
+    "on_failure",
+    "total_concurrency",
+    "tasks",
+    "max_rows_per_batch",
+    "slots",
+    "halted",
+    "follow",
+)
+"""Names that are understood; see `docs/spark.md`."""
+
+_TASKS_OF_SPLIT = 8
+"""For a handler without order, where nobody says how many."""
+_DEFAULT_ROWS = 500_000
+
+
+class TaskRanges(NamedTuple):
+    """What one task reads: at most one range of a partition."""
+
+    ranges: tuple[PlannedRange, ...]
+    finished: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+
+    @property
+    def bounds(self) -> dict[TopicPartition, LogRange]:
+        """The ranges by partition."""
+        return {TopicPartition(one.topic, one.partition): LogRange(one.start, one.end) for one in self.ranges}
+
+    @property
+    def done(self) -> dict[TopicPartition, frozenset[int]]:
+        """Offsets that count as finished already."""
+        return {TopicPartition(topic, partition): frozenset(offsets) for topic, partition, offsets in self.finished}
+
+
+class Request(NamedTuple):
+    """A read, as it goes to the tasks; it holds no secret."""
+
+    ranges: tuple[PlannedRange, ...]
+    layouts: Mapping[str, Layout]
+    """How the partitions of a topic are spread over tasks; all are divided where there is no app."""
+    work: Work | None
+    """What to run; None for raw records."""
+    settings: Mapping[str, Any]
+    tasks: int | None
+    max_rows_per_batch: int
+    finished: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    directory: str | None = None
+    """Of the run that the plan belongs to: a stop flag may appear in it."""
+    follow: bool = False
+    """Whether the ends are those of the log, whenever they are asked."""
+
+    def task_ranges(self, ranges: Sequence[PlannedRange]) -> list[TaskRanges]:
+        """The tasks of a batch of these ranges."""
+        whole = [one for one in ranges if self.layouts.get(one.topic) == "partition"]
+        divided = [one for one in ranges if self.layouts.get(one.topic) != "partition"]
+        tasks = packed(whole, self.tasks) + split(divided, self.tasks or _TASKS_OF_SPLIT)
+        return [TaskRanges(tuple(task), self._finished_of(task)) for task in tasks]
+
+    def _finished_of(self, ranges: Sequence[PlannedRange]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+        names = {(one.topic, one.partition) for one in ranges}
+        return tuple(found for found in self.finished if found[:2] in names)
+
+
+def request_of(options: Mapping[str, str]) -> Request:
+    """Check the options of a read; asks the brokers where no plan says what to read.
+
+    Raises:
+        PlanError: Something is missing, unknown, or contradicts something else.
+        TransportError: The brokers do not answer.
+    """
+    unknown = sorted(name for name in options if name not in OPTIONS and name != "path")
+    if unknown:
+        raise PlanError(f"format('aioshard') has no option {unknown[0]!r}: its options are {', '.join(OPTIONS)}")
+    if "plan" in options:
+        return _planned(options)
+    settings = _settings(options)
+    topics = [topic for text in options.get("topics", "").split(",") if (topic := text.strip())]
+    app = resolve_app(options["app"], _places()) if "app" in options else None
+    if app is not None and not topics:
+        topics = [topic for handler in app.handlers for topic in handler.topics]
+    if not topics:
+        raise PlanError(
+            "format('aioshard') needs the option plan (the directory of a planned run), or topics and "
+            "bootstrap_servers to read from, with app=MODULE:APP to run its handlers; none of them was found"
+        )
+    given = settings if app is None else dict(app.settings) | settings
+    ranges = asyncio.run(
+        _asked(Settings(**given), topics, options.get("start", "earliest"), options.get("end", "latest"))
+    )
+    layouts: dict[str, Layout] = {}
+    if app is not None:
+        for topic in topics:
+            handler = next((one for one in app.handlers if one.takes(topic)), None)
+            if handler is None:
+                raise PlanError(f"app {options['app']} has no handler for topic {topic!r}: its handlers take others")
+            layouts[topic] = layout_of(handler)
+    return Request(
+        ranges=tuple(ranges),
+        layouts=layouts,
+        work=None if app is None else _work(options, options["app"], settings),
+        settings=settings,
+        tasks=_number(options, "tasks"),
+        max_rows_per_batch=_number(options, "max_rows_per_batch") or _DEFAULT_ROWS,
+    )
+
+
+def layout_of(handler: Registration) -> Layout:
+    """How the records of a handler are spread over tasks, so that the order it asks for holds.
+
+    Raises:
+        PlanError: Its shard key is a function, whose values may be the same in several partitions.
+    """
+    if handler.shard_by in {"key", "partition"}:
+        return "partition"
+    if handler.shard_by == "record":
+        return "split"
+    raise PlanError(
+        f"handler {handler.name!r} has a function as shard_by, whose values can be the same in several partitions: "
+        "its records have to be shuffled; use aioshard.spark.apply_handlers, or a planned run"
+    )
+
+
+def _planned(options: Mapping[str, str]) -> Request:
+    directory = RunDirectory(options["plan"])
+    plan = directory.plan()
+    settings: dict[str, Any] = {"isolation_level": plan.isolation_level}
+    if plan.bootstrap_servers is not None:
+        settings["bootstrap_servers"] = plan.bootstrap_servers
+    told = {"on_failure": plan.on_failure, "total_concurrency": plan.total_concurrency}
+    raw = options.get("app") == ""  # asked for without its app: for what is shuffled first
+    work = (
+        None if raw else _work({**{k: str(v) for k, v in told.items() if v is not None}, **options}, plan.app, settings)
+    )
+    return Request(
+        ranges=plan.ranges,
+        layouts={topic: handler.layout for handler in plan.handlers for topic in handler.topics},
+        work=work,
+        settings=settings,
+        tasks=plan.tasks,
+        max_rows_per_batch=plan.max_rows_per_batch,
+        finished=tuple((topic, number, offsets) for topic, number, offsets in plan.finished),
+        directory=options["plan"],
+        follow=options.get("follow") == "true",
+    )
+
+
+def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> Work:
+    return Work(
+        app=app,
+        places=_places(),
+        settings=settings,
+        on_failure=options.get("on_failure"),
+        total_concurrency=_number(options, "total_concurrency"),
+        at_once=_number(options, "slots") or 1,
+        halted_rows=options.get("halted") == "row",
+    )
+
+
+def _places() -> tuple[str, ...]:
+    """Where the driver finds modules that are not installed; the tasks of a local master have these directories too."""
+    installed = tuple(set(sysconfig.get_paths().values()))
+    found = (str(Path(path).resolve()) for path in ("", *sys.path))
+    return tuple(dict.fromkeys(path for path in found if Path(path).is_dir() and not path.startswith(installed)))
+
+
+def _settings(options: Mapping[str, str]) -> dict[str, Any]:
+    return {name: options[name] for name in ("bootstrap_servers", "isolation_level") if name in options}
+
+
+def _number(options: Mapping[str, str], name: str) -> int | None:
+    text = options.get(name)
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise PlanError(f"option {name}={text!r} was found, a whole number of at least 1 was expected")
+    return int(text)
+
+
+async def log_ends(settings: Settings, ranges: Sequence[PlannedRange]) -> dict[str, dict[str, int]]:
+    """The ends of the logs of some partitions, as the brokers have them now; never before the start of a range."""
+    ends: dict[str, dict[str, int]] = {}
+    for topic in sorted({one.topic for one in ranges}):
+        starts = {one.partition: one.start for one in ranges if one.topic == topic}
+        async with TopicReader(settings, topic, starts) as reader:
+            logs = reader.ranges
+        ends[topic] = {str(partition): max(logs[partition].end, start) for partition, start in starts.items()}
+    return ends
+
+
+async def _asked(settings: Settings, topics: Sequence[str], start: str, end: str) -> list[PlannedRange]:
+    """The ranges of topics as the brokers have them now, narrowed to what was asked for."""
+    first = _offsets("start", start, "earliest")
+    last = _offsets("end", end, "latest")
+    found = []
+    async with Administration(settings) as administration:
+        partitions = {topic: await administration.partitions(topic) for topic in topics}
+    for topic in topics:
+        async with TopicReader(settings, topic, partitions[topic]) as reader:
+            for partition, log in sorted(reader.ranges.items()):
+                begin = first.get(topic, {}).get(str(partition), log.start)
+                stop = min(last.get(topic, {}).get(str(partition), log.end), log.end)
+                found.append(PlannedRange(topic=topic, partition=partition, start=min(begin, stop), end=stop))
+    return found
+
+
+def _offsets(name: str, text: str, default: str) -> dict[str, dict[str, int]]:
+    if text == default:
+        return {}
+    try:
+        found = json.loads(text)
+        return {topic: {str(int(p)): int(offset) for p, offset in given.items()} for topic, given in found.items()}
+    except (ValueError, AttributeError, TypeError):
+        raise PlanError(
+            f"option {name}={text!r} was found; {default} was expected, or offsets by topic and partition as JSON, "
+            'such as {"orders": {"0": 41}}'
+        ) from None

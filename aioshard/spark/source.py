@@ -1,0 +1,180 @@
+"""`format("aioshard")`: ranges of Kafka topics as outcome rows of an app's handlers, or as they are."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from aioshard.app import App
+from aioshard.kafka.ranges import RangeTransport
+from aioshard.settings import Settings
+from aioshard.spark.directory import RunDirectory
+from aioshard.spark.request import Request, TaskRanges, log_ends, request_of
+from aioshard.spark.vectors import Vector, advanced, ends_of, ranges_between, starts_of
+
+__all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "STOP", "AioshardSource"]
+
+STOP = "stop"
+"""The file in a run's directory that ends the run at the next border of a batch."""
+
+_HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
+
+OUTCOME_COLUMNS = StructType(
+    [
+        StructField("topic", StringType()),
+        StructField("partition", IntegerType()),
+        StructField("offset", LongType()),
+        StructField("key", BinaryType()),
+        StructField("status", StringType()),
+        StructField("attempts", IntegerType()),
+        StructField("error_type", StringType()),
+        StructField("error", StringType()),
+        StructField("started", TimestampType()),
+        StructField("duration", DoubleType()),
+        StructField("shard", LongType()),
+        StructField("result", BinaryType()),
+        StructField("handler", StringType()),
+        StructField("value", BinaryType()),
+        StructField("headers", _HEADERS),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+"""As `aioshard.spark.rows.OUTCOMES`."""
+
+RAW_COLUMNS = StructType(
+    [
+        StructField("key", BinaryType()),
+        StructField("value", BinaryType()),
+        StructField("topic", StringType()),
+        StructField("partition", IntegerType()),
+        StructField("offset", LongType()),
+        StructField("timestamp", TimestampType()),
+        StructField("timestampType", IntegerType()),
+        StructField("headers", _HEADERS),
+    ]
+)
+"""Those of Spark's own Kafka connector."""
+
+
+class AioshardSource(DataSource):
+    """The data source; `docs/spark.md` has its options.
+
+    Without `app`, and without a plan, it yields records in the columns of Spark's own Kafka connector. With one of
+    them a task runs the app's handlers over the records that it reads, and yields what became of each.
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        """What `format` takes."""
+        return "aioshard"
+
+    def schema(self) -> StructType:
+        """Outcome rows with an app or a plan; else records."""
+        options = self.options
+        raw = not options.get("app") and ("plan" not in options or options.get("app") == "")
+        return RAW_COLUMNS if raw else OUTCOME_COLUMNS
+
+    def reader(self, schema: StructType) -> "RangeReader":  # noqa: ARG002 - Spark's signature
+        """Reads ranges that are asked for now."""
+        return RangeReader(request_of(self.options))
+
+    def streamReader(self, schema: StructType) -> "RangeStreamReader":  # noqa: ARG002, N802 - Spark's signature
+        """Reads a planned range in micro-batches, or follows the log."""
+        return RangeStreamReader(request_of(self.options))
+
+
+class Task(InputPartition):
+    """What one task of Spark reads."""
+
+    def __init__(self, ranges: TaskRanges) -> None:
+        super().__init__(ranges)
+        self.ranges = ranges
+
+
+class _Reading:
+    """What a batch and a stream have in common."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Read one task's ranges, in a worker."""
+        from aioshard.spark.raw import read_raw  # noqa: PLC0415 - pyarrow is not needed on the driver
+        from aioshard.spark.runtime import run_handlers  # noqa: PLC0415
+
+        assert isinstance(partition, Task)  # noqa: S101 - made below
+        ranges, request = partition.ranges, self._request
+        if request.work is None:
+            return read_raw(Settings(**request.settings), ranges.bounds)
+
+        def transport(app: App) -> RangeTransport:
+            return RangeTransport(app.settings, ranges.bounds, ranges.done)
+
+        return run_handlers(request.work, transport)
+
+    def _tasks(self, start: Vector, end: Vector) -> Sequence[Task]:
+        return [Task(one) for one in self._request.task_ranges(ranges_between(start, end))]
+
+
+class RangeReader(_Reading, DataSourceReader):
+    """All ranges at once."""
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """One for each task."""
+        ranges = self._request.ranges
+        return self._tasks(starts_of(ranges), ends_of(ranges))
+
+
+class RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Micro-batches up to the planned ends, or for ever. The offset that Spark keeps is a `Vector`."""
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        """The planned starts."""
+        return starts_of(self._request.ranges)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """At most as many rows as the plan says: what a crash can repeat."""
+        return ReadMaxRows(self._request.max_rows_per_batch)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """The ends are frozen in the plan already."""
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        """Where the next micro-batch ends; *start* when the run is to stop here."""
+        request = self._request
+        if request.directory is not None and RunDirectory(request.directory).exists(STOP):
+            return start
+        ends: Vector = ends_of(request.ranges)
+        if request.follow:
+            ends = asyncio.run(log_ends(Settings(**request.settings), request.ranges))
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else request.max_rows_per_batch
+        if isinstance(limit, ReadAllAvailable):
+            most = request.max_rows_per_batch
+        return advanced(start, ends, most)
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802 - Spark's name
+        """The planned ends."""
+        return None if self._request.follow else ends_of(self._request.ranges)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """The tasks of a micro-batch."""
+        return self._tasks(start, end)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Nothing: the checkpoint says how far a run is, and only a hand-over commits to the group."""
+
+    def stop(self) -> None:
+        """Nothing is held between batches."""
