@@ -1,0 +1,542 @@
+"""What a plan says of a topic on a real broker, and what cannot be planned."""
+
+import datetime as dt
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from aioshard import App, spark
+from aioshard.core.commit_metadata import CommitMetadata, Lease, Run
+from aioshard.errors import DataLossError, GroupMovedError, LeasedError, PlanError
+from aioshard.kafka.history import HistoryBrokers
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from aioshard.spark.plan import FinishedBeyond, Plan
+from aioshard.spark.versions import app_version
+from tests.spark.apps import AppModule, produce_at, write_app
+from tests.support.kafka_properties import SUPER_USER
+from tests.support.shared_kafka import SharedKafka
+
+Write = Callable[..., AppModule]
+Ranges = dict[tuple[str, int], tuple[int, int]]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kafka: SharedKafka, group: str) -> Write:
+    """Writes an app of the test's group."""
+
+    def write(topic: str = "", handlers: str = "", **settings: Any) -> AppModule:
+        return write_app(tmp_path, monkeypatch, kafka, group, topic, handlers, **settings)
+
+    return write
+
+
+async def commit(kafka: SharedKafka, group: str, topic: str, offsets: dict[int, tuple[int, str]]) -> None:
+    """Commits offsets with their metadata from outside."""
+    due = {TopicPartition(topic, number): Committed(*what) for number, what in offsets.items()}
+    async with HistoryBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+        await brokers.commit_without_member(group, due)
+
+
+async def committed(kafka: SharedKafka, group: str, topic: str, partition: int = 0) -> Committed | None:
+    """What a group has committed, with its metadata."""
+    at = TopicPartition(topic, partition)
+    async with HistoryBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+        return (await brokers.group_commits(group, [at]))[at]
+
+
+def ranges_of(plan: Plan) -> Ranges:
+    return {(one.topic, one.partition): (one.start, one.end) for one in plan.ranges}
+
+
+async def made(app: AppModule, **options: Any) -> Plan:
+    return await spark.plan(app.target, directory=None, **options)
+
+
+# Where ranges start -------------------------------------------------------------------
+
+
+async def test_a_plan_goes_from_what_the_group_has_committed_to_the_end_of_the_log(
+    kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic, partitions=3)
+    for partition in (0, 1):
+        await kafka.produce(topic, [(None, b"")] * 10, partition)
+    await commit(kafka, group, topic, {0: (4, "aioshard/1 first=3")})
+    app = write(topic)
+
+    plan = await spark.plan(app.target, directory=tmp_path / "run", tasks=2, max_rows_per_batch=1000)
+
+    assert ranges_of(plan) == {(topic, 0): (4, 10), (topic, 1): (0, 10), (topic, 2): (0, 0)}
+    assert plan.records == 16
+    assert plan.committed == ((topic, 0, 4, "aioshard/1 first=3"), (topic, 1, None, ""), (topic, 2, None, ""))
+    assert (plan.app, plan.group_id, plan.bootstrap_servers) == (app.target, group, None)
+    assert (plan.tasks, plan.max_rows_per_batch, plan.isolation_level) == (2, 1000, "read_committed")
+    (handler,) = plan.handlers
+    assert (handler.name, handler.topics, handler.layout) == ("handle", (topic,), "partition")
+    assert spark.RunDirectory(tmp_path / "run").plan() == plan
+    assert await kafka.committed(group, topic) == {0: 4}, "planning changes nothing"
+
+
+@pytest.mark.parametrize(("policy", "start"), [("earliest", 0), ("latest", 10)])
+async def test_a_group_without_commits_begins_where_its_app_would(
+    kafka: SharedKafka, topic: str, write: Write, policy: str, start: int
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+
+    plan = await made(write(topic, auto_offset_reset=policy))
+
+    assert ranges_of(plan) == {(topic, 0): (start, 10)}
+
+
+async def test_a_group_without_commits_whose_app_does_not_say_where_is_refused(
+    kafka: SharedKafka, topic: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+
+    with pytest.raises(PlanError, match=f"{topic}/0.*auto_offset_reset"):
+        await made(write(topic, auto_offset_reset=None))
+
+
+async def test_a_partition_that_is_younger_than_the_group_begins_at_its_start(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+    await commit(kafka, group, topic, {0: (10, "")})
+    await kafka.add_partitions(topic, 2)
+    await kafka.produce(topic, [(None, b"")] * 3, partition=1)
+
+    plan = await made(write(topic, auto_offset_reset="latest"))
+
+    assert ranges_of(plan) == {(topic, 0): (10, 10), (topic, 1): (0, 3)}
+
+
+async def test_earliest_is_what_is_left_of_the_log(kafka: SharedKafka, topic: str, group: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+    await commit(kafka, group, topic, {0: (8, "")})
+    await kafka.delete_records(topic, before={0: 3})
+
+    plan = await made(write(topic), start="earliest")
+
+    assert ranges_of(plan) == {(topic, 0): (3, 10)}
+
+
+async def test_times_are_those_of_the_records(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    hours = [1767225600.0 + 3600 * hour for hour in range(10)]
+    await produce_at(kafka, topic, hours)
+    await produce_at(kafka, topic, hours[:5], partition=1)
+    app = write(topic)
+
+    plan = await made(app, start=hours[3], end=dt.datetime.fromtimestamp(hours[7], dt.UTC))
+    late = await made(app, start=hours[6] + 1)
+
+    assert ranges_of(plan) == {(topic, 0): (3, 7), (topic, 1): (3, 5)}
+    assert ranges_of(late) == {(topic, 0): (7, 10), (topic, 1): (5, 5)}, "no record so young: nothing to read"
+
+
+async def test_offsets_are_taken_as_they_are_and_the_end_of_the_log_bounds_them(
+    kafka: SharedKafka, topic: str, write: Write
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.produce(topic, [(None, b"")] * 20)
+
+    plan = await made(write(topic), start={topic: {0: 2, 1: 5}}, end={topic: {0: 7, 1: 1_000_000_000}})
+
+    assert ranges_of(plan) == {(topic, 0): (2, 7), (topic, 1): (5, 10)}
+
+
+async def test_an_end_before_the_start_is_an_empty_range(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+
+    plan = await made(write(topic), start={topic: {0: 7}}, end={topic: {0: 3}})
+
+    assert ranges_of(plan) == {(topic, 0): (7, 7)}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"start": "latest"}, r"start='latest'.*'committed' or 'earliest'"),
+        ({"end": "earliest"}, r"end='earliest'.*'latest'"),
+        ({"end": "committed"}, r"end='committed'"),
+        ({"start": -1.0}, "seconds since 1970"),
+        ({"start": True}, "start=True"),
+        ({"start": dt.datetime(2026, 1, 1)}, "no time zone"),  # noqa: DTZ001 - that is what is refused
+        ({"start": {"TOPIC": {0: 11}}}, "begins at 11, and its log ends at 10"),
+        ({"start": {"TOPIC": {0: 0, 1: 0}}}, "TOPIC/1, which no handler"),
+        ({"start": {}}, "leaves out TOPIC/0"),
+        ({"start": {"TOPIC": {0: -1}}}, "an offset was expected"),
+        ({"start": {"TOPIC": 5}}, "partitions with offsets"),
+        ({"tasks": 0}, "tasks=0"),
+        ({"max_rows_per_batch": None}, "max_rows_per_batch=None"),
+        ({"total_concurrency": 2.5}, "total_concurrency=2.5"),
+        ({"on_failure": "halt"}, "on_failure='halt'"),
+        ({"on_failure": "dead-letter:"}, "on_failure='dead-letter:'"),
+        ({"on_failure": "dead-letter:TOPIC"}, "dead letters would go to topic 'TOPIC'"),
+        ({"lease": -1.0}, "lease=-1.0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(value),
+)
+async def test_what_cannot_be_meant_is_refused(
+    kafka: SharedKafka, topic: str, write: Write, options: dict[str, Any], why: str
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+    ((name, value),) = options.items()
+    if isinstance(value, dict) and value:
+        options = {name: {topic: value["TOPIC"]}}
+    elif isinstance(value, str):
+        options = {name: value.replace("TOPIC", topic)}
+
+    with pytest.raises(PlanError, match=why.replace("TOPIC", topic)):
+        await made(write(topic), **options)
+
+
+# What is not there --------------------------------------------------------------------
+
+
+async def test_records_that_retention_has_deleted_are_named(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.produce(topic, [(None, b"")] * 20)
+    await commit(kafka, group, topic, {0: (2, ""), 1: (9, "")})
+    await kafka.delete_records(topic, before={0: 6})
+    app = write(topic)
+
+    with pytest.raises(DataLossError, match=f"{topic}/0: offsets 2 to 5.*start='earliest'") as refused:
+        await made(app)
+    with pytest.raises(DataLossError, match="offsets 1 to 5"):
+        await made(app, start={topic: {0: 1, 1: 0}})
+
+    assert len(refused.value.lost) == 1
+    assert ranges_of(await made(app, start="earliest"))[topic, 0] == (6, 10)
+
+
+async def test_a_topic_that_was_made_anew_is_no_end_of_the_log(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 3)
+    await commit(kafka, group, topic, {0: (50, "")})
+
+    with pytest.raises(DataLossError, match=f"{topic}/0: offset 50 is committed, and the log ends at 3"):
+        await made(write(topic))
+
+
+async def test_an_open_transaction_ends_the_range_where_it_began(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 5)
+    async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=topic) as producer:
+        await producer.begin_transaction()
+        await producer.send_and_wait(topic, b"open", partition=0)
+        await kafka.produce(topic, [(None, b"")] * 4)
+
+        careful = await made(write(topic))
+        careless = await made(write(topic, isolation_level="read_uncommitted"))
+        beyond = await made(write(topic), end={topic: {0: 9}})
+
+        await producer.abort_transaction()
+    assert ranges_of(careful) == ranges_of(beyond) == {(topic, 0): (0, 5)}
+    assert ranges_of(careless) == {(topic, 0): (0, 10)}
+
+
+async def test_nothing_to_read_is_a_plan_and_told(
+    kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 5)
+    await commit(kafka, group, topic, {0: (5, "")})
+    told: list[str] = []
+
+    plan = await spark.plan(write(topic).target, directory=tmp_path / "run", tell=told.append)
+
+    assert (plan.records, ranges_of(plan)) == (0, {(topic, 0): (5, 5)})
+    assert any("nothing to read" in sentence for sentence in told)
+    assert spark.RunDirectory(tmp_path / "run").plan() == plan
+
+
+async def test_a_range_that_ends_before_the_group_is_told(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+    await commit(kafka, group, topic, {0: (8, "")})
+    told: list[str] = []
+
+    await made(write(topic), start="earliest", end={topic: {0: 4}}, tell=told.append)
+
+    assert any("processes 4 to 7 once more" in sentence for sentence in told), told
+
+
+async def test_missing_topics_and_directories_with_a_run_are_refused(
+    kafka: SharedKafka, topic: str, write: Write, tmp_path: Path
+) -> None:
+    app = write(topic)
+    with pytest.raises(PlanError, match=f"topic '{topic}' does not exist"):
+        await made(app)
+
+    await kafka.create_topic(topic)
+    await spark.plan(app.target, directory=tmp_path / "run")
+    with pytest.raises(PlanError, match="holds a run already"):
+        await spark.plan(app.target, directory=tmp_path / "run")
+
+
+# Handlers -----------------------------------------------------------------------------
+
+
+async def test_layouts_follow_what_stays_in_order(kafka: SharedKafka, topic: str, write: Write) -> None:
+    for suffix in ("k", "p", "r", "f", "m1", "m2"):
+        await kafka.create_topic(f"{topic}.{suffix}")
+    head = "@app.consume({topics}, shard_by={by})\nasync def {name}(record: Record) -> None: ...\n"
+    handlers = "".join(
+        head.format(topics=repr(f"{topic}.{suffix}"), by=by, name=f"on_{suffix}")
+        for suffix, by in (("k", "'key'"), ("p", "'partition'"), ("r", "'record'"), ("f", "lambda r: r.value"))
+    )
+    handlers += f"@app.consume(pattern=r'{topic}\\.m.', on_failure='skip')\nasync def on_m(r: Record) -> None: ...\n"
+    app = write(handlers=handlers)
+
+    with pytest.raises(PlanError, match=r"handler 'on_m' reads 2 topics .*\.m1, .*\.m2\) by key.*shuffle=True"):
+        await made(app)
+    plan = await made(app, shuffle=True)
+
+    found = {one.name: (one.shard_by, one.layout, len(one.topics), one.on_failure) for one in plan.handlers}
+    assert found == {
+        "on_k": ("key", "shuffle", 1, "halt"),
+        "on_p": ("partition", "partition", 1, "halt"),
+        "on_r": ("record", "split", 1, "halt"),
+        "on_f": ("function", "shuffle", 1, "halt"),
+        "on_m": ("key", "shuffle", 2, "skip"),
+    }
+    assert len(plan.ranges) == 6
+
+
+async def test_parking_is_refused_unless_the_run_says_what_else(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    app = write(
+        handlers=f"@app.consume({topic!r}, on_failure=Park('{topic}.parked'))\nasync def on(r: Record) -> None: ...\n"
+    )
+
+    with pytest.raises(PlanError, match=r"handler 'on' parks.*on_failure='dead-letter:TOPIC'"):
+        await made(app)
+
+    assert (await made(app, on_failure="skip")).on_failure == "skip"
+    assert (await made(app, on_failure="dead-letter:x.dlt")).handlers[0].on_failure == f"park:{topic}.parked"
+
+
+async def test_dead_letters_do_not_go_where_the_run_reads(kafka: SharedKafka, topic: str, write: Write) -> None:
+    for name in (topic, f"{topic}.dlt"):
+        await kafka.create_topic(name)
+    app = write(
+        handlers=(
+            f"@app.consume({topic!r}, on_failure=DeadLetter('{topic}.dlt'))\nasync def on(r: Record) -> None: ...\n"
+            f"@app.consume('{topic}.dlt')\nasync def off(r: Record) -> None: ...\n"
+        )
+    )
+
+    with pytest.raises(PlanError, match=f"'{topic}.dlt', which handler 'off' reads"):
+        await made(app)
+
+
+async def test_a_pattern_that_matches_nothing_is_told(kafka: SharedKafka, topic: str, write: Write) -> None:
+    app = write(handlers=f"@app.consume(pattern=r'{topic}-none-.*')\nasync def on(r: Record) -> None: ...\n")
+    told: list[str] = []
+
+    plan = await made(app, tell=told.append)
+
+    assert plan.ranges == ()
+    assert kafka.bootstrap not in plan.to_json()
+    assert any("no topic matches pattern" in sentence for sentence in told)
+
+
+async def test_an_app_is_found_by_itself_and_one_that_nobody_can_import_is_not(
+    kafka: SharedKafka, topic: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+    app = write(topic)
+
+    assert (await spark.plan(app.app, directory=None)).app == app.target
+
+    del app.module.app
+    with pytest.raises(PlanError, match=r"in no module.*orders\.app:app"):
+        await spark.plan(_app_of(app, topic), directory=None)
+    with pytest.raises(PlanError, match="no_such_module"):
+        await spark.plan("no_such_module:app", directory=None)
+
+
+def _app_of(app: AppModule, topic: str) -> App:
+    """An app that is an attribute of no module."""
+    hidden = App("hidden", auto_offset_reset="earliest")
+    hidden.consume(topic)(app.module.handle)
+    return hidden
+
+
+# The group ----------------------------------------------------------------------------
+
+
+async def test_records_that_were_recorded_as_finished_count_as_done(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.produce(topic, [(None, b"")] * 20)
+    beyond = CommitMetadata(finished=(Run(4, 6), Run(7, 30)))
+    await commit(kafka, group, topic, {0: (2, beyond.text(2)), 1: (3, beyond.text(2))})
+    app = write(topic)
+    told: list[str] = []
+
+    plan = await made(app, end={topic: {0: 9, 1: 10}}, tell=told.append)
+    again = await made(app, start="earliest")
+
+    assert plan.finished == (FinishedBeyond(topic, 0, (4, 5, 7, 8)),)
+    assert any(f"{topic}/1 is not used" in sentence and "offset 2" in sentence for sentence in told)
+    assert again.finished == (), "who begins at the beginning wants them all"
+
+
+async def test_a_group_with_members_is_told_and_not_refused(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    app = write(topic)
+    told: list[str] = []
+    async with app.app:
+        plan = await made(app, tell=told.append)
+
+    assert plan.ranges
+    assert any("1 member(s)" in sentence and "handed over" in sentence for sentence in told)
+
+
+async def test_a_lease_changes_no_offset_and_keeps_the_apps_off_until_it_ends(
+    kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic, partitions=3)
+    await kafka.produce(topic, [(None, b"")] * 9)
+    beyond = CommitMetadata(first_generation=3, finished=(Run(2, 3),))
+    await commit(kafka, group, topic, {0: (1, beyond.text(1)), 1: (2, "another program's")})
+    app = write(topic)
+    told: list[str] = []
+
+    plan = await spark.plan(app.target, directory=tmp_path, lease=600.0, tell=told.append)
+
+    found = await committed(kafka, group, topic)
+    assert found is not None
+    noted = CommitMetadata.read(found.metadata, found.offset)
+    assert (found.offset, noted.first_generation, noted.finished) == (1, 3, beyond.finished)
+    assert noted.lease is not None
+    assert noted.lease.plan == plan.id
+    assert abs(noted.lease.until - time.time() - 600) < 60
+    assert await committed(kafka, group, topic, 1) == Committed(2, "another program's")
+    assert any(f"2 partition(s) could not be leased, {topic}/1 first" in sentence for sentence in told)
+    with pytest.raises(LeasedError, match=plan.id):
+        async with app.app:
+            pass
+    assert app.seen == []
+
+    assert await spark.lease(tmp_path, 0) == [TopicPartition(topic, 1), TopicPartition(topic, 2)]
+
+    assert await committed(kafka, group, topic) == Committed(1, beyond.text(1))
+    async with app.app:
+        await app.until_seen(6)
+
+
+async def test_a_lease_is_not_had_while_the_group_has_members(
+    kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 5)
+    app = write(topic)
+    told: list[str] = []
+    async with app.app:
+        await kafka.wait_for_lag(group, topic)
+
+        await spark.plan(app.target, directory=tmp_path, lease=600.0, tell=told.append)
+
+        assert any("could not be leased" in sentence and "has members" in sentence for sentence in told), told
+    found = await committed(kafka, group, topic)
+    assert found is not None
+    assert CommitMetadata.read(found.metadata, 5).lease is None
+
+
+async def test_a_lease_is_not_had_when_the_group_has_moved(
+    kafka: SharedKafka, topic: str, group: str, write: Write, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 5)
+    await commit(kafka, group, topic, {0: (1, "")})
+    await spark.plan(write(topic).target, directory=tmp_path)
+    await commit(kafka, group, topic, {0: (3, "")})
+
+    with pytest.raises(GroupMovedError, match="then 1, now 3"):
+        await spark.lease(tmp_path, 60)
+
+    assert await committed(kafka, group, topic) == Committed(3, "")
+
+
+async def test_what_another_program_noted_and_cannot_be_kept_is_refused(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 5)
+    await commit(kafka, group, topic, {0: (1, "x" * 4090)})
+
+    with pytest.raises(PlanError, match=f"offset 1 of {topic}/0 would be lost"):
+        await made(write(topic))
+
+
+# Versions and secrets -----------------------------------------------------------------
+
+
+async def test_the_version_of_an_app_is_the_same_in_every_process_and_changes_with_its_code(
+    topic: str, write: Write
+) -> None:
+    app = write(
+        topic,
+        handlers=f"LIMIT = 3\n@app.consume({topic!r}, shard_by=lambda r: r.value)\n"
+        "async def on(r: Record) -> None: ...\n",
+    )
+    script = (
+        "import importlib, sys\n"
+        "from aioshard.spark.versions import app_version\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "print(app_version(importlib.import_module(sys.argv[2]).app))\n"
+    )
+
+    def elsewhere() -> str:
+        command = [sys.executable, "-c", script, str(app.path.parent), app.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    here = app_version(app.app)
+    assert here == elsewhere()
+
+    app.path.write_text(app.path.read_text().replace("LIMIT = 3", "LIMIT = 4"))
+    assert here != elsewhere()
+
+
+async def test_a_plan_holds_no_secret(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    login = {
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(kafka.certificates.ca_file),
+        "sasl_mechanism": "PLAIN",
+        "sasl_username": SUPER_USER.username,
+        "sasl_password": SUPER_USER.password,
+    }
+
+    plan = await made(write(topic, **login), bootstrap_servers=[kafka.secure_bootstrap])
+
+    assert plan.bootstrap_servers == kafka.secure_bootstrap
+    for secret in (SUPER_USER.password, SUPER_USER.username, "sasl", str(kafka.certificates.ca_file)):
+        assert secret not in plan.to_json()
+
+
+def test_a_lease_fits_into_the_format() -> None:
+    assert CommitMetadata(lease=Lease("0123456789ab", 1767225600)).text(0) == "aioshard/1 lease=0123456789ab@1767225600"
