@@ -1,0 +1,228 @@
+"""A journal as Spark reads it, and what its files say of the app that wrote it."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aioshard.errors import MissingExtraError, SettingsError
+
+try:
+    import pyarrow as pa
+    from pyarrow import fs, parquet
+    from pyspark.sql import functions as sql
+except ImportError as error:
+    raise MissingExtraError("the analysis of a journal", "spark") from error
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+__all__ = ["Journal", "RecordedHandler", "microseconds", "read_journal"]
+
+_COLUMNS = frozenset({
+    "topic", "partition", "offset", "handler", "status", "attempts", "timestamp", "arrived", "started", "duration",
+    "shard", "key_hash", "key",
+})  # fmt: skip
+_METADATA = b"aioshard"
+_FORMAT = 1
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_MEMBER = r"Z-(.+)-[0-9a-f]{8}\.parquet$"
+"""Of a file's name: group, host and process."""
+_BUFFERED_RECORDS = 10_000
+"""The default of `max_buffered_records`, where the journal does not say."""
+
+
+class RecordedHandler(NamedTuple):
+    """What a journal's files say of a handler; None where they do not."""
+
+    name: str
+    concurrency: int | None
+    shards: int | None
+    """None also for shards on demand."""
+    shard_by: str | None
+
+
+class Journal:
+    """The rows of a journal, ready to be asked.
+
+    Attributes:
+        path: Where it is.
+        rows: Its rows, with the columns that analyses ask for in whole microseconds: `arrived_us`, `started_us`,
+            `finished_us`, `service_us`, `wait_us`, `total_us` (the last four null for what never ran), `produced_us`
+            (the record's timestamp), and `member`, the process that wrote the row. Kept in memory as Spark sees fit.
+        start: When its first record arrived, in microseconds since the epoch.
+        end: When its last record was finished.
+        records: How many rows there are.
+    """
+
+    def __init__(self, path: str, rows: "DataFrame", metadata: Iterable[Mapping[str, Any]]) -> None:
+        self.path = path
+        self.rows = rows.cache()
+        self._metadata = tuple(metadata)
+        found = self.rows.agg(
+            sql.min("arrived_us"), sql.max("finished_us"), sql.count("*"), sql.count_distinct("member")
+        ).first()
+        assert found is not None  # noqa: S101 - an aggregate without groups has one row
+        if found[0] is None:
+            raise SettingsError(f"the journal {path} holds no records: it is written when records are complete")
+        self.start: int = found[0]
+        self.end: int = found[1] if found[1] is not None else found[0]
+        self.records: int = found[2]
+        self.members: int = found[3]
+        """Processes that wrote it."""
+
+    @property
+    def wall(self) -> int:
+        """Microseconds from the first arrival to the last end."""
+        return max(self.end - self.start, 1)
+
+    @property
+    def max_buffered_records(self) -> int:
+        """As its files say, the latest first; the setting's default where they do not."""
+        for one in reversed(self._metadata):
+            found = one.get("max_buffered_records", _mapping(one.get("settings")).get("max_buffered_records"))
+            if isinstance(found, int):
+                return found
+        return _BUFFERED_RECORDS
+
+    def handler(self, name: str | None) -> RecordedHandler:
+        """What is known of a handler; without *name*, of the one with the most records.
+
+        Raises:
+            SettingsError: It has no rows here.
+        """
+        counts = {row["handler"]: row["count"] for row in self.rows.groupBy("handler").count().collect()}
+        if name is None:
+            name = max(counts, key=lambda one: (counts[one], str(one)))
+        elif name not in counts:
+            raise SettingsError(
+                f"the journal {self.path} has no rows of handler {name!r}: it has {', '.join(sorted(map(str, counts)))}"
+            )
+        told = next((one for one in _handlers(reversed(self._metadata)) if one.get("name") == name), {})
+        shard_by = told.get("shard_by")
+        return RecordedHandler(
+            str(name),
+            _number(told.get("concurrency")),
+            _number(told.get("shards")),
+            shard_by if isinstance(shard_by, str) else None,
+        )
+
+    def of_handler(self, name: str) -> "DataFrame":
+        """The rows of a handler that ran."""
+        return self.rows.where((sql.col("handler") == name) & sql.col("service_us").isNotNull())
+
+
+def read_journal(spark: "SparkSession", path: str) -> Journal:
+    """Read a journal.
+
+    Args:
+        spark: A session that reaches *path*.
+        path: A directory of Parquet files, or one file; a local path, or a URI that Spark and Arrow read.
+
+    Raises:
+        SettingsError: There is nothing, it is no journal, or it is empty.
+    """
+    files, filesystem = _files(path)
+    metadata = [_checked(path, name, filesystem) for name in files]
+    where = path if _SCHEME.match(path) else Path(path).absolute().as_uri()
+    raw = spark.read.parquet(where)
+    member = sql.regexp_extract(sql.col("_metadata.file_name"), _MEMBER, 1)
+    return Journal(path, _with_times(raw.select("*", member.alias("member"))), metadata)
+
+
+def microseconds(seconds: "Column") -> "Column":
+    """Seconds as whole microseconds: what is added up then is exact, in whatever order."""
+    return sql.round(seconds * 1_000_000).cast("bigint")
+
+
+def _with_times(rows: "DataFrame") -> "DataFrame":
+    begun = microseconds(sql.col("started"))
+    rows = rows.select(
+        *(name for name in rows.columns if name not in {"result", "error"}),
+        microseconds(sql.col("timestamp")).alias("produced_us"),
+        microseconds(sql.col("arrived")).alias("arrived_us"),
+        begun.alias("started_us"),
+        microseconds(sql.col("duration")).alias("service_us"),
+    )
+    return (
+        rows.withColumn("finished_us", sql.col("started_us") + sql.col("service_us"))
+        .withColumn("wait_us", sql.greatest(sql.col("started_us") - sql.col("arrived_us"), sql.lit(0)))
+        .withColumn("total_us", sql.col("wait_us") + sql.col("service_us"))
+    )
+
+
+# Files ----------------------------------------------------------------------------------
+
+
+def _files(path: str) -> tuple[list[str], fs.FileSystem]:
+    """The journal's files, oldest first, and the file system that has them."""
+    try:
+        filesystem, inside = (
+            fs.FileSystem.from_uri(path) if _SCHEME.match(path) else (fs.LocalFileSystem(), str(Path(path).absolute()))
+        )
+        info = filesystem.get_file_info(inside)
+        if info.type == fs.FileType.File:
+            return [inside], filesystem
+        if info.type == fs.FileType.NotFound:
+            raise SettingsError(
+                f"there is nothing at {path}: the directory was expected that the app writes as its journal, "
+                "App(journal=PATH)"
+            )
+        found = filesystem.get_file_info(fs.FileSelector(inside, recursive=True))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SettingsError(f"the journal {path} cannot be read: {error}") from error
+    files = sorted(one.path for one in found if one.is_file and _is_shown(one.path, inside))
+    if not files:
+        raise SettingsError(
+            f"{path} has no Parquet files: an app completes a file of its journal every minute and when it stops"
+        )
+    return files, filesystem
+
+
+def _is_shown(path: str, inside: str) -> bool:
+    """Whether Spark reads it too: what begins with a dot or an underscore is being written, or no data."""
+    parts = path.removeprefix(inside).strip("/").split("/")
+    return parts[-1].endswith(".parquet") and not any(part[:1] in {".", "_"} for part in parts)
+
+
+def _checked(path: str, name: str, filesystem: fs.FileSystem) -> Mapping[str, Any]:
+    """What a file says of the app that wrote it, once it is a journal's."""
+    try:
+        schema = parquet.read_schema(name, filesystem=filesystem)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SettingsError(f"{name} is no Parquet file ({error}): {path} is no journal of aioshard") from error
+    missing = _COLUMNS - set(schema.names)
+    if missing:
+        raise SettingsError(
+            f"{path} is no journal of aioshard: its file {Path(name).name} has no column "
+            f"{', '.join(map(repr, sorted(missing)))}; App(journal=PATH) writes one"
+        )
+    try:
+        told = _mapping(json.loads((schema.metadata or {}).get(_METADATA, b"{}")))
+    except ValueError:
+        told = {}
+    found = told.get("format", told.get("aioshard.format", _FORMAT))
+    if found != _FORMAT:
+        raise SettingsError(
+            f"the journal {path} is of format {found!r}; this version of aioshard reads {_FORMAT}: use a newer one"
+        )
+    return told
+
+
+def _handlers(metadata: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for one in metadata:
+        handlers = one.get("handlers")
+        if isinstance(handlers, Mapping):
+            for name, options in handlers.items():
+                yield {"name": name, **_mapping(options)}
+        elif isinstance(handlers, list):
+            yield from map(_mapping, handlers)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) else None
