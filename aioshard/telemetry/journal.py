@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,18 +23,19 @@ from aioshard.engine.runtime import Engine
 from aioshard.observe import JournalStatistics
 from aioshard.serde.results import encoded_result
 from aioshard.telemetry.journal_files import JournalFiles
-from aioshard.telemetry.journal_rows import NO_RUN, Row, Trouble, record_batch
+from aioshard.telemetry.journal_rows import NO_RUN, ROW_WIDTH, Trouble, record_batch, warm_up
 from aioshard.telemetry.metrics import version
 
 __all__ = ["Journal"]
 
 logger = logging.getLogger("aioshard.telemetry.journal")
 
-_CHUNK_ROWS = 1_000
+_CHUNK_VALUES = 1_000 * ROW_WIDTH
 _CHUNK_BYTES = 1024 * 1024
 _WAITING_CHUNKS = 64
 _WAITING_BYTES = 32 * 1024 * 1024
 """So much may wait for the thread, beside what it has in hand: about 60 MiB with what Python makes of it."""
+_VALUES_AT_ONCE = 32 * 1024 * ROW_WIDTH
 _LOOK_INTERVAL = 1.0
 """Seconds after which rows are taken although there are no thousand."""
 _PAUSE = 5.0
@@ -48,8 +49,10 @@ _RETURNED = Outcome.RETURNED
 
 
 class _Chunk(NamedTuple):
-    rows: Sequence[Row]
+    flat: list[Any]
+    """`ROW_WIDTH` values for each row."""
     size: int
+    """Bytes of keys, results and messages in them."""
     ahead: float
     """Seconds from loop time to the time of day."""
 
@@ -78,10 +81,10 @@ class Journal:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._ahead = time.time() - clock()
-        self._rows: list[Row] = []
+        self._flat: list[Any] = []
         self._size = 0
-        self._encoded: tuple[object, tuple[float, float, bytes | None]] = (None, NO_RUN)
-        """The latest run that returned something, and what is noted of it: one for all records of a batch."""
+        self._encoded: tuple[object, bytes | None] = (None, None)
+        """The latest run that returned something, and that as bytes: once for all records of a batch."""
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         # Each of these is changed by one thread alone.
         self._given_rows = self._given_bytes = self._overflowed = 0
@@ -105,6 +108,7 @@ class Journal:
             SettingsError: Nothing can be written there.
         """
         files = JournalFiles(Path(directory), group_id)
+        await asyncio.to_thread(warm_up)
         await asyncio.to_thread(files.prepare)
         return cls(files, group_id, show_keys=show_keys, clock=asyncio.get_running_loop().time)
 
@@ -116,31 +120,40 @@ class Journal:
 
     def observe(self, spec: HandlerSpec, delivery: Delivery) -> None:
         """Note a record that is complete; see `aioshard.engine.observed.Observe`."""
-        record = delivery.record
-        place = record[:4]
+        topic, partition, offset, key, _, _, timestamp = delivery.record
         began, ended, result = run = delivery.run or NO_RUN
         trouble = None
         if delivery.outcome is _PROCESSED:
             attempts = delivery.failures + 1
-            noted = NO_RUN if run is NO_RUN else (began, ended, None) if result is None else self._with_bytes(run)
+            if result is not None:
+                result = self._as_bytes(run)
         elif delivery.outcome is _RETURNED:
             return  # its end is to come
         else:
-            attempts, note = delivery.failures, delivery.failure
-            error, message = (None, None) if note is None else (note.error, note.message)
-            trouble = Trouble(delivery.outcome.value, error, message)
-            noted = (began, ended, None)
-            self._size += len(message or "")
-        key = place[3]
+            attempts, result, trouble = delivery.failures, None, self._trouble_of(delivery)
         if key is not None:
             self._size += len(key)
-        rows = self._rows
-        rows.append((spec, place, record[6], delivery.arrived, noted, delivery.key, attempts, trouble))
-        if len(rows) >= _CHUNK_ROWS or self._size >= _CHUNK_BYTES:
+        flat = self._flat
+        flat += (
+            spec,
+            topic,
+            partition,
+            offset,
+            key,
+            timestamp,
+            delivery.arrived,
+            began,
+            ended,
+            result,
+            delivery.key,
+            attempts,
+            trouble,
+        )
+        if len(flat) >= _CHUNK_VALUES or self._size >= _CHUNK_BYTES:
             self._hand_over()
 
-    def _with_bytes(self, run: tuple[float, float, object]) -> tuple[float, float, bytes | None]:
-        """A run with its result as bytes: made now, because whoever else has it may change it."""
+    def _as_bytes(self, run: tuple[float, float, object]) -> bytes | None:
+        """The result of a run: made now, because whoever else has it may change it."""
         if self._encoded[0] is not run:
             try:
                 result = encoded_result(run[2])
@@ -148,28 +161,36 @@ class Journal:
                 message = "the journal leaves out a result of type %s, which cannot be encoded: %r"
                 logger.warning(message, type(run[2]).__name__, error)
                 result = None
-            self._encoded = (run, (run[0], run[1], result))
+            self._encoded = (run, result)
             self._size += len(result or b"")
         return self._encoded[1]
 
+    def _trouble_of(self, delivery: Delivery) -> Trouble:
+        note = delivery.failure
+        if note is None:
+            return Trouble(delivery.outcome.value, None, None)
+        self._size += len(note.message)
+        return Trouble(delivery.outcome.value, note.error, note.message)
+
     def _hand_over(self, *, all_of_it: bool = False) -> None:
         """Give the thread what there is, unless too much waits for it already."""
-        rows, size = self._rows, self._size
-        if not rows:
+        flat, size = self._flat, self._size
+        if not flat:
             return
-        self._rows, self._size = [], 0
+        self._flat, self._size = [], 0
+        rows = len(flat) // ROW_WIDTH
         waiting = self._given_bytes - self._taken_bytes
         full = self._chunks.qsize() >= _WAITING_CHUNKS or (waiting > 0 and waiting + size > _WAITING_BYTES)
         if full and not all_of_it:
-            self._overflowed += len(rows)
+            self._overflowed += rows
             self._log_overflow()
             return
         ahead = time.time() - self._clock()
         if abs(ahead - self._ahead) > _CLOCK_STEP:
             self._ahead = ahead  # somebody has set the clock
-        self._given_rows += len(rows)
+        self._given_rows += rows
         self._given_bytes += size
-        self._chunks.put(_Chunk(rows, size, self._ahead))
+        self._chunks.put(_Chunk(flat, size, self._ahead))
 
     def _log_overflow(self) -> None:
         now = self._clock()
@@ -190,7 +211,7 @@ class Journal:
     def statistics(self) -> JournalStatistics:
         """How much was written; safe to ask for from any thread."""
         written, lost = self._files.rows, self._lost
-        waiting = max(self._given_rows - written - lost, 0) + len(self._rows)
+        waiting = max(self._given_rows - written - lost, 0) + len(self._flat) // ROW_WIDTH
         return JournalStatistics(
             written=written,
             waiting=waiting,
@@ -210,30 +231,52 @@ class Journal:
             except queue.Empty:
                 self._ask_for_rows()
             else:
-                if chunk is None:
+                if not self._take(chunk):
                     break
-                self._take(chunk)
             if self._files.due == 0.0:
                 self._attempt(self._files.finish)
         self._attempt(self._files.finish)
 
     def _ask_for_rows(self) -> None:
         """Have the event loop hand over what it has, however little."""
-        if self._rows:
+        if self._flat:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._hand_over)
 
-    def _take(self, chunk: _Chunk) -> None:
+    def _take(self, chunk: _Chunk | None) -> bool:
+        """Write a chunk and all that wait behind it; returns whether more will come.
+
+        They are written together: for each call into Arrow the thread may wait for the interpreter, and while it falls
+        behind it makes fewer.
+        """
+        if chunk is None:
+            return False
+        flat, ahead = chunk.flat, chunk.ahead
         self._taken_bytes += chunk.size
+        while len(flat) < _VALUES_AT_ONCE:
+            try:
+                chunk = self._chunks.get_nowait()
+            except queue.Empty:
+                break
+            if chunk is None:
+                self._write(flat, ahead)
+                return False
+            flat += chunk.flat
+            self._taken_bytes += chunk.size
+        self._write(flat, ahead)
+        return True
+
+    def _write(self, flat: list[Any], ahead: float) -> None:
+        rows = len(flat) // ROW_WIDTH
         if time.monotonic() < self._resumes_at:
-            self._lost += len(chunk.rows)
+            self._lost += rows
             return
         try:
-            batch = record_batch(chunk.rows, ahead=chunk.ahead, show_keys=self._show_keys)
+            batch = record_batch(flat, ahead=ahead, show_keys=self._show_keys)
         except Exception as error:
-            self._lost += len(chunk.rows)
+            self._lost += rows
             self._failed(error)
-            logger.exception("%d row(s) of the journal cannot be written down", len(chunk.rows))
+            logger.exception("%d row(s) of the journal cannot be written down", rows)
             return
         if self._attempt(lambda: self._files.write(batch)) and self._trouble is not None:
             logger.warning("the journal is written again; %d row(s) were dropped so far", self._lost)

@@ -86,6 +86,8 @@ class JournalFiles:
         self._file: _OpenFile | None = None
         self._began = 0.0
         self._batches: list[pa.RecordBatch] = []
+        """What becomes the next group of rows of the file."""
+        self._group_rows = self._group_bytes = 0
 
     def prepare(self) -> None:
         """Make the directory, and remove what an earlier process on this machine has left unfinished.
@@ -121,20 +123,22 @@ class JournalFiles:
             metadata = {"format": _FORMAT, **self.describe()}
             schema = SCHEMA.with_metadata({METADATA_KEY: json.dumps(metadata).encode()})
             self._file = _OpenFile(self._directory, self._owner, schema)
-        if sum(one.num_rows for one in self._batches) >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
+        self._group_rows += batch.num_rows
+        self._group_bytes += int(batch.nbytes)
+        if self._group_rows >= _GROUP_ROWS or self._group_bytes >= _GROUP_BYTES:
             self._flush()
-        if self._file.size >= self._max_bytes:
-            self.finish()
-
-    @property
-    def _bytes(self) -> int:
-        return sum(int(one.nbytes) for one in self._batches)
+            if self._file.size >= self._max_bytes:
+                self.finish()
 
     def _flush(self) -> None:
         assert self._file is not None  # noqa: S101 - opened before the first batch
         if self._batches:
             self._file.write(self._batches)
-            self._batches = []
+            self._forget_group()
+
+    def _forget_group(self) -> None:
+        self._batches = []
+        self._group_rows = self._group_bytes = 0
 
     @property
     def due(self) -> float | None:
@@ -160,7 +164,7 @@ class JournalFiles:
         """Give up the file that is open; returns how many rows are lost by that."""
         file, self._file = self._file, None
         lost, self.pending = self.pending, 0
-        self._batches = []
+        self._forget_group()
         if file is not None:
             file.discard()
         return lost

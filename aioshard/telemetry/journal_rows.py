@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aioshard.core.key_hash import key_hash
 from aioshard.core.sharding import ShardKey
@@ -12,11 +12,10 @@ from aioshard.errors import MissingExtraError
 
 try:
     import pyarrow as pa
-    import pyarrow.compute as pc
 except ImportError as error:
     raise MissingExtraError("the journal", "journal") from error
 
-__all__ = ["NO_RUN", "SCHEMA", "Row", "Trouble", "record_batch"]
+__all__ = ["NO_RUN", "ROW_WIDTH", "SCHEMA", "Trouble", "record_batch", "warm_up"]
 
 SCHEMA = pa.schema(
     [
@@ -41,7 +40,7 @@ SCHEMA = pa.schema(
 """Of a journal's files. Moments are seconds since the epoch, `duration` is seconds; docs/journal.md says the rest."""
 
 NO_RUN = (math.nan, math.nan, None)
-"""In place of a record's latest run where there was none."""
+"""Begin, end and result of a record's latest run where there was none."""
 
 _LONGEST_CACHED = 128
 
@@ -54,36 +53,28 @@ class Trouble(NamedTuple):
     error: str | None
 
 
-Row = tuple[
-    HandlerSpec,
-    tuple[str, int, int, bytes | None],
-    float,
-    float,
-    tuple[float, float, bytes | None],
-    ShardKey,
-    int,
-    Trouble | None,
-]
-"""One record that is complete: its handler; topic, partition, offset and key; timestamp; loop time of its arrival;
-begin and end of its latest run in loop time, and its result; what its delivery has as key; attempts; None if it was
-processed.
+ROW_WIDTH = 13
+"""How many values are noted of a record: its handler (a `HandlerSpec`); topic, partition, offset, key and timestamp;
+loop time of its arrival; begin, end and result of its latest run, `NO_RUN` without one; what its delivery has as key; how
+many attempts; and a `Trouble`, or None where it was processed.
 
-A tuple in tuples, because one is made for each record in the event loop. Nothing in it refers to the record's value.
+They are kept in one flat list, row after row. As tuples they would cost twice as much: each is one more object that the
+garbage collector looks at again and again, for as long as it waits.
 """
 
 
-def record_batch(rows: Sequence[Row], *, ahead: float, show_keys: bool) -> pa.RecordBatch:
+def record_batch(flat: Sequence[Any], *, ahead: float, show_keys: bool) -> pa.RecordBatch:
     """Some rows as Arrow.
 
     Args:
-        rows: At least one.
+        flat: `ROW_WIDTH` values for each row; at least one.
         ahead: Seconds to add to loop time for the time of day.
         show_keys: Whether keys are written, beside their hashes.
     """
-    count = len(rows)
-    specs, places, timestamps, arrivals, runs, shard_keys, attempts, troubles = zip(*rows, strict=True)
-    topics, partitions, offsets, keys = zip(*places, strict=True)
-    begins, ends, results = zip(*runs, strict=True)
+    columns = (flat[number::ROW_WIDTH] for number in range(ROW_WIDTH))
+    specs, topics, partitions, offsets, keys, timestamps, arrivals, begins, ends, results, *rest = columns
+    shard_keys, attempts, troubles = rest
+    count = len(specs)
     if troubles.count(None) == count:
         statuses = pa.repeat("processed", count)
         kinds = errors = pa.nulls(count, pa.string())
@@ -91,27 +82,38 @@ def record_batch(rows: Sequence[Row], *, ahead: float, show_keys: bool) -> pa.Re
         statuses = pa.array(["processed" if one is None else one.status for one in troubles], pa.string())
         kinds = pa.array([None if one is None else one.error_type for one in troubles], pa.string())
         errors = pa.array([None if one is None else one.error for one in troubles], pa.string())
-    began, ended = _known(begins), _known(ends)
+    # Sums are made here and not by Arrow, which lets go of the interpreter for each: while the event loop has no pause,
+    # it takes 5 ms to come by it again.
     key_hashes = pa.array(map(_hash, keys), pa.int64(), size=count)
-    columns = [
-        _strings(topics),
-        pa.array(partitions, pa.int32()),
-        pa.array(offsets, pa.int64()),
-        _strings([spec.name for spec in specs]),
-        statuses,
-        pa.array(attempts, pa.int32()),
-        kinds,
-        errors,
-        pa.array(timestamps, pa.float64()),
-        pc.add(pa.array(arrivals, pa.float64()), ahead),
-        pc.add(began, ahead),
-        pc.subtract(ended, began),
-        key_hashes if shard_keys == keys and specs[0].shards is None else _shards(specs, shard_keys),
-        key_hashes,
-        pa.array(keys, pa.binary()) if show_keys else pa.nulls(count, pa.binary()),
-        pa.nulls(count, pa.binary()) if results.count(None) == count else pa.array(results, pa.binary()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(
+        [
+            _strings(topics),
+            pa.array(partitions, pa.int32()),
+            pa.array(offsets, pa.int64()),
+            _strings([spec.name for spec in specs]),
+            statuses,
+            pa.array(attempts, pa.int32()),
+            kinds,
+            errors,
+            pa.array(timestamps, pa.float64()),
+            pa.array([arrived + ahead for arrived in arrivals], pa.float64()),
+            _known([began + ahead for began in begins]),
+            _known([ended - began for began, ended in zip(begins, ends, strict=True)]),
+            key_hashes if shard_keys == keys and specs[0].shards is None else _shards(specs, shard_keys),
+            key_hashes,
+            pa.array(keys, pa.binary()) if show_keys else pa.nulls(count, pa.binary()),
+            pa.nulls(count, pa.binary()) if results.count(None) == count else pa.array(results, pa.binary()),
+        ],
+        schema=SCHEMA,
+    )
+
+
+def warm_up() -> None:
+    """Have Arrow import what it wants for its first array: pandas, where that is installed.
+
+    While the event loop is busy it would take seconds for that.
+    """
+    pa.array((b"",), pa.binary())
 
 
 def _strings(values: Sequence[str]) -> pa.Array:
@@ -123,8 +125,7 @@ def _strings(values: Sequence[str]) -> pa.Array:
 
 def _known(moments: Iterable[float]) -> pa.Array:
     """Null where there is none."""
-    found = pa.array(moments, pa.float64())
-    return pc.if_else(pc.is_nan(found), None, found)
+    return pa.array(moments, pa.float64(), from_pandas=True)
 
 
 def _shards(specs: Sequence[HandlerSpec], keys: Sequence[ShardKey]) -> pa.Array:
