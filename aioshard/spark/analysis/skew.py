@@ -1,0 +1,140 @@
+"""How unequal keys, partitions and shards are: in records, and in work."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyspark.sql import Window
+from pyspark.sql import functions as sql
+
+from aioshard.spark.analysis.journal import Journal
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["Group", "Skew", "Skewed", "find_skew", "key_name"]
+
+
+class Group(NamedTuple):
+    """A key, a partition or a shard."""
+
+    name: str
+    records: int
+    work_us: int
+    """How long the handler ran for its records: the sum of the latest attempts, in microseconds."""
+
+
+class Skewed(NamedTuple):
+    """How records and work are spread over the groups of one kind."""
+
+    by: str
+    """`key`, `partition` or `shard`."""
+    groups: int
+    records: int
+    """Those that belong to a group. A record without a key belongs to none."""
+    work_us: int
+    records_gini: float
+    """0: all groups have as much; towards 1: one has it all."""
+    work_gini: float
+    most_records_share: float
+    """Of the group with the most records, from 0 to 1."""
+    most_work_share: float
+    top: tuple[Group, ...]
+    """Those with the most work, the most first."""
+
+
+class Skew(NamedTuple):
+    """Where the records and the work of a handler are."""
+
+    handler: str
+    records: int
+    """All of the handler's, also those that never ran."""
+    ran: int
+    work_us: int
+    retried: int
+    """Records with more than one attempt: the journal has the latest, so their work is more than is said here."""
+    without_key: int
+    spread: tuple[Skewed, ...]
+
+
+def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Skew:
+    """Add up the records and the work of a handler by key, partition and shard.
+
+    Totals are exact: durations are added up as whole microseconds.
+
+    Args:
+        journal: What to look at.
+        handler: By default the one with the most records.
+        top: How many groups to name of each kind.
+    """
+    name = journal.handler(handler).name
+    rows = journal.rows.where(sql.col("handler") == name)
+    totals = rows.agg(
+        sql.count("*"),
+        sql.count("service_us"),
+        sql.coalesce(sql.sum("service_us"), sql.lit(0)),
+        sql.count_if(sql.col("attempts") > 1),
+        sql.count_if(sql.col("key_hash").isNull()),
+    ).first()
+    assert totals is not None  # noqa: S101 - an aggregate without groups has one row
+    kinds = {"key": key_name(), "partition": _partition_name(), "shard": sql.col("shard").cast("string")}
+    identity = {"key": "key_hash", "partition": None, "shard": "shard"}
+    spread = []
+    for by, naming in kinds.items():
+        column = identity[by]
+        chosen = rows if column is None else rows.where(sql.col(column).isNotNull())
+        keys = [column] if column is not None else ["topic", "partition"]
+        grouped = chosen.groupBy(*keys).agg(
+            sql.first(naming).alias("name"),
+            sql.count("*").alias("records"),
+            sql.coalesce(sql.sum("service_us"), sql.lit(0)).alias("work_us"),
+        )
+        spread.append(_skewed(by, grouped, top))
+    return Skew(name, *totals, tuple(spread))
+
+
+def key_name() -> "Column":
+    """A key as text: itself where the journal has it, else its hash."""
+    shown = sql.coalesce(sql.try_validate_utf8(sql.col("key")), sql.concat(sql.lit("0x"), sql.hex("key")))
+    return sql.coalesce(shown, sql.concat(sql.lit("#"), sql.lower(sql.hex("key_hash"))))
+
+
+def _partition_name() -> "Column":
+    return sql.concat_ws("/", "topic", "partition")
+
+
+def _skewed(by: str, grouped: "DataFrame", top: int) -> Skewed:
+    grouped = grouped.cache()
+    totals = grouped.agg(
+        sql.count("*"),
+        sql.coalesce(sql.sum("records"), sql.lit(0)),
+        sql.coalesce(sql.sum("work_us"), sql.lit(0)),
+        sql.coalesce(sql.max("records"), sql.lit(0)),
+        sql.coalesce(sql.max("work_us"), sql.lit(0)),
+    ).first()
+    assert totals is not None  # noqa: S101 - an aggregate without groups has one row
+    groups, records, work_us, most_records, most_work = totals
+    most = grouped.orderBy(sql.desc("work_us"), sql.desc("records"), "name").limit(top).collect()
+    skewed = Skewed(
+        by=by,
+        groups=groups,
+        records=records,
+        work_us=work_us,
+        records_gini=_gini(grouped, "records"),
+        work_gini=_gini(grouped, "work_us"),
+        most_records_share=most_records / records if records else 0.0,
+        most_work_share=most_work / work_us if work_us else 0.0,
+        top=tuple(Group(row["name"], row["records"], row["work_us"]) for row in most),
+    )
+    grouped.unpersist()
+    return skewed
+
+
+def _gini(grouped: "DataFrame", column: str) -> float:
+    """The Gini coefficient: twice the area between equality and what is."""
+    ranked = grouped.select(
+        sql.col(column).cast("double").alias("x"), sql.row_number().over(Window.orderBy(column)).alias("rank")
+    )
+    row = ranked.agg(sql.count("*"), sql.sum("x"), sql.sum(sql.col("x") * sql.col("rank"))).first()
+    if row is None or not row[0] or not row[1]:
+        return 0.0
+    count, total, weighted = row
+    return max(float(2 * weighted / (count * total) - (count + 1) / count), 0.0)
