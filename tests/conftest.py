@@ -2,11 +2,12 @@
 
 import gc
 import re
+import shutil
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hypothesis
 import pytest
@@ -15,12 +16,16 @@ from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError, in_ci
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
+from tests.support.spark import spark_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 LEFT_BY_AIOKAFKA = re.compile(
     r"Unclosed AIOKafkaConnection|unclosed transport <_SelectorSocketTransport|unclosed <socket"
 )
 
-SERVERS = "Kafka broker", "PostgreSQL"
+SERVERS = "Kafka broker", "PostgreSQL", "Spark"
 """Real ones that tests need. Without one they are skipped, and fail in CI."""
 
 # An example takes as long as a busy machine lets it: how long says nothing of what is tested.
@@ -114,6 +119,21 @@ def postgresql_url(postgresql: PostgresqlServer) -> Iterator[str]:
     postgresql.drop_database(url)
 
 
+@pytest.fixture(scope="session")
+def spark_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory from which the workers of `spark` import; put a test's app there, under a name of its own."""
+    return tmp_path_factory.mktemp("spark-modules")
+
+
+@pytest.fixture(scope="session")
+def spark(spark_modules: Path) -> Iterator["SparkSession"]:
+    """The process's only Spark session, with two cores; leave it running."""
+    if shutil.which("java") is None:
+        _skip_or_fail("Spark", "Java is missing")
+    with spark_session(spark_modules) as session:
+        yield session
+
+
 @pytest.fixture
 def topic(request: pytest.FixtureRequest) -> str:
     """A topic name that no other test uses; the topic does not exist yet."""
@@ -131,7 +151,7 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
     return f"{readable}-{kind}-{uuid.uuid4().hex[:8]}"
 
 
-def _skip_or_fail(server: str, missing: Exception) -> NoReturn:
+def _skip_or_fail(server: str, missing: Exception | str) -> NoReturn:
     if in_ci():
         pytest.fail(f"no {server}, which CI must have: {missing}", pytrace=False)
     pytest.skip(f"no {server}: {missing}")

@@ -1,29 +1,39 @@
-"""One Spark session for all tests of a process."""
+"""One Spark session for all tests of a process, and a directory from which its workers import test apps."""
 
+import os
 from collections.abc import Iterator
-from functools import cache
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.support.kafka_libs import PROJECT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["spark", "spark_session"]
+__all__ = ["spark_session"]
 
 
-@cache
-def spark_session() -> "SparkSession":
-    """The session of this process: two cores, four partitions; it ends with the process."""
-    from aioshard.spark.session import local_session
+@contextmanager
+def spark_session(modules: Path) -> "Iterator[SparkSession]":
+    """A session with two cores and four partitions of shuffles; it is stopped at the end.
 
-    return local_session("local[2]", "tests")
+    Args:
+        modules: Its workers import from here, and from this project. They are told when the session starts, and never
+            again: what a test writes later has to be in this directory.
+    """
+    from aioshard.spark.session import local_session  # noqa: PLC0415 - pyspark only where a test needs it
 
-
-@pytest.fixture(scope="session")
-def spark() -> "Iterator[SparkSession]":
-    """The session; import this name in a conftest.py to have it."""
-    pytest.importorskip("pyspark", reason="no Spark: install the extra spark")
-    yield spark_session()
-    spark_session().stop()
-    spark_session.cache_clear()
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT), str(modules), before]))
+    try:
+        session = local_session("local[2,4]", "tests")
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    try:
+        yield session
+    finally:
+        session.stop()
