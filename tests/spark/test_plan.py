@@ -132,7 +132,7 @@ async def test_earliest_is_what_is_left_of_the_log(kafka: SharedKafka, topic: st
 
 
 async def test_times_are_those_of_the_records(kafka: SharedKafka, topic: str, write: Write) -> None:
-    await kafka.create_topic(topic, partitions=2)
+    await kafka.create_topic(topic, partitions=2, config={"retention.ms": "-1"})
     hours = [1767225600.0 + 3600 * hour for hour in range(10)]
     await produce_at(kafka, topic, hours)
     await produce_at(kafka, topic, hours[:5], partition=1)
