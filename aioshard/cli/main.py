@@ -4,9 +4,10 @@
 | --- | --- |
 | 0 | clean |
 | 1 | crashed: the brokers, or an unexpected error |
-| 2 | usage: wrong options, unknown module or app, a setting or a handler refused |
-| 3 | unhealthy: halted records in the way, failed dead letters, an app that is not ready, a figure that is wrong |
-| 4 | records still ran when the time to stop was over |
+| 2 | usage: wrong options, unknown module or app, a setting, a handler or a plan refused |
+| 3 | unhealthy: halted records in the way, failed dead letters, an app that is not ready, a wrong figure or run |
+| 4 | records still ran when the time to stop was over; the group is busy, has moved or is leased |
+| 5 | records that were to be read are not in the log any more |
 | 130 | interrupted, or left at a second signal |
 """
 
@@ -20,10 +21,16 @@ import click
 from aioshard import __version__
 from aioshard.errors import (
     AioshardError,
+    DataLossError,
+    GroupBusyError,
+    GroupMovedError,
     HaltedError,
     HandlerError,
+    LeasedError,
     MissingExtraError,
     NotDrainedError,
+    NotVerifiedError,
+    PlanError,
     SettingsError,
 )
 
@@ -71,12 +78,14 @@ def cli() -> None:
 def exit_code(error: AioshardError) -> int:
     """The exit code that an error ends the process with."""
     match error:
-        case SettingsError() | HandlerError() | MissingExtraError():
+        case SettingsError() | HandlerError() | MissingExtraError() | PlanError():
             return 2
-        case HaltedError():
+        case HaltedError() | NotVerifiedError():
             return 3
-        case NotDrainedError():
+        case NotDrainedError() | GroupBusyError() | GroupMovedError() | LeasedError():
             return 4
+        case DataLossError():
+            return 5
         case _:
             return 1
 

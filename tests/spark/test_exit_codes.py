@@ -1,0 +1,40 @@
+"""What a script learns from how a command ended."""
+
+import pytest
+
+from aioshard.cli.main import exit_code
+from aioshard.errors import (
+    AioshardError,
+    DataLossError,
+    GroupBusyError,
+    GroupMovedError,
+    LeasedError,
+    NotVerifiedError,
+    PlanError,
+    StartError,
+)
+from aioshard.records import TopicPartition
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PlanError("no"), 2),
+        (NotVerifiedError("no"), 3),
+        (GroupBusyError("orders", ["member 'a'"], 2.0), 4),
+        (GroupMovedError("orders", ["orders/0: then 3, now 6"]), 4),
+        (LeasedError("orders", TopicPartition("orders", 0), "7f3a", 1767225600), 4),
+        (DataLossError(["orders/0: offsets 3 to 5"], "Begin elsewhere"), 5),
+        (StartError("no"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, AioshardError) else "",
+)
+def test_each_refusal_has_its_exit_code(error: AioshardError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_the_sentences_name_what_was_found_and_what_to_do() -> None:
+    assert "2026-01-01T00:00:00+00:00" in str(LeasedError("orders", TopicPartition("orders", 0), "7f3a", 1767225600))
+    assert "orders/0: offsets 3 to 5. Begin elsewhere" in str(
+        DataLossError(["orders/0: offsets 3 to 5"], "Begin elsewhere")
+    )
