@@ -18,6 +18,7 @@ __all__ = [
     "ConnectError",
     "CorruptRecordError",
     "DataLossError",
+    "DrainError",
     "GroupBusyError",
     "GroupMovedError",
     "HaltedError",
@@ -335,6 +336,10 @@ class GroupMovedError(AioshardError):
             "Somebody consumed, or reset the group, meanwhile: make a new plan, or hand over by force, which may "
             "repeat or skip what was done in between"
         )
+
+
+class DrainError(AioshardError):
+    """A run over history ended before its end for a reason that is none of its records; it may be started again."""
 
 
 class NotVerifiedError(AioshardError):

@@ -13,9 +13,11 @@ from aioshard.spark.plan import Plan
 if TYPE_CHECKING:
     from pyarrow import fs
 
-__all__ = ["PLAN", "RunDirectory"]
+__all__ = ["PLAN", "STOP", "RunDirectory"]
 
 PLAN = "plan.json"
+STOP = "stop"
+"""The file that ends a run at the next border of a micro-batch."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _ASIDE = "."
@@ -85,6 +87,10 @@ class RunDirectory:
         """Remove a file; returns whether it was there."""
         return self._files.remove(name)
 
+    def move(self, name: str, to: str) -> None:
+        """Move a directory of the run to where nothing is yet."""
+        self._files.move(name, to)
+
     def list(self, name: str = "") -> list[str]:
         """The names of all that is in a directory of the run, sorted; empty where there is none."""
         return sorted(found for found in self._files.list(name) if not found.startswith(_ASIDE))
@@ -150,6 +156,7 @@ class _Files(Protocol):
     def read(self, name: str) -> bytes | None: ...
     def write(self, name: str, content: bytes) -> None: ...
     def remove(self, name: str) -> bool: ...
+    def move(self, name: str, to: str) -> None: ...
     def list(self, name: str) -> list[str]: ...
 
 
@@ -186,6 +193,11 @@ class _LocalFiles:
         except FileNotFoundError:
             return False
         return True
+
+    def move(self, name: str, to: str) -> None:
+        target = self._base / to
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (self._base / name).rename(target)
 
     def list(self, name: str) -> list[str]:
         try:
@@ -234,6 +246,11 @@ class _ArrowFiles:
             return False
         self._system.delete_file(f"{self._base}/{name}")
         return True
+
+    def move(self, name: str, to: str) -> None:
+        target = f"{self._base}/{to}"
+        self._system.create_dir(target.rpartition("/")[0], recursive=True)
+        self._system.move(f"{self._base}/{name}", target)
 
     def list(self, name: str) -> list[str]:
         from pyarrow import fs  # noqa: PLC0415

@@ -21,7 +21,7 @@ from aioshard.spark.plan import Layout, PlannedRange
 from aioshard.spark.runtime import Work
 from aioshard.spark.vectors import packed, split
 
-__all__ = ["OPTIONS", "Request", "TaskRanges", "layout_of", "log_ends", "request_of"]
+__all__ = ["OPTIONS", "Request", "TaskRanges", "layout_of", "log_ends", "places", "request_of"]
 
 OPTIONS = (
     "plan",
@@ -106,7 +106,7 @@ def request_of(options: Mapping[str, str]) -> Request:
         return _planned(options)
     settings = _settings(options)
     topics = [topic for text in options.get("topics", "").split(",") if (topic := text.strip())]
-    app = resolve_app(options["app"], _places()) if "app" in options else None
+    app = resolve_app(options["app"], places()) if "app" in options else None
     if app is not None and not topics:
         topics = [topic for handler in app.handlers for topic in handler.topics]
     if not topics:
@@ -178,7 +178,7 @@ def _planned(options: Mapping[str, str]) -> Request:
 def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> Work:
     return Work(
         app=app,
-        places=_places(),
+        places=places(),
         settings=settings,
         on_failure=options.get("on_failure"),
         total_concurrency=_number(options, "total_concurrency"),
@@ -187,7 +187,7 @@ def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> 
     )
 
 
-def _places() -> tuple[str, ...]:
+def places() -> tuple[str, ...]:
     """Where the driver finds modules that are not installed; the tasks of a local master have these directories too."""
     installed = tuple(set(sysconfig.get_paths().values()))
     found = (str(Path(path).resolve()) for path in ("", *sys.path))

@@ -174,11 +174,12 @@ class _Task:
                 if done.done():
                     done.result()
                     return ()
-                obstacles = _spent(engine) or self._stuck(engine)
+                # What comes after a halted record would be done again with it, so nothing is gained by going on.
+                obstacles = _halted(engine) or _spent(engine) or self._stuck(engine)
                 if obstacles:
                     return obstacles
         except HaltedError:
-            return [_halted(delivery) for delivery in engine.halted]
+            return _halted(engine)
         finally:
             done.cancel()
             await asyncio.wait([done])
@@ -246,7 +247,12 @@ async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of on
     return 0
 
 
-def _halted(delivery: Delivery) -> Obstacle:
+def _halted(engine: Engine) -> Sequence[Obstacle]:
+    """Records that failed for good."""
+    return [_obstacle(delivery) for delivery in engine.halted]
+
+
+def _obstacle(delivery: Delivery) -> Obstacle:
     note = delivery.failure
     return (
         Obstacle(delivery, "HandlerError", "it halts") if note is None else Obstacle(delivery, note.error, note.message)
@@ -260,6 +266,6 @@ def _spent(engine: Engine) -> Sequence[Obstacle]:
         for why in epoch.pauses.values():
             failed = next((one for one in epoch.tracker.values() if one.failure is not None), epoch.tracker.oldest)
             if failed is not None:
-                cause = _halted(failed)
+                cause = _obstacle(failed)
                 found.append(cause._replace(message=f"{cause.message}; {why}"))
     return found

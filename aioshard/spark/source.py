@@ -21,14 +21,11 @@ from pyspark.sql.types import (
 from aioshard.app import App
 from aioshard.kafka.ranges import RangeTransport
 from aioshard.settings import Settings
-from aioshard.spark.directory import RunDirectory
+from aioshard.spark.directory import STOP, RunDirectory
 from aioshard.spark.request import Request, TaskRanges, log_ends, request_of
 from aioshard.spark.vectors import Vector, advanced, ends_of, ranges_between, starts_of
 
-__all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "STOP", "AioshardSource"]
-
-STOP = "stop"
-"""The file in a run's directory that ends the run at the next border of a batch."""
+__all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "AioshardSource"]
 
 _HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 

@@ -1,0 +1,134 @@
+"""Micro-batches of a run, written once: a batch is in the outcomes whole, or not at all."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aioshard.errors import HaltedError
+from aioshard.spark.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["HALTED", "OUTCOMES", "Foreach", "HaltedRecord", "WriteBatch", "read_halted", "summary_of"]
+
+OUTCOMES = "outcomes"
+STAGING = "staging"
+"""Where a batch is written before it is complete; nobody else reads there."""
+HALTED = "halted.json"
+_SUMMARIES = "summaries"
+_MOST_HALTED = 100
+"""Halted records that are named; there may be more."""
+
+Foreach = Callable[["DataFrame", int], None]
+"""Takes the rows of a micro-batch and its number."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HaltedRecord:
+    """A record that ended a drain."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: str | None
+    """As text where it is, else as Python shows bytes."""
+    error_type: str | None
+    error: str | None
+    attempts: int
+
+    def __str__(self) -> str:
+        """The record, its key and what it failed with."""
+        return f"{self.topic}/{self.partition}/{self.offset} (key {self.key}, {self.error_type}: {self.error})"
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+class WriteBatch:
+    """What Spark calls with each micro-batch: runs the handlers, by writing, and then moves the rows to their place."""
+
+    def __init__(
+        self, place: RunDirectory, foreach: Foreach | None, outcomes: "Callable[[DataFrame], DataFrame] | None" = None
+    ) -> None:
+        """Make one.
+
+        Args:
+            place: Of the run.
+            foreach: Told of the rows before they count as done.
+            outcomes: Makes outcome rows of what is read; None where it is that already.
+        """
+        self._place = place
+        self._foreach = foreach
+        self._outcomes = outcomes
+
+    def __call__(self, frame: "DataFrame", batch: int) -> None:
+        """Write one micro-batch.
+
+        Raises:
+            HaltedError: Records halt; the batch is not committed.
+        """
+        place, name = self._place, f"batch={batch}"
+        if place.exists(f"{OUTCOMES}/{name}"):
+            return  # it was complete when the driver was lost before Spark had noted that
+        staged = place.uri(f"{STAGING}/{name}")
+        rows = frame if self._outcomes is None else self._outcomes(frame)
+        rows.write.mode("overwrite").parquet(staged)
+        written = frame.sparkSession.read.schema(_columns()).parquet(staged)
+        counts = {row["status"]: int(row["count"]) for row in written.groupBy("status").count().collect()}
+        if "halted" in counts:
+            self._halt(written)
+        if self._foreach is not None:
+            self._foreach(written, batch)
+        place.write_json(f"{_SUMMARIES}/{name}.json", counts)
+        place.move(f"{STAGING}/{name}", f"{OUTCOMES}/{name}")
+
+    def _halt(self, written: "DataFrame") -> None:
+        found = written.where("status = 'halted'").orderBy("topic", "partition", "offset").limit(_MOST_HALTED).collect()
+        halted = [
+            HaltedRecord(
+                topic=row["topic"],
+                partition=row["partition"],
+                offset=row["offset"],
+                key=_shown(row["key"]),
+                error_type=row["error_type"],
+                error=row["error"],
+                attempts=row["attempts"],
+            )
+            for row in found
+        ]
+        self._place.write_json(HALTED, [one.asdict() for one in halted])
+        raise HaltedError(map(str, halted))
+
+
+def _columns() -> Any:
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415 - pyspark is imported on use
+
+    return OUTCOME_COLUMNS
+
+
+def _shown(key: bytes | bytearray | None) -> str | None:
+    if key is None:
+        return None
+    try:
+        return bytes(key).decode()
+    except UnicodeDecodeError:
+        return repr(bytes(key))
+
+
+def read_halted(place: RunDirectory) -> list[HaltedRecord]:
+    """The records that ended the last drain of a run; none where it ended well."""
+    return [HaltedRecord(**one) for one in place.read_json(HALTED) or ()]
+
+
+def summary_of(place: RunDirectory) -> dict[str, int]:
+    """Rows by status, of all batches that are complete."""
+    counts: Counter[str] = Counter()
+    for name in place.list(OUTCOMES):
+        content = place.read(f"{_SUMMARIES}/{name}.json")
+        if content is not None:
+            counts.update(json.loads(content))
+    return dict(sorted(counts.items()))

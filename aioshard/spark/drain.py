@@ -1,0 +1,325 @@
+"""A run over history: the planned ranges through the handlers, micro-batch by micro-batch, each written once."""
+
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+from aioshard.errors import DataLossError, DrainError, HaltedError, PlanError
+from aioshard.spark.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
+from aioshard.spark.checkpoint import CHECKPOINT, Border, last_border
+from aioshard.spark.directory import STOP, RunDirectory
+from aioshard.spark.plan import Plan
+from aioshard.spark.vectors import ends_of, ranges_between, starts_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+__all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop"]
+
+_LOOK_INTERVAL = 0.5
+_NAMED = re.compile(r"aioshard\.errors\.(\w+): (.*?)(?:\n SQLSTATE|\n\s*\tat |\n\n|$)", re.DOTALL)
+"""An error of ours in what Spark says of a task."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        done: Offsets before the last border.
+        total: Offsets of the plan.
+        batch: Offsets of the micro-batch that runs now, 0 where none does.
+        tasks_done: Of that micro-batch.
+        tasks: Of that micro-batch; 0 where Spark does not tell.
+        seconds: Since this drain began.
+    """
+
+    done: int
+    total: int
+    batch: int
+    tasks_done: int
+    tasks: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReport:
+    """What a run has come to.
+
+    Attributes:
+        state: `finished`: all is done up to the planned ends. `stopped`: at a border before them.
+        batches: Micro-batches that are complete, over all drains of the run.
+        records: Offsets of the plan.
+        done: Offsets before the last border.
+        statuses: Rows by status, of all batches.
+        vector: The last border: topic, partition, offset.
+        seconds: That this drain took.
+    """
+
+    state: Literal["finished", "stopped"]
+    batches: int
+    records: int
+    done: int
+    statuses: Mapping[str, int]
+    vector: Mapping[str, Mapping[str, int]]
+    seconds: float
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def drain(
+    spark: "SparkSession",
+    directory: str | PathLike[str] | RunDirectory,
+    *,
+    foreach: Foreach | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> DrainReport:
+    """Run the handlers over what is left of a planned run; returns at its end, or at the border where it was stopped.
+
+    The outcome rows of a micro-batch come into the directory whole or not at all. A crash, of a task or of the driver,
+    repeats at most one micro-batch; start the same drain again to go on at the last border.
+
+    Args:
+        spark: A session without speculation.
+        directory: Of the run; plan it first.
+        foreach: Called with the rows of each micro-batch, read back from what was written, and its number, before
+            the batch counts as done: at least once. No handler runs by that.
+        progress: Told how far it is, about twice a second.
+
+    Raises:
+        HaltedError: A record failed for good and its handler halts, or the budget is spent. Its micro-batch is not
+            committed; correct what it failed with and drain again.
+        DataLossError: Retention has deleted what was still to be read.
+        PlanError: There is no plan, or the tasks run other code than it was planned with.
+        DrainError: Something else ended it.
+
+    Example:
+        ```python
+        report = drain(local_session("local[*,4]"), "runs/7")
+        print(report.statuses)
+        ```
+    """
+    run = _Run(spark, directory, foreach)
+    query = run.start(follow=None)
+    return run.wait(query, progress)
+
+
+def follow(
+    spark: "SparkSession",
+    directory: str | PathLike[str] | RunDirectory,
+    *,
+    trigger: str = "10 seconds",
+    foreach: Foreach | None = None,
+) -> "StreamingQuery":
+    """Run the handlers from a plan's starts on, over whatever comes, until `stop` or `StreamingQuery.stop`.
+
+    Args:
+        spark: A session without speculation.
+        directory: Of the run; its planned ends are ignored.
+        trigger: How often a micro-batch begins.
+        foreach: As for `drain`.
+
+    Returns:
+        The running query; `awaitTermination` raises what ends it.
+
+    Raises:
+        PlanError: As `drain`.
+    """
+    return _Run(spark, directory, foreach).start(follow=trigger)
+
+
+def stop(directory: str | PathLike[str] | RunDirectory) -> None:
+    """Ask a drain to end at the next border of a micro-batch; returns at once, and works from any machine.
+
+    Raises:
+        PlanError: There is no plan in *directory*.
+    """
+    place = _place(directory)
+    place.plan()
+    place.write(STOP, "")
+
+
+def status(directory: str | PathLike[str] | RunDirectory) -> dict[str, Any]:
+    """How far a run is, from its directory alone: for programs.
+
+    Raises:
+        PlanError: There is no plan, or its checkpoint cannot be read.
+    """
+    place = _place(directory)
+    plan = place.plan()
+    border = last_border(place)
+    done = _done(plan, border)
+    return {
+        "plan": plan.id,
+        "app": plan.app,
+        "group": plan.group_id,
+        "records": plan.records,
+        "done": done,
+        "finished": done == plan.records,
+        "batches": len(place.list(OUTCOMES)),
+        "vector": starts_of(plan.ranges) if border is None else border.vector,
+        "statuses": summary_of(place),
+        "stopping": place.exists(STOP),
+        "halted": [one.asdict() for one in read_halted(place)],
+        "verified": place.read_json("verified.json"),
+        "handed_over": place.read_json("handover.json"),
+    }
+
+
+class _Run:
+    """One drain of a run."""
+
+    def __init__(
+        self, spark: "SparkSession", directory: str | PathLike[str] | RunDirectory, foreach: Foreach | None
+    ) -> None:
+        from aioshard.spark.session import check_speculation  # noqa: PLC0415 - pyspark is imported on use
+        from aioshard.spark.versions_on_executors import check_versions  # noqa: PLC0415
+
+        self.spark = spark
+        self.place = _place(directory)
+        self.plan = self.place.plan()
+        self._foreach = foreach
+        self._began = time.monotonic()
+        check_speculation({"spark.speculation": spark.conf.get("spark.speculation", "false") or "false"})
+        check_versions(spark, self.plan)
+
+    def start(self, follow: str | None) -> "StreamingQuery":
+        """Start the query; *follow* is the trigger of one without end."""
+        self.place.remove(STOP)
+        self.place.remove(HALTED)
+        frame, keyed = self._frame(follow=follow is not None)
+        write = WriteBatch(self.place, self._foreach, keyed)
+        stream = frame.writeStream.queryName(f"aioshard {self.plan.id}").foreachBatch(write)
+        stream = stream.option("checkpointLocation", self.place.uri(CHECKPOINT))
+        trigger = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
+        return trigger.start()
+
+    def _frame(self, *, follow: bool) -> "tuple[DataFrame, Callable[[DataFrame], DataFrame] | None]":
+        """What is read, and what makes outcome rows of it where the source does not."""
+        options = {"plan": self.place.uri(), "halted": "row", "slots": str(self._slots())}
+        if follow:
+            options["follow"] = "true"
+        if any(handler.layout == "shuffle" for handler in self.plan.handlers):
+            from aioshard.spark.frame import shuffled_outcomes  # noqa: PLC0415 - only where it is needed
+            from aioshard.spark.request import request_of  # noqa: PLC0415
+
+            work = request_of(options).work
+            assert work is not None  # noqa: S101 - a plan has an app
+            tasks = self.plan.tasks or self._slots()
+            options["app"] = ""
+            frame = self.spark.readStream.format("aioshard").options(**options).load()
+            return frame, lambda rows: shuffled_outcomes(rows, work, tasks)
+        return self.spark.readStream.format("aioshard").options(**options).load(), None
+
+    def _slots(self) -> int:
+        """Tasks that run at the same time."""
+        try:
+            return int(self.spark.sparkContext.defaultParallelism)
+        except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
+            return len(self.plan.ranges) or 1
+
+    # Waiting ---------------------------------------------------------------------------
+
+    def wait(self, query: "StreamingQuery", progress: Callable[[Progress], None] | None) -> DrainReport:
+        """Wait for the end, and say what it is."""
+        ended = threading.Event()
+        teller = None
+        if progress is not None:
+            teller = threading.Thread(target=self._tell, args=(progress, ended), name="aioshard progress", daemon=True)
+            teller.start()
+        try:
+            query.awaitTermination()
+        except Exception as error:
+            raise self._translated(error) from error
+        except BaseException:
+            query.stop()
+            raise
+        finally:
+            ended.set()
+            if teller is not None:
+                teller.join()
+        return self._report()
+
+    def _report(self) -> DrainReport:
+        border = last_border(self.place)
+        done = _done(self.plan, border)
+        return DrainReport(
+            state="finished" if done == self.plan.records else "stopped",
+            batches=0 if border is None else border.batch + 1,
+            records=self.plan.records,
+            done=done,
+            statuses=summary_of(self.place),
+            vector=starts_of(self.plan.ranges) if border is None else border.vector,
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _translated(self, error: Exception) -> Exception:
+        """What ended the query, in words of ours."""
+        halted = read_halted(self.place)
+        if halted:
+            return HaltedError(map(str, halted))
+        named = _NAMED.findall(str(error))
+        if not named:
+            first = str(error).strip().partition("\n")[0]
+            return DrainError(f"the drain of {self.place} ended: {first or type(error).__name__}")
+        kind, message = named[-1]
+        message = message.strip()
+        if kind == DataLossError.__name__:
+            return DataLossError([message], "Drain what is left with a new plan")
+        return DrainError(f"the drain of {self.place} ended: {kind}: {message}")
+
+    def _tell(self, progress: Callable[[Progress], None], ended: threading.Event) -> None:
+        while not ended.wait(_LOOK_INTERVAL):
+            with contextlib.suppress(PlanError):
+                progress(self._progress())
+        with contextlib.suppress(PlanError):
+            progress(self._progress())
+
+    def _progress(self) -> Progress:
+        done = _done(self.plan, last_border(self.place))
+        tasks_done, tasks = self._tasks()
+        return Progress(
+            done=done,
+            total=self.plan.records,
+            batch=min(self.plan.max_rows_per_batch, self.plan.records - done) if tasks else 0,
+            tasks_done=tasks_done,
+            tasks=tasks,
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _tasks(self) -> tuple[int, int]:
+        """Tasks of what runs now that are done, and all of them."""
+        try:
+            tracker = self.spark.sparkContext.statusTracker()
+            found = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        except Exception:  # noqa: BLE001 - a remote session has none
+            return 0, 0
+        stages = [one for one in found if one is not None]
+        return sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
+
+
+def _place(directory: str | PathLike[str] | RunDirectory) -> RunDirectory:
+    return directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+
+
+def _done(plan: Plan, border: Border | None) -> int:
+    if border is None:
+        return 0
+    return sum(one.end - one.start for one in ranges_between(starts_of(plan.ranges), _within(border, plan)))
+
+
+def _within(border: Border, plan: Plan) -> dict[str, dict[str, int]]:
+    """A border as far as the planned ends: one that follows the log goes beyond."""
+    ends = ends_of(plan.ranges)
+    return {
+        topic: {number: min(offset, ends.get(topic, {}).get(number, offset)) for number, offset in offsets.items()}
+        for topic, offsets in border.vector.items()
+    }
