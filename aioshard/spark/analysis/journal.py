@@ -86,6 +86,13 @@ class Journal:
                 return found
         return _BUFFERED_RECORDS
 
+    @property
+    def cpu(self) -> float | None:
+        """What share of one core its processes took while they wrote it, on average; None where no file says."""
+        told = [one for one in self._metadata if _is_number(one.get("cpu_seconds")) and _is_number(one.get("seconds"))]
+        seconds = sum(one["seconds"] for one in told)
+        return sum(one["cpu_seconds"] for one in told) / seconds if seconds else None
+
     def handler(self, name: str | None) -> RecordedHandler:
         """What is known of a handler; without *name*, of the one with the most records.
 
@@ -222,6 +229,10 @@ def _handlers(metadata: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(value: object) -> int | None:

@@ -59,10 +59,6 @@ class Engine(NamedTuple):
     workers: int
     """With fixed shards, as many as there are of those."""
     max_buffered_records: int
-    cost: int = 0
-    """Microseconds that one record keeps the event loop; what else is due waits so long."""
-    tick: int = 0
-    """Microseconds between two wake-ups of an idle loop by its timers, which it rounds up; 0 is at once."""
 
     @property
     def depth(self) -> int:
@@ -120,10 +116,6 @@ class _Member:
         self._begun = 0
         self._countdown = 0
         self._wake = False
-        self._cost = engine.cost
-        self._tick = engine.tick
-        self._free = 0
-        """Until when the event loop is busy."""
 
     # What the subclasses do -------------------------------------------------------------
 
@@ -148,8 +140,6 @@ class _Member:
             self._await_next(partition)
         while events and events[0][0] <= until:
             now, order, what = heapq.heappop(events)
-            if self._cost:
-                now = self._turn(now, timer=order != _ARRIVALS_FIRST)
             if order == _ARRIVALS_FIRST:
                 self._ready.append(what)
                 self._wake = True
@@ -159,9 +149,8 @@ class _Member:
                 self._countdown -= 1
                 if not self._countdown:
                     self._wake = True
-                self.finished[what] = now
                 self.ended(what, now)
-            if self._wake and not (events and events[0][0] <= now):
+            if self._wake and not (events and events[0][0] == now):
                 self._wake = False
                 self._pump(now)
         for record, finish in enumerate(self.finished):
@@ -170,23 +159,10 @@ class _Member:
 
     def start(self, record: int, now: int) -> None:
         """Run a record; its shard and a worker are free."""
-        if self._cost:
-            now = max(now, self._free)
-            self._free = now + self._cost
         self.started[record] = now
         self.finished[record] = finish = now + self.work.service[record]
         self._begun += 1  # runs that end together end in the order in which they began
         heapq.heappush(self._events, (finish, self._begun, record))
-
-    def _turn(self, due: int, *, timer: bool) -> int:
-        """When the event loop comes to what is due: it does one thing after the other, and wakes by ticks."""
-        free = self._free
-        if due <= free:
-            return free
-        if timer and self._tick:
-            due = free - (free - due) // self._tick * self._tick
-        self._free = due
-        return due
 
     def found_nothing(self) -> None:
         """A worker found nothing to do."""

@@ -65,7 +65,8 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
         handler: By default the one with the most records.
         top: How many groups to name of each kind.
     """
-    name = journal.handler(handler).name
+    told = journal.handler(handler)
+    name = told.name
     rows = journal.rows.where(sql.col("handler") == name)
     totals = rows.agg(
         sql.count("*"),
@@ -75,7 +76,7 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
         sql.count_if(sql.col("key_hash").isNull()),
     ).first()
     assert totals is not None  # noqa: S101 - an aggregate without groups has one row
-    kinds = {"key": key_name(), "partition": _partition_name(), "shard": sql.col("shard").cast("string")}
+    kinds = {"key": key_name(), "partition": _partition_name(), "shard": _shard_name(fixed=told.shards is not None)}
     identity = {"key": "key_hash", "partition": None, "shard": "shard"}
     spread = []
     for by, naming in kinds.items():
@@ -88,7 +89,16 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
             sql.coalesce(sql.sum("service_us"), sql.lit(0)).alias("work_us"),
         )
         spread.append(_skewed(by, grouped, top))
-    return Skew(name, *totals, tuple(spread))
+    records, ran, work_us, retried, without_key = totals
+    return Skew(
+        handler=name,
+        records=records,
+        ran=ran,
+        work_us=work_us,
+        retried=retried,
+        without_key=without_key,
+        spread=tuple(spread),
+    )
 
 
 def key_name() -> "Column":
@@ -99,6 +109,11 @@ def key_name() -> "Column":
 
 def _partition_name() -> "Column":
     return sql.concat_ws("/", "topic", "partition")
+
+
+def _shard_name(*, fixed: bool) -> "Column":
+    """The number of a fixed shard; one that is made on demand has the hash of its key."""
+    return sql.col("shard").cast("string") if fixed else sql.concat(sql.lit("#"), sql.lower(sql.hex("shard")))
 
 
 def _skewed(by: str, grouped: "DataFrame", top: int) -> Skewed:

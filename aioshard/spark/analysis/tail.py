@@ -53,7 +53,7 @@ class Tail(NamedTuple):
     slowest_work_share: float
     """Their share of all work, from 0 to 1."""
     slowest_wait_share: float
-    """The share of all waits that passed while one of them ran in the same shard, and its successors stood behind it."""
+    """The share of all waits that records spent behind one of them, in the same shard, while it ran."""
     partitions: tuple[Last, ...]
     keys: tuple[Last, ...]
 
