@@ -1,6 +1,7 @@
 """`aioshard check`: is the app what its author meant, and would it start? Without a broker."""
 
 import dataclasses
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
-from aioshard.errors import AioshardError, HandlerError
+from aioshard.errors import AioshardError, HandlerError, MissingExtraError
 from aioshard.handlers import Registration
 from aioshard.settings import Settings
 
@@ -35,6 +36,8 @@ def command(target: str, *, app_dir: str, as_json: bool) -> None:
         app = load_app(target, app_dir)
         if not app.handlers:
             raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
+        if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
+            raise MissingExtraError("the journal", "journal")
     except (AioshardError, click.ClickException) as error:
         if as_json:
             click.echo(

@@ -37,6 +37,8 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "aioshard_commit_failures": ("counter", "Commit requests that were not acknowledged.", ()),
     "aioshard_replayed_records": ("counter", "Records that this process ran a second time.", ()),
     "aioshard_client_losses": ("counter", "Clients that ended by themselves and were built anew.", ()),
+    "aioshard_journal_rows": ("counter", "Rows in finished files of the journal; absent where none is written.", ()),
+    "aioshard_journal_dropped_rows": ("counter", "Rows that the journal has lost: it never waits for a disk.", ()),
     "aioshard_partition_position": ("gauge", "Next offset to take in.", ("topic", "partition")),
     "aioshard_partition_committed_offset": (
         "gauge",
@@ -174,6 +176,9 @@ def _of_app(statistics: Statistics) -> _Values:
     yield "commit_failures", (), statistics.commit_failures
     yield "replayed_records", (), statistics.replayed
     yield "client_losses", (), statistics.client_losses
+    journal = statistics.journal
+    yield "journal_rows", (), None if journal is None else journal.written
+    yield "journal_dropped_rows", (), None if journal is None else journal.dropped
 
 
 def _of_partitions(statistics: Statistics) -> _Values:

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.telemetry.metrics import METRICS, AppCollector
 
 PARTITION = PartitionStatistics(
@@ -53,6 +53,7 @@ STATISTICS = Statistics(
     trouble=None,
     partitions=(PARTITION,),
     handlers=(HANDLER,),
+    journal=JournalStatistics(written=900, waiting=100, dropped=5, files=2, trouble=None),
 )
 
 
@@ -125,6 +126,8 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
         ("aioshard_commit_failures_total", 1),
         ("aioshard_replayed_records_total", 6),
         ("aioshard_client_losses_total", 1),
+        ("aioshard_journal_rows_total", 900),
+        ("aioshard_journal_dropped_rows_total", 5),
         ("aioshard_buffered_records", 18),
         ("aioshard_buffered_bytes", 9_000),
         ("aioshard_assigned_partitions", 1),
