@@ -38,6 +38,11 @@ _WAITING_BYTES = 32 * 1024 * 1024
 _VALUES_AT_ONCE = 32 * 1024 * ROW_WIDTH
 _LOOK_INTERVAL = 1.0
 """Seconds after which rows are taken although there are no thousand."""
+_LETS_GO = 2e-4
+"""Seconds for which the event loop lets go of the interpreter when the thread has fallen behind.
+
+A loop that has no pause takes it again, after each look at its sockets, before a thread that waits for it is awake.
+"""
 _PAUSE = 5.0
 """Seconds in which nothing is written after that has failed."""
 _LOG_INTERVAL = 60.0
@@ -190,7 +195,10 @@ class Journal:
             self._ahead = ahead  # somebody has set the clock
         self._given_rows += rows
         self._given_bytes += size
+        behind = self._chunks.qsize() > 1
         self._chunks.put(_Chunk(flat, size, self._ahead))
+        if behind:
+            time.sleep(_LETS_GO)
 
     def _log_overflow(self) -> None:
         now = self._clock()

@@ -28,10 +28,14 @@ try:
 except ImportError:  # where there are no such locks nothing is cleaned up
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["METADATA_KEY", "JournalFiles"]
+__all__ = ["CPU_KEY", "METADATA_KEY", "JournalFiles"]
 
 METADATA_KEY = b"aioshard"
 """Under which a file's metadata has what the rows do not say, as JSON."""
+
+CPU_KEY = b"aioshard.cpu_seconds"
+"""Under which it has the processor's time that the process took since the file before it, or since the app started:
+who predicts other numbers of workers has to know whether there was any left."""
 
 _FORMAT = 1
 _MAX_BYTES = 64 * 1024 * 1024
@@ -85,6 +89,7 @@ class JournalFiles:
         self._owner = f"{_plain(group_id)}-{_plain(socket.gethostname())}"
         self._file: _OpenFile | None = None
         self._began = 0.0
+        self._cpu = time.process_time()
         self._batches: list[pa.RecordBatch] = []
         """What becomes the next group of rows of the file."""
         self._group_rows = self._group_bytes = 0
@@ -154,7 +159,9 @@ class JournalFiles:
         if self._file is None:
             return
         self._flush()
-        self._file.finish()
+        now = time.process_time()
+        self._file.finish({CPU_KEY: f"{now - self._cpu:.6f}".encode()})
+        self._cpu = now
         self._file = None
         self.finished += 1
         self.rows += self.pending
@@ -194,8 +201,9 @@ class _OpenFile:
         table = pa.Table.from_batches(batches)
         self._writer.write_table(table.replace_schema_metadata(self._writer.schema.metadata), row_group_size=len(table))
 
-    def finish(self) -> None:
-        """Have it on the disk, and give it its name."""
+    def finish(self, told: Mapping[bytes, bytes]) -> None:
+        """Have it on the disk, with what its metadata is to say besides, and give it its name."""
+        self._writer.add_key_value_metadata(told)
         self._writer.close()
         self._sink.close()
         os.fsync(self._lock)  # of the file, not of a descriptor

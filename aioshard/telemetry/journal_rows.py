@@ -55,8 +55,8 @@ class Trouble(NamedTuple):
 
 ROW_WIDTH = 13
 """How many values are noted of a record: its handler (a `HandlerSpec`); topic, partition, offset, key and timestamp;
-loop time of its arrival; begin, end and result of its latest run, `NO_RUN` without one; what its delivery has as key; how
-many attempts; and a `Trouble`, or None where it was processed.
+loop time of its arrival; begin, end and result of its latest run, `NO_RUN` without one; what its delivery has as key;
+how many attempts; and a `Trouble`, or None where it was processed.
 
 They are kept in one flat list, row after row. As tuples they would cost twice as much: each is one more object that the
 garbage collector looks at again and again, for as long as it waits.
