@@ -1,0 +1,54 @@
+"""A run over history of one topic on a real broker, planned, drained and looked at; Spark runs in a thread."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+from aioshard import spark as history
+from aioshard.spark.drain import DrainReport, drain
+from aioshard.spark.plan import Plan
+from aioshard.spark.verification import Verification
+from aioshard.spark.verify import verify
+from tests.spark.apps import AppModule
+from tests.support.shared_kafka import SharedKafka
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["HistoryRun"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryRun:
+    """A run in a directory."""
+
+    spark: "SparkSession"
+    kafka: SharedKafka
+    topic: str
+    app: AppModule
+    directory: Path
+
+    async def plan(self, **options: Any) -> Plan:
+        """Plans from the start of the log on."""
+        return await history.plan(self.app.target, directory=self.directory, **{"start": "earliest"} | options)
+
+    async def drain(self, **options: Any) -> DrainReport:
+        """Runs the handlers up to the end."""
+        return await asyncio.to_thread(drain, self.spark, self.directory, **options)
+
+    async def verify(self) -> Verification:
+        """Compares with the log."""
+        return await asyncio.to_thread(verify, self.spark, self.directory)
+
+    def outcome_files(self) -> list[Path]:
+        """Files with rows, those of the first batch first."""
+        files = sorted(self.directory.glob("outcomes/batch=*/*.parquet"))
+        return [file for file in files if pq.read_metadata(file).num_rows]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All outcome rows, by partition and offset, as a reader without Spark sees them."""
+        rows: list[dict[str, Any]] = pq.read_table(self.directory / "outcomes").to_pylist()
+        return sorted(rows, key=lambda row: (row["partition"], row["offset"]))

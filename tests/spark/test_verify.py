@@ -1,0 +1,248 @@
+"""Every offset of a drained range is found exactly once, or named; what the log does not hold is no error."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from aioshard import spark as history
+from aioshard.core.commit_metadata import CommitMetadata, Run
+from aioshard.errors import DataLossError, NotVerifiedError
+from aioshard.kafka.history import HistoryBrokers
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from aioshard.spark.drain import stop
+from aioshard.spark.handover import verified_ends
+from aioshard.spark.verification import Found
+from tests.spark.apps import write_app
+from tests.spark.runs import HistoryRun
+from tests.support.cluster import DEADLINE
+from tests.support.shared_kafka import SharedKafka
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ALL = {"processed": 60}
+
+
+@pytest.fixture
+async def run(
+    spark: "SparkSession",
+    spark_modules: Path,
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> HistoryRun:
+    """60 records by turns in two partitions; nothing is planned yet."""
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.produce(topic, [(None, b"%d" % number) for number in range(60)])
+    app = write_app(spark_modules, monkeypatch, kafka, group, topic)
+    return HistoryRun(spark, kafka, topic, app, tmp_path / "run")
+
+
+@pytest.fixture
+async def drained(run: HistoryRun) -> HistoryRun:
+    """In two micro-batches."""
+    await run.plan(max_rows_per_batch=30)
+    assert (await run.drain()).batches == 2
+    return run
+
+
+async def test_a_run_whose_rows_are_all_there_is_verified_and_may_be_handed_over(drained: HistoryRun) -> None:
+    found = await drained.verify()
+
+    assert found.ok
+    assert (found.problems, found.records, found.statuses) == ((), 60, ALL)
+    assert not any((found.missing, found.duplicates, found.outside, found.left, found.holes, found.deleted_since))
+    place = history.RunDirectory(drained.directory)
+    ends = verified_ends(place, place.plan())
+    assert ends == {TopicPartition(drained.topic, 0): 30, TopicPartition(drained.topic, 1): 30}
+
+
+async def test_rows_of_a_file_that_is_gone_are_missing_and_named(drained: HistoryRun) -> None:
+    gone = drained.outcome_files()[0]
+    lost = pq.read_table(gone).to_pylist()
+    gone.unlink()
+
+    found = await drained.verify()
+
+    assert not found.ok
+    (name,) = {f"{row['topic']}/{row['partition']}" for row in lost}
+    offsets = sorted(row["offset"] for row in lost)
+    assert found.missing == {name: Found(count=len(offsets), offsets=tuple(offsets[:20]))}
+    assert found.problems[0].startswith(f"{name}: {len(offsets)} record(s) in the log have no outcome, offsets 0, 1")
+    place = history.RunDirectory(drained.directory)
+    with pytest.raises(NotVerifiedError):
+        verified_ends(place, place.plan())
+
+
+async def test_a_row_that_is_there_twice_is_named(drained: HistoryRun) -> None:
+    file = drained.outcome_files()[0]
+    table = pq.read_table(file)
+    pq.write_table(table.slice(3, 2), file.with_name("again.parquet"))
+    twice = table.slice(3, 2).to_pylist()
+
+    found = await drained.verify()
+
+    assert not found.ok
+    name = f"{drained.topic}/{twice[0]['partition']}"
+    assert found.duplicates == {name: Found(count=2, offsets=tuple(sorted(row["offset"] for row in twice)))}
+    assert not found.missing
+
+
+async def test_a_duplicate_does_not_make_up_for_a_missing_row(drained: HistoryRun) -> None:
+    """Their number is right: only the offsets tell."""
+    file = drained.outcome_files()[0]
+    rows = pq.read_table(file).to_pylist()
+    first, second = rows[0], rows[1]
+    first["offset"], lost = second["offset"], first["offset"]
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(file)), file.with_name("changed.parquet"))
+    file.unlink()
+    name = f"{first['topic']}/{first['partition']}"
+
+    found = await drained.verify()
+
+    assert found.records == 60
+    assert found.missing == {name: Found(count=1, offsets=(lost,))}
+    assert found.duplicates == {name: Found(count=1, offsets=(second["offset"],))}
+
+
+async def test_rows_outside_the_planned_range_are_named(run: HistoryRun) -> None:
+    await run.plan(end={run.topic: {0: 20, 1: 30}})
+    await run.drain()
+    file = next(one for one in run.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
+    row = pq.read_table(file).to_pylist()[0] | {"offset": 25}
+    stranger = row | {"topic": "another"}
+    pq.write_table(pa.Table.from_pylist([row, stranger], schema=pq.read_schema(file)), file.with_name("x.parquet"))
+
+    found = await run.verify()
+
+    assert not found.ok
+    one = Found(count=1, offsets=(25,))
+    assert found.outside == {f"{run.topic}/0": one, "another/0": one}
+
+
+async def test_a_run_that_was_stopped_before_its_end_is_not_verified(run: HistoryRun) -> None:
+    await run.plan(max_rows_per_batch=30)
+
+    def stop_here(_rows: object, _batch: int) -> None:
+        stop(run.directory)
+
+    assert (await run.drain(foreach=stop_here)).state == "stopped"
+    found = await run.verify()
+    assert not found.ok
+    assert found.left == {f"{run.topic}/0": 15, f"{run.topic}/1": 15}
+    assert not found.missing
+
+    await run.drain()
+    assert (await run.verify()).ok
+
+
+async def test_markers_and_aborted_records_are_holes(run: HistoryRun) -> None:
+    await run.kafka.produce_transaction(run.topic, [(None, b"kept")] * 3, 0, transactional_id=run.topic)
+    await run.kafka.produce_transaction(run.topic, [(None, b"not")] * 4, 1, abort=True, transactional_id=run.topic)
+    await run.kafka.produce(run.topic, [(None, b"behind")] * 2, 1)
+    await run.plan()
+    await run.drain()
+
+    found = await run.verify()
+
+    assert found.ok
+    assert found.records == 65
+    assert found.holes == {f"{run.topic}/0": 1, f"{run.topic}/1": 5}
+
+
+@pytest.mark.slow
+async def test_what_compaction_has_taken_out_before_the_drain_is_a_hole(
+    run: HistoryRun, topic: str, group: str, spark_modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compacted = f"{topic}-compacted"
+    config = {"cleanup.policy": "compact", "segment.ms": "100", "min.cleanable.dirty.ratio": "0.01"}
+    await run.kafka.create_topic(compacted, config=config | {"max.compaction.lag.ms": "100"})
+    async with asyncio.timeout(2 * DEADLINE):
+        while True:
+            await run.kafka.produce(compacted, [(b"same", b"")] * 5)
+            if len(await run.kafka.read(compacted)) < (await run.kafka.end_offsets(compacted))[0]:
+                break
+    app = write_app(spark_modules, monkeypatch, run.kafka, group, compacted)
+    run = HistoryRun(run.spark, run.kafka, compacted, app, tmp_path / "compacted")
+    plan = await run.plan()
+    await run.drain()
+
+    found = await run.verify()
+
+    assert found.ok
+    assert found.holes == {f"{compacted}/0": plan.records - found.records}
+    assert found.records < plan.records
+
+
+async def test_what_retention_has_deleted_since_is_counted_and_no_error(drained: HistoryRun) -> None:
+    gone = drained.outcome_files()
+    for file in gone:
+        if pq.read_table(file).to_pylist()[0]["partition"] == 0:
+            file.unlink()
+    await drained.kafka.delete_records(drained.topic, {0: 30, 1: 10})
+
+    found = await drained.verify()
+
+    assert found.ok, "records without a row that are gone cannot be drained again"
+    assert found.deleted_since == {f"{drained.topic}/0": 30}
+    assert found.records == 30
+
+
+async def test_what_the_group_had_finished_before_counts_as_done(run: HistoryRun, group: str) -> None:
+    noted = CommitMetadata(finished=(Run(12, 15),)).text(10)
+    async with HistoryBrokers(Settings(bootstrap_servers=run.kafka.bootstrap)) as brokers:
+        commits = {TopicPartition(run.topic, 0): Committed(10, noted), TopicPartition(run.topic, 1): Committed(0, "")}
+        await brokers.commit_without_member(group, commits)
+    await run.plan(start="committed")
+    await run.drain()
+
+    found = await run.verify()
+
+    assert found.ok
+    assert found.finished == {f"{run.topic}/0": 3}
+    assert found.records == 20 - 3 + 30
+
+    # Had it been run again, that would be one too many.
+    file = next(one for one in run.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
+    row = pq.read_table(file).to_pylist()[0] | {"offset": 13}
+    pq.write_table(pa.Table.from_pylist([row], schema=pq.read_schema(file)), file.with_name("x.parquet"))
+    assert (await run.verify()).duplicates == {f"{run.topic}/0": Found(count=1, offsets=(13,))}
+
+
+async def test_a_topic_that_was_made_anew_is_refused(drained: HistoryRun) -> None:
+    await drained.kafka.delete_topic(drained.topic)
+    await drained.kafka.create_topic(drained.topic, partitions=2)
+
+    with pytest.raises(DataLossError, match=f"{drained.topic}/0: the range ends at 30, and the log at 0"):
+        await drained.verify()
+
+
+async def test_a_run_with_nothing_to_do_is_verified(run: HistoryRun) -> None:
+    await run.plan(start={run.topic: {0: 30, 1: 30}})
+    await run.drain()
+
+    found = await run.verify()
+
+    assert found.ok
+    assert found.records == 0
+
+
+async def test_what_was_found_is_in_the_directory_as_json(drained: HistoryRun) -> None:
+    shutil.rmtree(drained.directory / "outcomes" / "batch=1")
+
+    found = await drained.verify()
+
+    noted = json.loads((drained.directory / "verified.json").read_text())
+    assert noted == json.loads(json.dumps(found.asdict()))
+    assert noted["ok"] is False
+    assert noted["dead_lettered"] == 0
