@@ -443,6 +443,31 @@ async def _set_session(kafka: SharedKafka, group: str, *, session: float, heartb
         await asyncio.wrap_future(answer)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1])
+async def test_an_app_that_starts_at_the_same_time_begins_before_the_run_or_behind_it(
+    drained: Run7, delay: float
+) -> None:
+    """Whoever comes first, the app never begins at the old offsets after a hand-over that succeeded."""
+    await drained.produce(4)
+
+    async def hand_over() -> bool:
+        await asyncio.sleep(delay)
+        try:
+            await drained.hand_over()
+        except (GroupBusyError, GroupMovedError):
+            return False
+        return True
+
+    handing_over = asyncio.create_task(hand_over(), name="hand over")
+    async with drained.app.app:
+        handed_over = await handing_over
+        await drained.app.until_seen(4 if handed_over else 4 + 7 + 5)
+
+    behind = [(number, offset) for number in (0, 1) for offset in (10, 11)]
+    between = [(0, offset) for offset in range(3, 10)] + [(1, offset) for offset in range(5, 10)]
+    assert sorted(drained.app.seen) == (behind if handed_over else sorted(behind + between))
+
+
 # Somebody consumed meanwhile ----------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 
 from aioshard import App, spark
 from aioshard.core.commit_metadata import CommitMetadata, Lease, Run
-from aioshard.errors import DataLossError, GroupMovedError, LeasedError, PlanError
+from aioshard.errors import AuthorizationError, DataLossError, GroupMovedError, LeasedError, PlanError
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
@@ -21,7 +21,8 @@ from aioshard.settings import Settings
 from aioshard.spark.plan import FinishedBeyond, Plan
 from aioshard.spark.versions import app_version
 from tests.spark.apps import AppModule, produce_at, write_app
-from tests.support.kafka_properties import SUPER_USER
+from tests.support.access import allow
+from tests.support.kafka_properties import SCRAM_USER, SUPER_USER
 from tests.support.shared_kafka import SharedKafka
 
 Write = Callable[..., AppModule]
@@ -490,6 +491,31 @@ async def test_what_another_program_noted_and_cannot_be_kept_is_refused(
 
     with pytest.raises(PlanError, match=f"offset 1 of {topic}/0 would be lost"):
         await made(write(topic))
+
+
+async def test_a_group_that_this_user_may_not_read_is_named(
+    kafka: SharedKafka, topic: str, group: str, write: Write
+) -> None:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 5)
+    login = {
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(kafka.certificates.ca_file),
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_username": SCRAM_USER.username,
+        "sasl_password": SCRAM_USER.password,
+        "bootstrap_servers": kafka.secure_bootstrap,
+    }
+    app = write(topic)
+    app.app.configure(**login)
+
+    with pytest.raises(PlanError, match=f"'{topic}' does not exist, or this user may not see it"):
+        await made(app)
+    await allow(kafka, SCRAM_USER, "topic", topic)
+    with pytest.raises(AuthorizationError, match=f"group '{group}'.*grant READ"):
+        await made(app)
+    await allow(kafka, SCRAM_USER, "group", group)
+    assert ranges_of(await made(app)) == {(topic, 0): (0, 5)}
 
 
 # Versions and secrets -----------------------------------------------------------------
