@@ -9,6 +9,7 @@ __all__ = [
     "DUE",
     "KEY",
     "LONGEST_MESSAGE",
+    "MESSAGE_ID",
     "NULL",
     "ONLY_PARKED",
     "OURS",
@@ -43,12 +44,14 @@ KEY = "aioshard.key"
 NULL = "aioshard.null"
 DUE = "aioshard.due"
 REPLAYS = "aioshard.replays"
+MESSAGE_ID = "aioshard.message_id"
+"""Of a dead letter from a run over history, `topic/partition/offset`: the same where it is sent again."""
 
 _OF_A_DEAD_LETTER = frozenset(
     {_TOPIC, _PARTITION, _OFFSET, _TIMESTAMP, _GROUP, _HANDLER, _ATTEMPTS, _ERROR, _MESSAGE, _FAILED_AT}
 )
 ONLY_PARKED = frozenset({KEY, NULL, DUE, REPLAYS})
-OURS = _OF_A_DEAD_LETTER | ONLY_PARKED
+OURS = _OF_A_DEAD_LETTER | ONLY_PARKED | {MESSAGE_ID}
 
 _LONGEST_NUMBER = len(str(2**63 - 1))
 

@@ -6,7 +6,8 @@ Both keep the headers of the original record and add ours behind them, UTF-8 tex
 since the epoch).
 
 **A dead letter** has the key, value and timestamp of the original. Headers that an earlier life of the record left are
-replaced, not doubled.
+replaced, not doubled. One from a run over history has `aioshard.message_id` as well, `topic/partition/offset`: a crash
+may send it twice, and both have the same.
 
 **A parked record** lives in a compacted topic, in the partition that has the *same number* as its own. Its key is
 `topic/partition/offset@generation`: where the original is, and the generation of the group in which it was parked, so

@@ -1,0 +1,159 @@
+"""Dead letters of a run: sent from its outcome rows, as the live app sends them."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aioshard.errors import PlanError
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.ports import Message
+from aioshard.records import Record
+from aioshard.serde.side_headers import MESSAGE_ID, as_text
+from aioshard.serde.side_records import Coordinates, Failure, dead_letter
+from aioshard.spark.access import settings_for
+from aioshard.spark.batches import OUTCOMES
+from aioshard.spark.blocking import blocking
+from aioshard.spark.directory import RunDirectory
+from aioshard.spark.handover import LETTERS
+from aioshard.spark.plan import Plan
+from aioshard.spark.publishing import publish_wave, waves
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["send_letters"]
+
+_DEAD_LETTER = "dead-letter:"
+_BATCH = "batch="
+_NO_TIME = -0.001
+"""What a record without a timestamp has."""
+
+
+def send_letters(
+    spark: "SparkSession",
+    directory: str | os.PathLike[str] | RunDirectory,
+    tell: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Send the dead letters of a run's complete micro-batches that were not sent before.
+
+    They have the headers of the live app's dead letters, `aioshard.failed_at` being the end of the last attempt, and
+    `aioshard.message_id` behind them: `topic/partition/offset` of the record. They are sent in the order of topic,
+    partition and offset, batch by batch. What was acknowledged is noted after each batch: a crash sends the letters
+    of at most one batch again, with the same ids.
+
+    Args:
+        spark: Any session; it sorts the letters of a batch, which are read as they are sent.
+        directory: Of the run.
+        tell: Told of each batch with letters.
+
+    Returns:
+        How many letters were sent and acknowledged now.
+
+    Raises:
+        PlanError: There is no plan, or a row's handler has no dead-letter topic in it.
+        TransportError: A letter was not acknowledged. What was acknowledged before stays noted; call again.
+
+    Example:
+        ```python
+        send_letters(spark, "runs/7", print)
+        ```
+    """
+    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    plan = place.plan()
+    sent = _Sent.read(place, plan)
+    before = sent.acknowledged
+    batches = sorted(int(name.removeprefix(_BATCH)) for name in place.list(OUTCOMES) if name.startswith(_BATCH))
+    for batch in batches:
+        if batch in sent.batches:
+            continue
+        letters = _letters(spark, place, plan, batch)
+        count = blocking(lambda letters=letters: _publish(plan, letters))  # type: ignore[misc]
+        sent = sent.with_batch(batch, count)
+        sent.write(place, plan)
+        if count:
+            tell(f"{count} dead letter(s) of batch {batch} sent")
+    return sent.acknowledged - before
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sent:
+    """What was acknowledged, as the directory says."""
+
+    acknowledged: int
+    batches: frozenset[int]
+
+    @classmethod
+    def read(cls, place: RunDirectory, plan: Plan) -> "_Sent":
+        found = place.read_json(LETTERS)
+        if not isinstance(found, dict) or found.get("plan") != plan.digest:
+            return cls(0, frozenset())
+        return cls(int(found["acknowledged"]), frozenset(found["batches"]))
+
+    def with_batch(self, batch: int, count: int) -> "_Sent":
+        return _Sent(self.acknowledged + count, self.batches | {batch})
+
+    def write(self, place: RunDirectory, plan: Plan) -> None:
+        batches = sorted(self.batches)
+        place.write_json(LETTERS, {"plan": plan.digest, "acknowledged": self.acknowledged, "batches": batches})
+
+
+async def _publish(plan: Plan, letters: Iterator[Message]) -> int:
+    producer = KafkaProducer(settings_for(plan))
+    count = 0
+    try:
+        for wave in waves(letters):
+            await publish_wave(producer, wave)
+            count += len(wave)
+    finally:
+        await producer.close()
+    return count
+
+
+def _letters(spark: "SparkSession", place: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
+    """The letters of one batch; read from Spark piece by piece as they are asked for."""
+    topics = _topics(plan)
+    for row in _rows(spark, place.uri(f"{OUTCOMES}/{_BATCH}{batch}")).toLocalIterator():
+        topic = topics.get(row["handler"])
+        if topic is None:
+            raise PlanError(
+                f"the outcomes in {place} have dead letters of handler {row['handler']!r}, and the plan has no "
+                "dead-letter topic for it: they are of another run"
+            )
+        yield _letter(plan, topic, row.asDict())
+
+
+def _topics(plan: Plan) -> Mapping[str, str]:
+    """Where the letters of each handler go."""
+    policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
+    return {
+        name: policy.removeprefix(_DEAD_LETTER) for name, policy in policies.items() if policy.startswith(_DEAD_LETTER)
+    }
+
+
+def _rows(spark: "SparkSession", files: str) -> "DataFrame":
+    from pyspark.sql import functions  # noqa: PLC0415 - pyspark is imported on use
+
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+
+    rows = spark.read.schema(OUTCOME_COLUMNS).parquet(files).where("status = 'dead_lettered'")
+    # As numbers: Spark gives times in the zone of the machine, without saying so.
+    started, timestamp = functions.col("started").cast("double"), functions.col("timestamp").cast("double")
+    rows = rows.withColumn("failed_at", started + functions.col("duration")).withColumn("moment", timestamp)
+    return rows.orderBy("topic", "partition", "offset")
+
+
+def _letter(plan: Plan, topic: str, row: Mapping[str, Any]) -> Message:
+    where = Coordinates(row["topic"], row["partition"], row["offset"])
+    headers = tuple((name, _bytes(content)) for name, content in row["headers"] or ())
+    moment = _NO_TIME if row["moment"] is None else row["moment"]
+    record = Record(*where, _bytes(row["key"]), _bytes(row["value"]), headers, moment)
+    failed_at = time.time() if row["failed_at"] is None else row["failed_at"]
+    failure = Failure(plan.group_id, row["handler"], row["attempts"], row["error_type"], row["error"], failed_at)
+    letter = dead_letter(topic, record, failure)
+    return letter._replace(headers=(*letter.headers, (MESSAGE_ID, as_text(str(where)))))
+
+
+def _bytes(content: bytearray | bytes | None) -> bytes | None:
+    return None if content is None else bytes(content)
