@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 import threading
 import time
@@ -9,20 +10,23 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from aioshard.errors import DataLossError, DrainError, HaltedError, PlanError
+from aioshard.errors import AioshardError, DataLossError, DrainError, HaltedError, PlanError
 from aioshard.spark.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
 from aioshard.spark.checkpoint import CHECKPOINT, Border, last_border
 from aioshard.spark.directory import STOP, RunDirectory
 from aioshard.spark.plan import Plan
+from aioshard.spark.request import places, request_of
 from aioshard.spark.vectors import ends_of, ranges_between, starts_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-__all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop"]
+__all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop", "until_stopped"]
 
 _LOOK_INTERVAL = 0.5
+_LOOK_SECONDS = 1
+"""Spark takes whole ones."""
 _NAMED = re.compile(r"aioshard\.errors\.(\w+): (.*?)(?:\n SQLSTATE|\n\s*\tat |\n\n|$)", re.DOTALL)
 """An error of ours in what Spark says of a task."""
 
@@ -136,6 +140,26 @@ def follow(
     return _Run(spark, directory, foreach).start(follow=trigger)
 
 
+def until_stopped(query: "StreamingQuery", directory: str | PathLike[str] | RunDirectory) -> None:
+    """Wait until `stop` was asked for, then end a query of `follow` at the border of a micro-batch.
+
+    Raises:
+        AioshardError: What ended it before; as `drain`.
+    """
+    place = _place(directory)
+    try:
+        while not query.awaitTermination(_LOOK_SECONDS):
+            if place.exists(STOP):
+                query.processAllAvailable()  # nothing new comes since the file is there
+                query.stop()
+                return
+    except Exception as error:
+        raise _translated(error, place) from error
+    except BaseException:
+        query.stop()
+        raise
+
+
 def stop(directory: str | PathLike[str] | RunDirectory) -> None:
     """Ask a drain to end at the next border of a micro-batch; returns at once, and works from any machine.
 
@@ -204,12 +228,12 @@ class _Run:
 
     def _frame(self, *, follow: bool) -> "tuple[DataFrame, Callable[[DataFrame], DataFrame] | None]":
         """What is read, and what makes outcome rows of it where the source does not."""
-        options = {"plan": self.place.uri(), "halted": "row", "slots": str(self._slots())}
+        where = os.pathsep.join(places())
+        options = {"plan": self.place.uri(), "halted": "row", "slots": str(self._slots()), "places": where}
         if follow:
             options["follow"] = "true"
         if any(handler.layout == "shuffle" for handler in self.plan.handlers):
             from aioshard.spark.frame import shuffled_outcomes  # noqa: PLC0415 - only where it is needed
-            from aioshard.spark.request import request_of  # noqa: PLC0415
 
             work = request_of(options).work
             assert work is not None  # noqa: S101 - a plan has an app
@@ -238,7 +262,7 @@ class _Run:
         try:
             query.awaitTermination()
         except Exception as error:
-            raise self._translated(error) from error
+            raise _translated(error, self.place) from error
         except BaseException:
             query.stop()
             raise
@@ -260,21 +284,6 @@ class _Run:
             vector=starts_of(self.plan.ranges) if border is None else border.vector,
             seconds=time.monotonic() - self._began,
         )
-
-    def _translated(self, error: Exception) -> Exception:
-        """What ended the query, in words of ours."""
-        halted = read_halted(self.place)
-        if halted:
-            return HaltedError(map(str, halted))
-        named = _NAMED.findall(str(error))
-        if not named:
-            first = str(error).strip().partition("\n")[0]
-            return DrainError(f"the drain of {self.place} ended: {first or type(error).__name__}")
-        kind, message = named[-1]
-        message = message.strip()
-        if kind == DataLossError.__name__:
-            return DataLossError([message], "Drain what is left with a new plan")
-        return DrainError(f"the drain of {self.place} ended: {kind}: {message}")
 
     def _tell(self, progress: Callable[[Progress], None], ended: threading.Event) -> None:
         while not ended.wait(_LOOK_INTERVAL):
@@ -304,6 +313,22 @@ class _Run:
             return 0, 0
         stages = [one for one in found if one is not None]
         return sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
+
+
+def _translated(error: Exception, place: RunDirectory) -> AioshardError:
+    """What ended a query, in words of ours."""
+    halted = read_halted(place)
+    if halted:
+        return HaltedError(map(str, halted))
+    named = _NAMED.findall(str(error))
+    if not named:
+        first = str(error).strip().partition("\n")[0]
+        return DrainError(f"the run in {place} ended: {first or type(error).__name__}")
+    kind, message = named[-1]
+    message = message.strip()
+    if kind == DataLossError.__name__:
+        return DataLossError([message], "Drain what is left with a new plan")
+    return DrainError(f"the run in {place} ended: {kind}: {message}")
 
 
 def _place(directory: str | PathLike[str] | RunDirectory) -> RunDirectory:

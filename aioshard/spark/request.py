@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ OPTIONS = (
     "slots",
     "halted",
     "follow",
+    "places",
 )
 """Names that are understood; see `docs/spark.md`."""
 
@@ -79,6 +81,17 @@ class Request(NamedTuple):
     """Of the run that the plan belongs to: a stop flag may appear in it."""
     follow: bool = False
     """Whether the ends are those of the log, whenever they are asked."""
+    app: str | None = None
+    """Whose settings hold beside those of the plan; also where its handlers do not run."""
+    places: tuple[str, ...] = ()
+
+    def connection(self) -> Settings:
+        """The settings of reads without handlers, where they are read: those of the app in this environment."""
+        if self.app is None:
+            return Settings(**self.settings)
+        app = resolve_app(self.app, self.places)
+        app.configure(**self.settings)
+        return app.settings
 
     def task_ranges(self, ranges: Sequence[PlannedRange]) -> list[TaskRanges]:
         """The tasks of a batch of these ranges."""
@@ -106,7 +119,7 @@ def request_of(options: Mapping[str, str]) -> Request:
         return _planned(options)
     settings = _settings(options)
     topics = [topic for text in options.get("topics", "").split(",") if (topic := text.strip())]
-    app = resolve_app(options["app"], places()) if "app" in options else None
+    app = resolve_app(options["app"], _given_places(options)) if "app" in options else None
     if app is not None and not topics:
         topics = [topic for handler in app.handlers for topic in handler.topics]
     if not topics:
@@ -172,13 +185,15 @@ def _planned(options: Mapping[str, str]) -> Request:
         finished=tuple((topic, number, offsets) for topic, number, offsets in plan.finished),
         directory=options["plan"],
         follow=options.get("follow") == "true",
+        app=plan.app,
+        places=_given_places(options),
     )
 
 
 def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> Work:
     return Work(
         app=app,
-        places=places(),
+        places=_given_places(options),
         settings=settings,
         on_failure=options.get("on_failure"),
         total_concurrency=_number(options, "total_concurrency"),
@@ -192,6 +207,11 @@ def places() -> tuple[str, ...]:
     installed = tuple(set(sysconfig.get_paths().values()))
     found = (str(Path(path).resolve()) for path in ("", *sys.path))
     return tuple(dict.fromkeys(path for path in found if Path(path).is_dir() and not path.startswith(installed)))
+
+
+def _given_places(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of the option, which a driver gives that has more than its planner's process; else what is found here."""
+    return tuple(options["places"].split(os.pathsep)) if "places" in options else places()
 
 
 def _settings(options: Mapping[str, str]) -> dict[str, Any]:

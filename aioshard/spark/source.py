@@ -20,10 +20,10 @@ from pyspark.sql.types import (
 
 from aioshard.app import App
 from aioshard.kafka.ranges import RangeTransport
-from aioshard.settings import Settings
 from aioshard.spark.directory import STOP, RunDirectory
 from aioshard.spark.request import Request, TaskRanges, log_ends, request_of
 from aioshard.spark.vectors import Vector, advanced, ends_of, ranges_between, starts_of
+from aioshard.spark.writer import StreamTopicWriter, TopicWriter
 
 __all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "AioshardSource"]
 
@@ -92,6 +92,14 @@ class AioshardSource(DataSource):
         """Reads a planned range in micro-batches, or follows the log."""
         return RangeStreamReader(request_of(self.options))
 
+    def writer(self, schema: StructType, overwrite: bool) -> TopicWriter:
+        """Appends to topics."""
+        return TopicWriter(schema, self.options, overwrite=overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamTopicWriter:  # noqa: N802 - Spark's name
+        """Appends the micro-batches of a stream to topics."""
+        return StreamTopicWriter(schema, self.options, overwrite=overwrite)
+
 
 class Task(InputPartition):
     """What one task of Spark reads."""
@@ -115,7 +123,7 @@ class _Reading:
         assert isinstance(partition, Task)  # noqa: S101 - made below
         ranges, request = partition.ranges, self._request
         if request.work is None:
-            return read_raw(Settings(**request.settings), ranges.bounds)
+            return read_raw(request.connection(), ranges.bounds)
 
         def transport(app: App) -> RangeTransport:
             return RangeTransport(app.settings, ranges.bounds, ranges.done)
@@ -156,7 +164,7 @@ class RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailab
             return start
         ends: Vector = ends_of(request.ranges)
         if request.follow:
-            ends = asyncio.run(log_ends(Settings(**request.settings), request.ranges))
+            ends = asyncio.run(log_ends(request.connection(), request.ranges))
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else request.max_rows_per_batch
         if isinstance(limit, ReadAllAvailable):
             most = request.max_rows_per_batch

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import PlanError
 from aioshard.spark.plan import Plan
+from aioshard.spark.request import places
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -18,8 +19,6 @@ def check_versions(spark: "SparkSession", plan: Plan) -> None:
     Raises:
         PlanError: An executor cannot import the app, or has other code than the plan.
     """
-    from aioshard.spark.request import places  # noqa: PLC0415 - the driver's
-
     target, where = plan.app, places()
 
     def look(_: Iterator[Any]) -> Iterator[Any]:

@@ -1,0 +1,78 @@
+"""`aioshard spark verify|handover`: the end of a run."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from aioshard.cli import options
+from aioshard.cli.sides import run
+from aioshard.cli.spark_runs import directory_argument, master_option, session
+from aioshard.cli.tables import print_table
+from aioshard.spark.directory import RunDirectory
+from aioshard.spark.handover import handover as hand_over
+
+__all__ = ["handover", "verify"]
+
+_NOT_VERIFIED = 3
+
+
+@click.command()
+@directory_argument
+@master_option
+@options.app_dir
+@options.as_json("what was found")
+def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
+    """Find out whether each record of the run in DIR has exactly one outcome; exit code 3 when not."""
+    from aioshard.spark.verify import verify as verify_run  # noqa: PLC0415 - pyspark is imported on use
+
+    place = RunDirectory(directory)
+    place.plan()
+    with session(master, app_dir) as spark:
+        found = verify_run(spark, place)
+    if as_json:
+        click.echo(json.dumps(found.asdict()))
+    else:
+        for problem in found.problems:
+            click.echo(problem)
+        click.echo(f"{'verified' if found.ok else 'not verified'}: {found.records:,} record(s)")
+        if found.ok:
+            click.echo(f"Next: aioshard spark handover {directory}")
+    return 0 if found.ok else _NOT_VERIFIED
+
+
+@click.command()
+@directory_argument
+@click.option(
+    "--wait",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Wait so long for members that were killed, or are static, to expire; the session time-out by default.",
+)
+@click.option("--dry-run", is_flag=True, help="Check what can be checked without a commit.")
+@click.option("--force", is_flag=True, help="Also when the group has moved since the plan was made.")
+@options.app_dir
+@options.as_json("what was done")
+def handover(directory: str, *, wait: float | None, dry_run: bool, force: bool, app_dir: str, as_json: bool) -> None:
+    """Commit the ends of the verified run in DIR to its group, so that the live app goes on exactly there.
+
+    Refused, and nothing changed, with exit code 4 when the group has members or has moved.
+    """
+    sys.path.insert(0, str(Path(app_dir).resolve()))
+    done = run(
+        hand_over(directory, wait=wait, dry_run=dry_run, force=force, tell=lambda text: click.echo(text, err=True))
+    )
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(done)))
+        return
+    click.echo(f"{done.state}: group {done.group_id!r}")
+    rows = [
+        (topic, str(partition), str(done.before.get(topic, {}).get(partition)), str(offset))
+        for topic, offsets in sorted(done.offsets.items())
+        for partition, offset in sorted(offsets.items())
+    ]
+    print_table(("topic", "partition", "before", "now"), rows)
+    for name in done.new_partitions:
+        click.echo(f"{name} is new since the plan: the live app reads it from its start")
