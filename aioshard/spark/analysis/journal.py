@@ -6,25 +6,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioshard.errors import MissingExtraError, SettingsError
+import pyarrow as pa
+from pyarrow import fs, parquet
+from pyspark.sql import functions as sql
 
-try:
-    import pyarrow as pa
-    from pyarrow import fs, parquet
-    from pyspark.sql import functions as sql
-except ImportError as error:
-    raise MissingExtraError("the analysis of a journal", "spark") from error
+from aioshard.errors import SettingsError
+from aioshard.telemetry.journal_files import CPU_KEY, METADATA_KEY
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["Journal", "RecordedHandler", "microseconds", "read_journal"]
+__all__ = ["Journal", "RecordedHandler", "check_journal", "microseconds", "read_journal"]
 
 _COLUMNS = frozenset({
     "topic", "partition", "offset", "handler", "status", "attempts", "timestamp", "arrived", "started", "duration",
     "shard", "key_hash", "key",
 })  # fmt: skip
-_METADATA = b"aioshard"
 _FORMAT = 1
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _MEMBER = r"Z-(.+)-[0-9a-f]{8}\.parquet$"
@@ -88,10 +85,9 @@ class Journal:
 
     @property
     def cpu(self) -> float | None:
-        """What share of one core its processes took while they wrote it, on average; None where no file says."""
-        told = [one for one in self._metadata if _is_number(one.get("cpu_seconds")) and _is_number(one.get("seconds"))]
-        seconds = sum(one["seconds"] for one in told)
-        return sum(one["cpu_seconds"] for one in told) / seconds if seconds else None
+        """What share of one core a process took while it wrote the journal, on average; None where no file says."""
+        told = [one["cpu_seconds"] for one in self._metadata if "cpu_seconds" in one]
+        return sum(told) * 1_000_000 / (self.wall * max(self.members, 1)) if told else None
 
     def handler(self, name: str | None) -> RecordedHandler:
         """What is known of a handler; without *name*, of the one with the most records.
@@ -118,6 +114,17 @@ class Journal:
     def of_handler(self, name: str) -> "DataFrame":
         """The rows of a handler that ran."""
         return self.rows.where((sql.col("handler") == name) & sql.col("service_us").isNotNull())
+
+
+def check_journal(path: str) -> None:
+    """Find out, without Spark, whether there is a journal.
+
+    Raises:
+        SettingsError: There is nothing, or it is no journal.
+    """
+    files, filesystem = _files(path)
+    for name in files:
+        _checked(path, name, filesystem)
 
 
 def read_journal(spark: "SparkSession", path: str) -> Journal:
@@ -196,20 +203,23 @@ def _is_shown(path: str, inside: str) -> bool:
 def _checked(path: str, name: str, filesystem: fs.FileSystem) -> Mapping[str, Any]:
     """What a file says of the app that wrote it, once it is a journal's."""
     try:
-        schema = parquet.read_schema(name, filesystem=filesystem)
+        footer = parquet.read_metadata(name, filesystem=filesystem)
     except (OSError, pa.ArrowInvalid) as error:
         raise SettingsError(f"{name} is no Parquet file ({error}): {path} is no journal of aioshard") from error
-    missing = _COLUMNS - set(schema.names)
+    missing = _COLUMNS - set(footer.schema.names)
     if missing:
         raise SettingsError(
             f"{path} is no journal of aioshard: its file {Path(name).name} has no column "
             f"{', '.join(map(repr, sorted(missing)))}; App(journal=PATH) writes one"
         )
+    notes = footer.metadata or {}
     try:
-        told = _mapping(json.loads((schema.metadata or {}).get(_METADATA, b"{}")))
+        told = dict(_mapping(json.loads(notes.get(METADATA_KEY, b"{}"))))
+        if CPU_KEY in notes:
+            told["cpu_seconds"] = float(notes[CPU_KEY])
     except ValueError:
         told = {}
-    found = told.get("format", told.get("aioshard.format", _FORMAT))
+    found = told.get("format", _FORMAT)
     if found != _FORMAT:
         raise SettingsError(
             f"the journal {path} is of format {found!r}; this version of aioshard reads {_FORMAT}: use a newer one"
@@ -229,10 +239,6 @@ def _handlers(metadata: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _number(value: object) -> int | None:

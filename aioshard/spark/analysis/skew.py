@@ -104,7 +104,11 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
 def key_name() -> "Column":
     """A key as text: itself where the journal has it, else its hash."""
     shown = sql.coalesce(sql.try_validate_utf8(sql.col("key")), sql.concat(sql.lit("0x"), sql.hex("key")))
-    return sql.coalesce(shown, sql.concat(sql.lit("#"), sql.lower(sql.hex("key_hash"))))
+    return sql.coalesce(shown, _hash_as_text("key_hash"))
+
+
+def _hash_as_text(column: str) -> "Column":
+    return sql.concat(sql.lit("#"), sql.lower(sql.lpad(sql.hex(column), 16, "0")))
 
 
 def _partition_name() -> "Column":
@@ -113,7 +117,7 @@ def _partition_name() -> "Column":
 
 def _shard_name(*, fixed: bool) -> "Column":
     """The number of a fixed shard; one that is made on demand has the hash of its key."""
-    return sql.col("shard").cast("string") if fixed else sql.concat(sql.lit("#"), sql.lower(sql.hex("shard")))
+    return sql.col("shard").cast("string") if fixed else _hash_as_text("shard")
 
 
 def _skewed(by: str, grouped: "DataFrame", top: int) -> Skewed:

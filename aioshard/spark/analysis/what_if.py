@@ -212,7 +212,7 @@ def _measured(journal: Journal, name: str, left_out: int) -> Measured:
     row = rows.agg(
         sql.max("finished_us") - sql.min("arrived_us"),
         *(
-            sql.expr(f"percentile_disc({level}) WITHIN GROUP (ORDER BY {of}_us)")
+            sql.expr(f"cast(percentile_disc({level}) WITHIN GROUP (ORDER BY {of}_us) as bigint)")
             for of in ("wait", "total")
             for level in (0.5, 0.99, 1.0)
         ),

@@ -138,7 +138,7 @@ def summed_windows(work: "DataFrame", shards: Sequence[int]) -> dict[int, Window
 def _discrete(levels: Sequence[float], expression: str) -> str:
     """Percentiles that are values of records, as the event simulation has them."""
     each = ", ".join(f"percentile_disc({level}) WITHIN GROUP (ORDER BY {expression})" for level in levels)
-    return f"array({each})"
+    return f"cast(array({each}) as array<bigint>)"
 
 
 def _most_between(runs: "DataFrame", keys: list[str], until: str) -> "DataFrame":

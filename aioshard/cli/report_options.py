@@ -1,0 +1,105 @@
+"""What the commands of `aioshard report` have in common: arguments, the session, and durations for people."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from aioshard.cli import options
+
+if TYPE_CHECKING:
+    from aioshard.spark.analysis.journal import Journal
+
+__all__ = ["asked", "duration_as_text", "handler", "journal_argument", "opened", "print_json", "share_as_text", "top"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+journal_argument = click.argument("path", metavar="JOURNAL")
+"""A local path, or a URI."""
+
+handler = click.option("--handler", metavar="NAME", help="Whose records; by default the handler with the most.")
+
+_master = click.option(
+    "--master",
+    default="local[*,4]",
+    show_default=True,
+    help="Where Spark runs; its own notation.",
+)
+
+top = click.option(
+    "--top", type=click.IntRange(1), default=10, show_default=True, help="How many to name of each kind."
+)
+
+
+def asked(what: str) -> Callable[[F], F]:
+    """JOURNAL, --handler, --master and --json, which prints *what*."""
+
+    def decorate(function: F) -> F:
+        for option in (options.as_json(what), _master, handler, journal_argument):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+@contextlib.contextmanager
+def opened(path: str, master: str) -> "Iterator[Journal]":
+    """The journal at *path*, in a session of Spark that ends with the context.
+
+    Raises:
+        SettingsError: There is no journal, or Spark cannot be used.
+        MissingExtraError: Spark is not installed.
+    """
+    from aioshard.spark.session import check_packages, local_session  # noqa: PLC0415 - imported on use
+
+    check_packages()
+    from aioshard.spark.analysis.journal import check_journal, read_journal  # noqa: PLC0415 - imported on use
+
+    check_journal(path)
+    click.echo(f"Starting Spark ({master}) …", err=True)
+    session = local_session(master, "aioshard report")
+    try:
+        yield read_journal(session, path)
+    finally:
+        session.stop()
+
+
+def print_json(found: Any) -> None:
+    """Print what was found, named tuples and dataclasses as objects. Durations ending in `_us` are microseconds."""
+    click.echo(json.dumps(_plain(found)))
+
+
+def _plain(found: Any) -> Any:
+    """What *found* holds, for JSON."""
+    if hasattr(found, "_asdict"):
+        return {name: _plain(value) for name, value in found._asdict().items()}
+    if hasattr(found, "__dataclass_fields__"):
+        return {name: _plain(getattr(found, name)) for name in found.__dataclass_fields__}
+    if isinstance(found, list | tuple):
+        return [_plain(value) for value in found]
+    return found
+
+
+def duration_as_text(microseconds: float) -> str:
+    """A duration for people.
+
+    Example:
+        >>> [duration_as_text(one) for one in (0, 850, 45_000, 12_300_000, 400_000_000)]
+        ['0', '0.85 ms', '45.0 ms', '12.30 s', '400.0 s']
+    """
+    if microseconds <= 0:
+        return "0"
+    if microseconds < 10_000:  # noqa: PLR2004 - three digits, whatever the size
+        return f"{microseconds / 1e3:.2f} ms"
+    if microseconds < 1_000_000:  # noqa: PLR2004
+        return f"{microseconds / 1e3:.1f} ms"
+    if microseconds < 100_000_000:  # noqa: PLR2004
+        return f"{microseconds / 1e6:.2f} s"
+    return f"{microseconds / 1e6:.1f} s"
+
+
+def share_as_text(share: float) -> str:
+    """A share from 0 to 1 for people."""
+    return f"{share:.1%}".replace("%", " %")

@@ -1,0 +1,109 @@
+"""`aioshard report what-if`: what a run would have been with other numbers."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from aioshard.cli.report_options import asked, duration_as_text, opened, print_json, share_as_text
+from aioshard.cli.tables import as_text, print_table
+
+if TYPE_CHECKING:
+    from aioshard.spark.analysis.trust import Answer
+    from aioshard.spark.analysis.what_if import WhatIf
+
+__all__ = ["sentences", "what_if"]
+
+
+@click.command()
+@asked("the predictions, and how far they can be trusted,")
+@click.option(
+    "--candidate",
+    "-c",
+    "candidates",
+    multiple=True,
+    metavar="NAME=VALUE,…",
+    help="A configuration: shards, concurrency, max_buffered_records, partitions, members, dies_at, takeover, "
+    "session_timeout. What is left out is as it was. May be repeated; without it, some that suggest themselves.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Only the first records, so many; by default a million.")
+def what_if(
+    path: str, *, handler: str | None, master: str, as_json: bool, candidates: tuple[str, ...], limit: int | None
+) -> None:
+    """What the run of JOURNAL would have been with other numbers.
+
+    `-c shards=64` is 64 fixed shards, `-c concurrency=64` are 64 workers with shards on demand.
+    `-c members=3,dies_at=60` has one of three members die after a minute.
+    """
+    from aioshard.spark.analysis.candidate import Candidate  # noqa: PLC0415 - imported on use
+
+    asked_about = [Candidate.parse(text) for text in candidates]
+    with opened(path, master) as journal:
+        from aioshard.spark.analysis.what_if import DEFAULT_LIMIT, ask  # noqa: PLC0415 - imported on use
+
+        found = ask(journal, asked_about, handler, limit=limit or DEFAULT_LIMIT)
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def _show(found: "WhatIf") -> None:
+    measured = found.measured
+    own = "" if found.own is None else f" ({found.own.label})"
+    click.echo(
+        f"{found.records:,} records of handler {found.handler.name!r}{own}: {duration_as_text(measured.makespan)}, "
+        f"99 % within {duration_as_text(measured.total[1])} of being taken in"
+    )
+    if found.cpu is not None:
+        click.echo(f"The process took {share_as_text(found.cpu)} of a core.")
+    if found.check is not None:
+        off = found.check.makespan / measured.makespan - 1
+        click.echo(
+            f"The same configuration, predicted: {duration_as_text(found.check.makespan)} ({off:+.1%}), 99 % within "
+            f"{duration_as_text(found.check.total[1])}. So good are the predictions, at best."
+        )
+    click.echo("")
+    print_table(
+        ("candidate", "takes", "99 % within", "99 % wait", "workers busy", "members' work"),
+        [_row(answer) for answer in found.answers],
+    )
+    click.echo("")
+    for sentence in sentences(found):
+        click.echo(sentence)
+
+
+def _row(answer: "Answer") -> tuple[str, ...]:
+    prediction = answer.prediction
+    if prediction is None:
+        return (answer.candidate.label, answer.not_predicted or "", "", "", "", "")
+    most, least = max(prediction.member_work), min(prediction.member_work)
+    shares = "" if len(prediction.member_work) == 1 else f"{duration_as_text(least)} to {duration_as_text(most)}"
+    return (
+        answer.candidate.label,
+        duration_as_text(prediction.makespan),
+        duration_as_text(prediction.total[1]),
+        duration_as_text(prediction.wait[1]),
+        share_as_text(prediction.busy),
+        shares,
+    )
+
+
+def sentences(found: "WhatIf") -> list[str]:
+    """The recommendation with what bounds it, and what the answers leave out."""
+    if found.hottest_key is not None:
+        why = (
+            f"the key {as_text(found.hottest_key)} alone is {duration_as_text(found.hottest_work)} of work, and a key is "
+            "in order"
+        )
+    else:
+        why = "that is when the last record had come and run"
+    least = duration_as_text(found.best_possible)
+    bound = f"No number of shards, workers or members takes less than {least}: {why}."
+    told = []
+    if found.recommended is not None and found.recommended.prediction is not None:
+        takes = found.recommended.prediction.makespan
+        told.append(
+            f"Recommended of these: {found.recommended.candidate.label}, the fewest workers within 5 % of the quickest "
+            f"({duration_as_text(takes)}, {takes / max(found.best_possible, 1):.2f} times the least possible)."
+        )
+    return [*told, bound, *found.remarks]
