@@ -24,7 +24,7 @@ __all__ = ["GroupDescription", "GroupMember", "HistoryBrokers", "LogBounds"]
 
 _EARLIEST, _LATEST = -2, -1
 _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
-_DEFAULT_RETENTION = -1
+_RETENTION_MS = 366 * 24 * 3600 * 1000
 _COMMIT_TIMEOUT = 5.0
 
 _HAS_MEMBERS = {
@@ -209,6 +209,9 @@ class HistoryBrokers(Administration):
 
         Brokers refuse it when the group has a member of any kind; nothing else tells that for certain.
 
+        What is stored is kept for a year although the group has no member. `offsets.retention.minutes` counts from when
+        a group lost its last member, a week by default: a commit after that would be deleted within minutes.
+
         Raises:
             CommitRefusedError: The group has a member, or had one that has not expired. Nothing was stored.
             AuthorizationError: We may not read with the group, or not see a topic; the topics that we may see can
@@ -220,7 +223,7 @@ class HistoryBrokers(Administration):
             async with asyncio.timeout(_COMMIT_TIMEOUT):
                 node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
                 topics = _by_topic({one: (one.partition, *due) for one, due in offsets.items()})
-                request = OffsetCommitRequest(group_id, -1, "", _DEFAULT_RETENTION, topics)
+                request = OffsetCommitRequest(group_id, -1, "", _RETENTION_MS, topics)
                 answer = await self._client.send(node, request)
         except (kafka.KafkaError, TimeoutError) as error:
             raise _not_stored(error, group_id) from error

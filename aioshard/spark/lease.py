@@ -50,7 +50,8 @@ async def take_lease(brokers: HistoryBrokers, plan: Plan, seconds: float) -> lis
     """Commit the group's own offsets once more, with a lease noted beside them.
 
     It protects against one accident: somebody starts an app of the group while the run lasts. The app reads the lease
-    where it reads its offsets, and refuses to start with a sentence. It is no lock:
+    where it reads its offsets, and refuses to start with a sentence. And it keeps the brokers from forgetting the
+    offsets of a group that has no members for long. It is no lock:
 
     * Consumers that are not aioshard's do not read it, nor do apps that were built before there were leases.
     * It changes no offset. Where nothing is committed there is nothing to note it with, and where another program has

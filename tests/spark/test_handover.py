@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,30 @@ async def test_nothing_to_read_is_handed_over_too(run: Run7) -> None:
 
     assert (await run.hand_over()).offsets == {run.topic: {0: 0, 1: 0}}
     assert await run.kafka.committed(run.group, run.topic) == {0: 0, 1: 0}
+
+
+async def test_what_was_handed_over_is_kept_however_long_the_group_has_had_no_member(drained: Run7) -> None:
+    """Brokers count a retention from when a group lost its last member: it may be over before the hand-over."""
+    before = time.time()
+
+    await drained.hand_over()
+
+    expires = [await _expiry(drained, partition) for partition in (0, 1)]
+    assert min(expires) > before + 300 * 24 * 3600
+
+
+async def _expiry(run: Run7, partition: int) -> float:
+    """When the broker deletes the newest commit of a partition at the latest, as its own topic has it."""
+    wanted = b"".join(_text(name) for name in (run.group, run.topic)) + partition.to_bytes(4, "big")
+    newest = [one for one in await run.kafka.read("__consumer_offsets") if one.key and one.key[2:] == wanted][-1]
+    assert newest.value is not None
+    version, expires = int.from_bytes(newest.value[:2], "big"), int.from_bytes(newest.value[-8:], "big")
+    assert version == 1, "another one has no time of its own"
+    return expires / 1000
+
+
+def _text(text: str) -> bytes:
+    return len(text.encode()).to_bytes(2, "big") + text.encode()
 
 
 async def test_partitions_that_came_after_the_plan_are_named(drained: Run7) -> None:
