@@ -1,0 +1,115 @@
+"""`aioshard spark plan` and `handover`, which need brokers and no Spark: what scripts build on."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshard import spark
+from tests.spark.apps import AppModule, write_app
+from tests.support.shared_kafka import SharedKafka
+
+
+@pytest.fixture
+async def app(kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AppModule:
+    """An app of a topic with ten records."""
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"")] * 10)
+    return write_app(tmp_path, monkeypatch, kafka, group, topic)
+
+
+async def command(app: AppModule, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command, which imports the app from its directory."""
+    words = [sys.executable, "-m", "aioshard", "spark", *arguments, f"--app-dir={app.path.parent}"]
+    ended = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, check=False)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def verify(run: str, **found: Any) -> None:
+    """Pretends that the run was drained, and found to be whole."""
+    place = spark.RunDirectory(run)
+    place.write_json("verified.json", {"plan": place.plan().digest, "ok": True, "halted": []} | found)
+
+
+async def test_from_the_plan_to_the_hand_over(app: AppModule, kafka: SharedKafka, group: str, topic: str) -> None:
+    run = str(app.path.parent / "run")
+
+    code, out, _ = await command(
+        app, "plan", app.target, "--out", run, "--end", _file(app, {topic: {"0": 7}}), "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["ranges"] == [{"topic": topic, "partition": 0, "start": 0, "end": 7}]
+
+    code, _, said = await command(app, "handover", run)
+    assert (code, "was not verified" in said) == (3, True)
+
+    verify(run)
+    code, out, _ = await command(app, "handover", run, "--dry-run", "--json")
+    assert (code, json.loads(out)["state"]) == (0, "dry-run")
+    code, out, _ = await command(app, "handover", run, "--json")
+    assert (code, json.loads(out)["offsets"]) == (0, {topic: {"0": 7}})
+    assert await kafka.committed(group, topic) == {0: 7}
+
+    async with app.app:
+        await app.until_seen(3)
+    assert app.seen == [(0, 7), (0, 8), (0, 9)]
+
+
+def _file(app: AppModule, offsets: Any) -> str:
+    path = app.path.parent / "offsets.json"
+    path.write_text(json.dumps(offsets))
+    return str(path)
+
+
+async def test_a_busy_group_and_one_that_has_moved_end_with_4(
+    app: AppModule, kafka: SharedKafka, group: str, topic: str
+) -> None:
+    run = str(app.path.parent / "run")
+    code, _, _ = await command(app, "plan", app.target, "--out", run, "--end", _file(app, {topic: {"0": 7}}))
+    assert code == 0
+    verify(run)
+
+    async with app.app:
+        await kafka.wait_for_lag(group, topic)
+        code, _, said = await command(app, "handover", run, "--wait", "0", "--force")
+        assert (code, "has members" in said) == (4, True), said
+    code, _, said = await command(app, "handover", run)
+
+    assert (code, f"{topic}/0: then no commit, now 10" in said) == (4, True), said
+    assert await kafka.committed(group, topic) == {0: 10}
+
+
+async def test_lost_records_end_with_5_and_what_makes_no_sense_with_2(
+    app: AppModule, kafka: SharedKafka, topic: str
+) -> None:
+    run = str(app.path.parent / "run")
+    await kafka.delete_records(topic, before={0: 4})
+
+    start = _file(app, {topic: {"0": 2}})
+    code, _, said = await command(app, "plan", app.target, "--out", run, "--start", start)
+    assert (code, f"{topic}/0: offsets 2 to 3" in said) == (5, True), said
+
+    for wrong in (["--start", "yesterday"], ["--start", _file(app, {})], ["--on-failure", "forget"], ["--tasks", "0"]):
+        code, _, said = await command(app, "plan", app.target, "--out", run, *wrong)
+        assert code == 2, said
+    code, _, said = await command(app, "handover", run)
+    assert (code, "no plan.json" in said) == (2, True), said
+
+
+async def test_an_app_of_a_leased_group_ends_with_4(app: AppModule, kafka: SharedKafka, group: str, topic: str) -> None:
+    async with app.app:
+        await kafka.wait_for_lag(group, topic)
+    run = str(app.path.parent / "run")
+    code, _, said = await command(app, "plan", app.target, "--out", run, "--lease", "600")
+    assert code == 0, said
+
+    words = [sys.executable, "-m", "aioshard", "run", app.target, "--app-dir", str(app.path.parent)]
+    ended = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 4, ended.stderr
+    assert "is leased to the run over history" in ended.stderr
