@@ -35,6 +35,10 @@ class DefaultSource(DataSource):
         """See `AioshardSource.streamReader`."""
         return self._source().streamReader(schema)
 
-    def writer(self, schema: Any, overwrite: bool) -> Any:  # noqa: FBT001 - Spark's signature
+    def writer(self, schema: Any, overwrite: bool) -> Any:
         """See `AioshardSource.writer`."""
         return self._source().writer(schema, overwrite)
+
+    def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
+        """See `AioshardSource.streamWriter`."""
+        return self._source().streamWriter(schema, overwrite)

@@ -9,22 +9,43 @@ if TYPE_CHECKING:
     from aioshard.spark.directory import RunDirectory
     from aioshard.spark.handover import Handover, handover
     from aioshard.spark.lease import lease
+    from aioshard.spark.letters import send_letters
     from aioshard.spark.plan import Plan, PlannedHandler, PlannedRange
     from aioshard.spark.planning import plan
+    from aioshard.spark.sinks import PostgresqlTable
+    from aioshard.spark.verification import Verification
+    from aioshard.spark.verify import verify
 
 _MODULES = {
     "Handover": "handover",
     "Plan": "plan",
     "PlannedHandler": "plan",
     "PlannedRange": "plan",
+    "PostgresqlTable": "sinks",
     "RunDirectory": "directory",
+    "Verification": "verification",
     "handover": "handover",
     "lease": "lease",
     "plan": "planning",
+    "send_letters": "letters",
+    "verify": "verify",
 }
 """Where each name is: its module is imported when the name is used."""
 
-__all__ = ["Handover", "Plan", "PlannedHandler", "PlannedRange", "RunDirectory", "handover", "lease", "plan"]
+__all__ = [
+    "Handover",
+    "Plan",
+    "PlannedHandler",
+    "PlannedRange",
+    "PostgresqlTable",
+    "RunDirectory",
+    "Verification",
+    "handover",
+    "lease",
+    "plan",
+    "send_letters",
+    "verify",
+]
 
 if not TYPE_CHECKING:  # to a type checker it would mean that every name is there
 
