@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,11 @@ class HistoryRun:
     async def verify(self) -> Verification:
         """Compares with the log."""
         return await asyncio.to_thread(verify, self.spark, self.directory)
+
+    def copied(self, directory: Path) -> "HistoryRun":
+        """The same run in another directory, as far as it is; a test may spoil that one."""
+        shutil.copytree(self.directory, directory)
+        return dataclasses.replace(self, directory=directory)
 
     def outcome_files(self) -> list[Path]:
         """Files with rows, those of the first batch first."""

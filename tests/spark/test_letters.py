@@ -1,7 +1,10 @@
 """Dead letters of a run over history: those of the live app, in order, and none lost when it crashes between."""
 
 import asyncio
+import dataclasses
 import json
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from aioshard.records import Record
 from aioshard.serde.side_headers import MESSAGE_ID
 from aioshard.serde.side_records import dead_letter, read_dead_letter
 from aioshard.spark import publishing
+from aioshard.spark.blocking import blocking
 from aioshard.spark.handover import verified_ends
 from aioshard.spark.letters import send_letters
 from tests.spark.apps import write_app
@@ -23,6 +27,8 @@ from tests.support.shared_kafka import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
 
 HANDLER = """
 from aioshard import Retry
@@ -41,35 +47,68 @@ class CrashError(Exception):
     """Ends the driver."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """A drained run, and the letters that a test has sent."""
+
+    run: HistoryRun
+    letters_topic: str
+    before: int
+    """Letters of other tests."""
+
+    async def send(self, told: list[str] | None = None) -> int:
+        """Sends what was not sent."""
+        tell = (told if told is not None else []).append
+        return await asyncio.to_thread(send_letters, self.run.spark, self.run.directory, tell)
+
+    async def letters(self) -> list[Record]:
+        """What the test has in the topic of the letters."""
+        return (await self.run.kafka.read(self.letters_topic))[self.before :]
+
+    def noted(self) -> dict[str, Any]:
+        """What is acknowledged, as the directory says."""
+        found: dict[str, Any] = json.loads((self.run.directory / "letters.json").read_text())
+        return found
+
+    def check_that_it_may_be_handed_over(self) -> None:
+        """Raises what stands in the way."""
+        place = history.RunDirectory(self.run.directory)
+        verified_ends(place, place.plan())
+
+
+@pytest.fixture(scope="module")
+def drained_once(
+    spark: "SparkSession", spark_modules: Path, kafka: SharedKafka, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HistoryRun]:
+    """Ten records in each of two partitions, some of them bad; drained in two micro-batches."""
+    topic = f"letters-{uuid.uuid4().hex[:8]}"
+
+    async def drain(run: HistoryRun) -> None:
+        await kafka.create_topic(topic, partitions=2)
+        for name in ("letters", "others"):
+            await kafka.create_topic(f"{topic}-{name}")
+        for partition in range(2):
+            for offset in range(10):
+                key = None if offset == 5 else b"k%d" % offset
+                value = b"bad" if (partition, offset) in BAD else b"good"
+                await kafka.produce(topic, [(key, value)], partition, HEADERS if offset == 3 else ())
+        await run.plan(max_rows_per_batch=12)
+        assert (await run.drain()).statuses == {"dead_lettered": len(BAD), "processed": 20 - len(BAD)}
+
+    with pytest.MonkeyPatch.context() as patched:
+        handlers = HANDLER.format(topic=topic, letters=f"{topic}-letters")
+        app = write_app(spark_modules, patched, kafka, topic, handlers=handlers)
+        run = HistoryRun(spark, kafka, topic, app, tmp_path_factory.mktemp("letters") / "run")
+        blocking(lambda: drain(run))
+        yield run
+
+
 @pytest.fixture
-async def run(
-    spark: "SparkSession",
-    spark_modules: Path,
-    kafka: SharedKafka,
-    topic: str,
-    group: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> HistoryRun:
-    """Ten records in each of two partitions, some of them bad; nothing is planned yet."""
-    await kafka.create_topic(topic, partitions=2)
-    await kafka.create_topic(f"{topic}-letters")
-    for partition in range(2):
-        for offset in range(10):
-            key = None if offset == 5 else b"k%d" % offset
-            value = b"bad" if (partition, offset) in BAD else b"good"
-            await kafka.produce(topic, [(key, value)], partition, HEADERS if offset == 3 else ())
-    handlers = HANDLER.format(topic=topic, letters=f"{topic}-letters")
-    app = write_app(spark_modules, monkeypatch, kafka, group, handlers=handlers)
-    return HistoryRun(spark, kafka, topic, app, tmp_path / "run")
-
-
-async def _send(run: HistoryRun, told: list[str] | None = None) -> int:
-    return await asyncio.to_thread(send_letters, run.spark, run.directory, (told if told is not None else []).append)
-
-
-async def _letters(run: HistoryRun, of: str = "letters") -> list[Record]:
-    return await run.kafka.read(f"{run.topic}-{of}")
+async def sending(drained_once: HistoryRun, tmp_path: Path) -> Sending:
+    """Nothing was sent yet; the directory is the test's own."""
+    run = drained_once.copied(tmp_path / "run")
+    name = f"{run.topic}-letters"
+    return Sending(run, name, len(await run.kafka.read(name)))
 
 
 def _where(letters: list[Record]) -> list[tuple[int, int]]:
@@ -77,24 +116,12 @@ def _where(letters: list[Record]) -> list[tuple[int, int]]:
     return [(one.original.partition, one.original.offset) for one in found if one is not None]
 
 
-def _noted(run: HistoryRun) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.directory / "letters.json").read_text())
-    return found
-
-
-def _may_be_handed_over(run: HistoryRun) -> None:
-    place = history.RunDirectory(run.directory)
-    verified_ends(place, place.plan())
-
-
-async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(run: HistoryRun) -> None:
-    await run.plan()
-    await run.drain()
-    assert await _send(run) == len(BAD)
-    letters = await _letters(run)
+async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(sending: Sending) -> None:
+    assert await sending.send() == len(BAD)
+    letters = await sending.letters()
     sent = dict(zip(_where(letters), letters, strict=True))
-    await run.app.app.serve(until_caught_up=True)
-    both = await _letters(run)
+    await sending.run.app.app.serve(until_caught_up=True)
+    both = await sending.letters()
     live = {where: letter for where, letter in zip(_where(both), both, strict=True) if letter not in letters}
 
     assert sorted(sent) == sorted(live) == BAD
@@ -102,19 +129,17 @@ async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(run: H
         other = live[where]
         assert (letter.key, letter.value, letter.timestamp) == (other.key, other.value, other.timestamp)
         *headers, last = letter.headers
-        assert last == (MESSAGE_ID, b"%s/%d/%d" % (run.topic.encode(), *where))
+        assert last == (MESSAGE_ID, b"%s/%d/%d" % (sending.run.topic.encode(), *where))
         changing = "aioshard.failed_at"
         assert [one for one in headers if one[0] != changing] == [one for one in other.headers if one[0] != changing]
         assert [name for name, _ in headers] == [name for name, _ in other.headers]
 
 
-async def test_a_letter_failed_when_its_last_attempt_ended(run: HistoryRun) -> None:
-    await run.plan()
-    await run.drain()
-    await _send(run)
+async def test_a_letter_failed_when_its_last_attempt_ended(sending: Sending) -> None:
+    await sending.send()
 
-    rows = {(row["partition"], row["offset"]): row for row in run.rows() if row["status"] == "dead_lettered"}
-    for letter in await _letters(run):
+    rows = {(row["partition"], row["offset"]): row for row in sending.run.rows() if row["status"] == "dead_lettered"}
+    for letter in await sending.letters():
         found = read_dead_letter(letter)
         assert found is not None
         row = rows[found.original.partition, found.original.offset]
@@ -122,34 +147,28 @@ async def test_a_letter_failed_when_its_last_attempt_ended(run: HistoryRun) -> N
         assert found.failure.failed_at == pytest.approx(ended, abs=1e-5)
 
 
-async def test_letters_come_in_the_order_of_their_records_batch_by_batch(run: HistoryRun) -> None:
-    await run.plan(max_rows_per_batch=12)
-    await run.drain()
+async def test_letters_come_in_the_order_of_their_records_batch_by_batch(sending: Sending) -> None:
     told: list[str] = []
 
-    assert await _send(run, told) == len(BAD)
+    assert await sending.send(told) == len(BAD)
 
     first = [(partition, offset) for partition, offset in BAD if offset < 6]
-    assert _where(await _letters(run)) == [*first, *(one for one in BAD if one not in first)]
+    assert _where(await sending.letters()) == [*first, *(one for one in BAD if one not in first)]
     assert told == ["4 dead letter(s) of batch 0 sent", "1 dead letter(s) of batch 1 sent"]
 
 
-async def test_what_was_sent_is_not_sent_again(run: HistoryRun) -> None:
-    await run.plan()
-    await run.drain()
+async def test_what_was_sent_is_not_sent_again(sending: Sending) -> None:
 
-    assert [await _send(run), await _send(run)] == [len(BAD), 0]
+    assert [await sending.send(), await sending.send()] == [len(BAD), 0]
 
-    assert len(await _letters(run)) == len(BAD)
-    plan = history.RunDirectory(run.directory).plan()
-    assert _noted(run) == {"plan": plan.digest, "acknowledged": len(BAD), "batches": [0]}
+    assert len(await sending.letters()) == len(BAD)
+    plan = history.RunDirectory(sending.run.directory).plan()
+    assert sending.noted() == {"plan": plan.digest, "acknowledged": len(BAD), "batches": [0, 1]}
 
 
 async def test_a_crash_between_batches_repeats_the_letters_of_one_batch_with_the_same_ids(
-    run: HistoryRun, monkeypatch: pytest.MonkeyPatch
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run.plan(max_rows_per_batch=12)
-    await run.drain()
     write = history.RunDirectory.write_json
 
     def crash(place: history.RunDirectory, name: str, content: Any) -> None:
@@ -160,79 +179,72 @@ async def test_a_crash_between_batches_repeats_the_letters_of_one_batch_with_the
     with monkeypatch.context() as patched:
         patched.setattr(history.RunDirectory, "write_json", crash)
         with pytest.raises(CrashError):
-            await _send(run)
-    assert _noted(run)["acknowledged"] == 4
+            await sending.send()
+    assert sending.noted()["acknowledged"] == 4
 
-    assert await _send(run) == 1
+    assert await sending.send() == 1
 
-    letters = await _letters(run)
+    letters = await sending.letters()
     assert sorted(_where(letters)) == sorted([*BAD, (0, 9)])
     assert len({dict(letter.headers)[MESSAGE_ID] for letter in letters}) == len(BAD)
-    assert _noted(run)["acknowledged"] == len(BAD)
+    assert sending.noted()["acknowledged"] == len(BAD)
 
 
-async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(run: HistoryRun) -> None:
-    await run.plan()
-    await run.drain()
-    assert (await run.verify()).dead_lettered == len(BAD)
+async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(sending: Sending) -> None:
+    assert (await sending.run.verify()).dead_lettered == len(BAD)
     with pytest.raises(NotVerifiedError, match="5 of 5 dead letters"):
-        _may_be_handed_over(run)
+        sending.check_that_it_may_be_handed_over()
 
-    await _send(run)
+    await sending.send()
 
-    _may_be_handed_over(run)
+    sending.check_that_it_may_be_handed_over()
 
 
 async def test_what_is_not_acknowledged_is_an_error_and_not_noted(
-    run: HistoryRun, monkeypatch: pytest.MonkeyPatch
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run.plan(max_rows_per_batch=12)
-    await run.drain()
     publish = KafkaProducer.publish
 
     async def refuse(producer: KafkaProducer, message: Message) -> int:
-        if (MESSAGE_ID, f"{run.topic}/0/9".encode()) in message.headers:
+        if (MESSAGE_ID, f"{sending.run.topic}/0/9".encode()) in message.headers:
             raise TransportError("refused")
         return await publish(producer, message)
 
     with monkeypatch.context() as patched:
         patched.setattr(KafkaProducer, "publish", refuse)
         with pytest.raises(TransportError, match="refused"):
-            await _send(run)
-    assert _noted(run)["batches"] == [0]
+            await sending.send()
+    assert sending.noted()["batches"] == [0]
 
-    assert await _send(run) == 1
-
-
-async def test_the_topic_of_the_plan_comes_before_that_of_the_handler(run: HistoryRun) -> None:
-    await run.kafka.create_topic(f"{run.topic}-others")
-    await run.plan(on_failure=f"dead-letter:{run.topic}-others")
-    await run.drain()
-
-    await _send(run)
-
-    assert _where(await _letters(run, "others")) == BAD
-    assert not await _letters(run)
+    assert await sending.send() == 1
 
 
-async def test_outcomes_of_another_run_are_refused(run: HistoryRun, tmp_path: Path) -> None:
-    await run.plan()
-    await run.drain()
-    skipping = HistoryRun(run.spark, run.kafka, run.topic, run.app, tmp_path / "skipping")
+async def test_the_topic_of_the_plan_comes_before_that_of_the_handler(sending: Sending, tmp_path: Path) -> None:
+    run, others = sending.run, f"{sending.run.topic}-others"
+    again = Sending(dataclasses.replace(run, directory=tmp_path / "again"), others, 0)
+    await again.run.plan(on_failure=f"dead-letter:{others}")
+    (run.directory / "outcomes").rename(again.run.directory / "outcomes")
+
+    await again.send()
+
+    assert sorted(_where(await again.letters())) == BAD
+    assert not await sending.letters()
+
+
+async def test_outcomes_of_another_run_are_refused(sending: Sending, tmp_path: Path) -> None:
+    skipping = dataclasses.replace(sending.run, directory=tmp_path / "skipping")
     await skipping.plan(on_failure="skip")
-    (run.directory / "outcomes").rename(skipping.directory / "outcomes")
+    (sending.run.directory / "outcomes").rename(skipping.directory / "outcomes")
 
     with pytest.raises(PlanError, match="no dead-letter topic"):
-        await _send(skipping)
+        await Sending(skipping, sending.letters_topic, 0).send()
 
 
-async def test_a_letter_that_is_given_up_a_second_time_does_not_keep_its_old_id(run: HistoryRun) -> None:
+async def test_a_letter_that_is_given_up_a_second_time_does_not_keep_its_old_id(sending: Sending) -> None:
     """Replayed into its topic, its record has only the headers that it came with."""
-    await run.plan()
-    await run.drain()
-    await _send(run)
+    await sending.send()
 
-    for letter in await _letters(run):
+    for letter in await sending.letters():
         found = read_dead_letter(letter)
         assert found is not None
         assert not [name for name, _ in found.original.headers if name.startswith("aioshard.")]

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
+from aioshard.spark.blocking import blocking
 from aioshard.spark.drain import stop
 from aioshard.spark.handover import verified_ends
 from aioshard.spark.verification import Found
@@ -27,6 +30,8 @@ from tests.support.shared_kafka import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
 
 ALL = {"processed": 60}
 
@@ -42,17 +47,39 @@ async def run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> HistoryRun:
     """60 records by turns in two partitions; nothing is planned yet."""
-    await kafka.create_topic(topic, partitions=2)
-    await kafka.produce(topic, [(None, b"%d" % number) for number in range(60)])
-    app = write_app(spark_modules, monkeypatch, kafka, group, topic)
-    return HistoryRun(spark, kafka, topic, app, tmp_path / "run")
+    return await _produced(
+        HistoryRun(spark, kafka, topic, write_app(spark_modules, monkeypatch, kafka, group, topic), tmp_path / "run")
+    )
+
+
+@pytest.fixture(scope="module")
+def drained_once(
+    spark: "SparkSession", spark_modules: Path, kafka: SharedKafka, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HistoryRun]:
+    """The same, drained in two micro-batches; no test changes its topic."""
+    topic = f"verified-{uuid.uuid4().hex[:8]}"
+    with pytest.MonkeyPatch.context() as patched:
+        app = write_app(spark_modules, patched, kafka, topic, topic)
+        run = HistoryRun(spark, kafka, topic, app, tmp_path_factory.mktemp("verified") / "run")
+
+        async def drain() -> None:
+            await _produced(run)
+            await run.plan(max_rows_per_batch=30)
+            assert (await run.drain()).batches == 2
+
+        blocking(drain)
+        yield run
 
 
 @pytest.fixture
-async def drained(run: HistoryRun) -> HistoryRun:
-    """In two micro-batches."""
-    await run.plan(max_rows_per_batch=30)
-    assert (await run.drain()).batches == 2
+def drained(drained_once: HistoryRun, tmp_path: Path) -> HistoryRun:
+    """Drained in two micro-batches; its directory is the test's own."""
+    return drained_once.copied(tmp_path / "run")
+
+
+async def _produced(run: HistoryRun) -> HistoryRun:
+    await run.kafka.create_topic(run.topic, partitions=2)
+    await run.kafka.produce(run.topic, [(None, b"%d" % number) for number in range(60)])
     return run
 
 
@@ -115,21 +142,20 @@ async def test_a_duplicate_does_not_make_up_for_a_missing_row(drained: HistoryRu
     assert found.duplicates == {name: Found(count=1, offsets=(second["offset"],))}
 
 
-async def test_rows_outside_the_planned_range_are_named(run: HistoryRun) -> None:
-    await run.plan(end={run.topic: {0: 20, 1: 30}})
-    await run.drain()
-    file = next(one for one in run.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
-    row = pq.read_table(file).to_pylist()[0] | {"offset": 25}
+async def test_rows_outside_the_planned_range_are_named(drained: HistoryRun) -> None:
+    file = next(one for one in drained.outcome_files() if pq.read_table(one).to_pylist()[0]["partition"] == 0)
+    row = pq.read_table(file).to_pylist()[0] | {"offset": 30}
     stranger = row | {"topic": "another"}
     pq.write_table(pa.Table.from_pylist([row, stranger], schema=pq.read_schema(file)), file.with_name("x.parquet"))
 
-    found = await run.verify()
+    found = await drained.verify()
 
     assert not found.ok
-    one = Found(count=1, offsets=(25,))
-    assert found.outside == {f"{run.topic}/0": one, "another/0": one}
+    one = Found(count=1, offsets=(30,))
+    assert found.outside == {f"{drained.topic}/0": one, "another/0": one}
 
 
+@pytest.mark.slow
 async def test_a_run_that_was_stopped_before_its_end_is_not_verified(run: HistoryRun) -> None:
     await run.plan(max_rows_per_batch=30)
 
@@ -184,17 +210,18 @@ async def test_what_compaction_has_taken_out_before_the_drain_is_a_hole(
     assert found.records < plan.records
 
 
-async def test_what_retention_has_deleted_since_is_counted_and_no_error(drained: HistoryRun) -> None:
-    gone = drained.outcome_files()
-    for file in gone:
+async def test_what_retention_has_deleted_since_is_counted_and_no_error(run: HistoryRun) -> None:
+    await run.plan()
+    await run.drain()
+    for file in run.outcome_files():
         if pq.read_table(file).to_pylist()[0]["partition"] == 0:
             file.unlink()
-    await drained.kafka.delete_records(drained.topic, {0: 30, 1: 10})
+    await run.kafka.delete_records(run.topic, {0: 30, 1: 10})
 
-    found = await drained.verify()
+    found = await run.verify()
 
     assert found.ok, "records without a row that are gone cannot be drained again"
-    assert found.deleted_since == {f"{drained.topic}/0": 30}
+    assert found.deleted_since == {f"{run.topic}/0": 30}
     assert found.records == 30
 
 
@@ -219,17 +246,17 @@ async def test_what_the_group_had_finished_before_counts_as_done(run: HistoryRun
     assert (await run.verify()).duplicates == {f"{run.topic}/0": Found(count=1, offsets=(13,))}
 
 
-async def test_a_topic_that_was_made_anew_is_refused(drained: HistoryRun) -> None:
-    await drained.kafka.delete_topic(drained.topic)
-    await drained.kafka.create_topic(drained.topic, partitions=2)
+async def test_a_topic_that_was_made_anew_is_refused(run: HistoryRun) -> None:
+    await run.plan()
+    await run.kafka.delete_topic(run.topic)
+    await run.kafka.create_topic(run.topic, partitions=2)
 
-    with pytest.raises(DataLossError, match=f"{drained.topic}/0: the range ends at 30, and the log at 0"):
-        await drained.verify()
+    with pytest.raises(DataLossError, match=f"{run.topic}/0: the range ends at 30, and the log at 0"):
+        await run.verify()
 
 
 async def test_a_run_with_nothing_to_do_is_verified(run: HistoryRun) -> None:
     await run.plan(start={run.topic: {0: 30, 1: 30}})
-    await run.drain()
 
     found = await run.verify()
 

@@ -1,0 +1,272 @@
+"""Where rows go: topics, a database table, and files that others read."""
+
+import asyncio
+import datetime as dt
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pyarrow.dataset as ds
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql.types import StructType
+
+from aioshard.errors import DrainError, PlanError
+from aioshard.records import Record
+from aioshard.spark.sinks import PostgresqlTable
+from aioshard.spark.source import OUTCOME_COLUMNS
+from aioshard.spark.writer import StreamTopicWriter, TopicWriter
+from tests.spark.apps import write_app
+from tests.spark.runs import HistoryRun
+from tests.support.shared_kafka import SharedKafka
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
+
+HEADERS = "array<struct<key:string,value:binary>>"
+TABLE = """
+CREATE TABLE outcomes (
+    topic text, partition int, "offset" bigint, key bytea, status text, attempts int, error_type text, error text,
+    started timestamptz, duration float8, result bytea, handler text, PRIMARY KEY (topic, partition, "offset"))
+"""
+STARTED = dt.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=dt.UTC)
+
+
+# Topics -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def write(kafka: SharedKafka, topic: str) -> "Callable[..., Any]":
+    """Writes rows to a topic of the test's own with two partitions, and returns what is in it then."""
+    await kafka.create_topic(topic, partitions=2, config={"max.message.bytes": "20000"})
+
+    async def to_topic(rows: "DataFrame", **options: str) -> list[Record]:
+        given = {"bootstrap_servers": kafka.bootstrap, "topic": topic} | options
+        writer = rows.write.format("aioshard").options(**{name: text for name, text in given.items() if text})
+        await asyncio.to_thread(writer.mode("append").save)
+        return await kafka.read(topic)
+
+    return to_topic
+
+
+async def test_rows_become_messages_with_key_value_headers_and_partition(
+    spark: "SparkSession", write: Callable[..., Any]
+) -> None:
+    rows = spark.createDataFrame(
+        [(b"k", b"v", [("a", b"1"), ("b", None)], 1), (None, None, None, 0)],
+        f"key binary, value binary, headers {HEADERS}, partition int",
+    )
+
+    second, first = await write(rows)
+
+    assert first[:2] + first[3:6] == (first.topic, 1, b"k", b"v", (("a", b"1"), ("b", None)))
+    assert (second.partition, second.key, second.value, second.headers) == (0, None, None, ())
+
+
+async def test_text_is_utf_8_and_each_row_may_name_its_topic(
+    spark: "SparkSession", write: Callable[..., Any], topic: str
+) -> None:
+    rows = spark.createDataFrame(
+        [("schlüssel", "wert €", topic, 7)], "key string, value string, topic string, more int"
+    )
+
+    (found,) = await write(rows, topic="")
+
+    assert (found.key, found.value) == ("schlüssel".encode(), "wert €".encode())
+
+
+async def test_rows_of_one_task_keep_their_order(spark: "SparkSession", write: Callable[..., Any]) -> None:
+    """More than one wave of them."""
+    rows = spark.range(0, 5000, numPartitions=1).selectExpr("string(id) AS value", "int(id % 2) AS partition")
+
+    found = await write(rows)
+
+    for partition in range(2):
+        values = [int(one.value) for one in found if one.partition == partition]
+        assert values == list(range(partition, 5000, 2))
+
+
+async def test_what_became_of_a_record_names_it_in_a_header(spark: "SparkSession", write: Callable[..., Any]) -> None:
+    """The key chooses the partition: that of the record is in another topic, which may have more of them."""
+    rows = spark.createDataFrame(
+        [("orders", 17, 41, b"k", b"done")], "topic string, partition int, offset long, key binary, value binary"
+    )
+
+    (found,) = await write(rows, message_id="message-id")
+
+    assert (found.key, found.value, found.headers) == (b"k", b"done", (("message-id", b"orders/17/41"),))
+
+
+async def test_what_the_brokers_refuse_fails_the_write(spark: "SparkSession", write: Callable[..., Any]) -> None:
+    rows = spark.createDataFrame([(bytearray(30_000),)], "value binary")
+
+    with pytest.raises(PySparkException, match="MessageTooLargeError"):
+        await write(rows)
+
+
+async def test_a_stream_is_written_whole(spark: "SparkSession", kafka: SharedKafka, topic: str, tmp_path: Path) -> None:
+    await kafka.create_topic(topic)
+    (tmp_path / "in").mkdir()
+    rows = spark.range(30).selectExpr("string(id) AS key", "string(id) AS value")
+    await asyncio.to_thread(rows.write.parquet, str(tmp_path / "in" / "files"))
+
+    stream = spark.readStream.schema("key string, value string").parquet(str(tmp_path / "in" / "files"))
+    query = (
+        stream.writeStream.format("aioshard")
+        .options(bootstrap_servers=kafka.bootstrap, topic=topic, checkpointLocation=str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    await asyncio.to_thread(query.awaitTermination)
+
+    assert sorted(int(one.value or b"") for one in await kafka.read(topic)) == list(range(30))
+
+
+@pytest.mark.parametrize("kind", [TopicWriter, StreamTopicWriter])
+@pytest.mark.parametrize(
+    ("columns", "options", "overwrite", "expected"),
+    [
+        ("key binary", {"topic": "t"}, False, "no column value"),
+        ("value int", {"topic": "t"}, False, "column value is of type int, string or binary was expected"),
+        ("value binary", {}, False, "no column topic"),
+        ("value binary", {"topic": "no topic"}, False, "the name of a topic was expected"),
+        ("value binary", {"topic": "t"}, True, "only appended to"),
+        ("value binary", {"topic": "t", "acks": "0"}, False, "has no option 'acks'"),
+        ("value binary, partition string", {"topic": "t"}, False, "column partition is of type string"),
+        ("value binary, headers array<string>", {"topic": "t"}, False, "column headers is of type array<string>"),
+        ("value binary", {"topic": "t", "message_id": "id"}, False, "no column topic"),
+        ("value binary, topic string, partition int, offset long", {"message_id": "id"}, False, "name the topic"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_a_sentence(
+    kind: Callable[..., object], columns: str, options: dict[str, str], *, overwrite: bool, expected: str
+) -> None:
+    with pytest.raises(PlanError, match=expected):
+        kind(StructType.fromDDL(columns), options, overwrite=overwrite)
+
+
+# A table ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(postgresql_url: str) -> PostgresqlTable:
+    """An empty table of outcomes."""
+    with psycopg.connect(postgresql_url) as connection:
+        connection.execute(TABLE)
+    return PostgresqlTable(functools.partial(psycopg.connect, postgresql_url), "outcomes")
+
+
+def _outcome(offset: int, status: str = "processed", **values: Any) -> tuple[Any, ...]:
+    given: dict[str, Any] = dict.fromkeys(OUTCOME_COLUMNS.names)
+    given |= {"topic": "orders", "partition": 0, "offset": offset, "key": b"k\x00", "status": status, "attempts": 1}
+    given |= {"started": STARTED, "duration": 0.25, "handler": "on", "result": b'{"paid":true}'} | values
+    return tuple(given.values())
+
+
+def _frame(spark: "SparkSession", *rows: tuple[Any, ...]) -> "DataFrame":
+    return spark.createDataFrame(rows, OUTCOME_COLUMNS)
+
+
+def _stored(table: PostgresqlTable, columns: str = '"offset", status') -> list[tuple[Any, ...]]:
+    with table.connect() as connection:
+        found: list[tuple[Any, ...]] = connection.execute(
+            f'SELECT {columns} FROM outcomes ORDER BY "offset"'
+        ).fetchall()
+        return found
+
+
+def test_outcomes_are_in_the_table_as_they_are(spark: "SparkSession", table: PostgresqlTable) -> None:
+    assert table(_frame(spark, _outcome(1), _outcome(2, "skipped", error="tab\t and \\ line\n", result=None)), 0) == 2
+
+    first, second = _stored(table, "topic, partition, key, status, attempts, started, duration, result, error")
+    assert first == ("orders", 0, b"k\x00", "processed", 1, STARTED, 0.25, b'{"paid":true}', None)
+    assert second[-2:] == (None, "tab\t and \\ line\n")
+
+
+def test_what_is_written_again_is_there_once(spark: "SparkSession", table: PostgresqlTable) -> None:
+    rows = _frame(spark, *map(_outcome, range(100))).repartition(3)
+
+    assert [table(rows, 4), table(rows, 4)] == [100, 100]
+
+    assert _stored(table) == [(offset, "processed") for offset in range(100)]
+
+
+def test_a_later_run_takes_the_place_of_the_one_before_unless_told_not_to(
+    spark: "SparkSession", table: PostgresqlTable
+) -> None:
+    table(_frame(spark, _outcome(1, "skipped")))
+
+    keeping = PostgresqlTable(table.connect, "public.outcomes", update=False)
+    keeping(_frame(spark, _outcome(1), _outcome(2)))
+    assert _stored(table) == [(1, "skipped"), (2, "processed")]
+
+    table(_frame(spark, _outcome(1)))
+    assert _stored(table) == [(1, "processed"), (2, "processed")]
+
+
+def test_columns_are_chosen(spark: "SparkSession", table: PostgresqlTable) -> None:
+    few = PostgresqlTable(table.connect, "outcomes", ("topic", "partition", "offset"))
+
+    few(_frame(spark, _outcome(1)))
+    few(_frame(spark, _outcome(1)))
+
+    assert _stored(table) == [(1, None)]
+    with pytest.raises(PlanError, match="leaves out 'offset'"):
+        PostgresqlTable(table.connect, "outcomes", ("topic", "partition", "status"))
+
+
+def test_a_task_that_fails_leaves_nothing_of_its_rows(spark: "SparkSession", table: PostgresqlTable) -> None:
+    rows = _frame(spark, _outcome(1), _outcome(2, error="nul \x00 is no text")).coalesce(1)
+
+    with pytest.raises(PySparkException, match="NUL"):
+        table(rows)
+
+    assert _stored(table) == []
+
+
+# A run --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_once_after_a_crash_too(
+    spark: "SparkSession",
+    spark_modules: Path,
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    table: PostgresqlTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.produce(topic, [(None, b"")] * 40)
+    app = write_app(spark_modules, monkeypatch, kafka, group, topic)
+    run = HistoryRun(spark, kafka, topic, app, tmp_path / "run")
+    await run.plan(max_rows_per_batch=20)
+    calls = []
+
+    def write(rows: "DataFrame", batch: int) -> None:
+        table(rows, batch)
+        calls.append(batch)
+        if calls == [0, 1]:
+            raise RuntimeError("the driver is lost")
+
+    with pytest.raises(DrainError, match="the driver is lost"):
+        await run.drain(foreach=write)
+    await run.drain(foreach=write)
+
+    assert calls == [0, 1, 1]
+    expected = [(partition, offset) for partition in range(2) for offset in range(20)]
+    with table.connect() as connection:
+        stored = connection.execute('SELECT partition, "offset" FROM outcomes ORDER BY 1, 2').fetchall()
+    assert stored == expected
+    read = ds.dataset(run.directory / "outcomes", partitioning="hive").to_table().to_pandas()
+    assert sorted(zip(read["partition"], read["offset"], strict=True)) == expected
+    assert set(read["batch"]) == {0, 1}
+    duckdb = pytest.importorskip("duckdb")
+    files = f"{run.directory}/outcomes/*/*.parquet"
+    assert duckdb.sql(f"SELECT partition, \"offset\" FROM '{files}' ORDER BY ALL").fetchall() == expected
