@@ -13,6 +13,7 @@ from aioshard.cli.spark_runs import directory_argument, master_option, session
 from aioshard.cli.tables import print_table
 from aioshard.spark.directory import RunDirectory
 from aioshard.spark.handover import handover as hand_over
+from aioshard.spark.letters import letters_owed, send_letters
 
 __all__ = ["handover", "verify"]
 
@@ -53,14 +54,22 @@ def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
 )
 @click.option("--dry-run", is_flag=True, help="Check what can be checked without a commit.")
 @click.option("--force", is_flag=True, help="Also when the group has moved since the plan was made.")
+@master_option
 @options.app_dir
 @options.as_json("what was done")
-def handover(directory: str, *, wait: float | None, dry_run: bool, force: bool, app_dir: str, as_json: bool) -> None:
+def handover(
+    directory: str, *, wait: float | None, dry_run: bool, force: bool, master: str, app_dir: str, as_json: bool
+) -> None:
     """Commit the ends of the verified run in DIR to its group, so that the live app goes on exactly there.
 
-    Refused, and nothing changed, with exit code 4 when the group has members or has moved.
+    Dead letters of the run are sent first; only for them it starts Spark. Refused, and no offset changed, with exit
+    code 4 when the group has members or has moved.
     """
     sys.path.insert(0, str(Path(app_dir).resolve()))
+    place = RunDirectory(directory)
+    if letters_owed(place) and not dry_run:
+        with session(master, app_dir) as spark:
+            send_letters(spark, place, lambda text: click.echo(text, err=True))
     done = run(
         hand_over(directory, wait=wait, dry_run=dry_run, force=force, tell=lambda text: click.echo(text, err=True))
     )

@@ -16,19 +16,32 @@ from aioshard.spark.access import settings_for
 from aioshard.spark.batches import OUTCOMES
 from aioshard.spark.blocking import blocking
 from aioshard.spark.directory import RunDirectory
-from aioshard.spark.handover import LETTERS
+from aioshard.spark.handover import LETTERS, VERIFIED
 from aioshard.spark.plan import Plan
 from aioshard.spark.publishing import publish_wave, waves
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["send_letters"]
+__all__ = ["letters_owed", "send_letters"]
 
 _DEAD_LETTER = "dead-letter:"
 _BATCH = "batch="
 _NO_TIME = -0.001
 """What a record without a timestamp has."""
+
+
+def letters_owed(place: RunDirectory) -> int:
+    """How many dead letters of a verified run were not sent yet; 0 where it was not verified.
+
+    Raises:
+        PlanError: There is no plan.
+    """
+    plan = place.plan()
+    found = place.read_json(VERIFIED)
+    if not isinstance(found, dict) or found.get("plan") != plan.digest or found.get("ok") is not True:
+        return 0
+    return max(int(found.get("dead_lettered") or 0) - _Sent.read(place, plan).acknowledged, 0)
 
 
 def send_letters(
