@@ -38,7 +38,7 @@ class Delivery(Untroubled):
     Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).
     """
 
-    __slots__ = ("__dict__", "arrived", "epoch", "key", "offset", "record", "size", "starts")
+    __slots__ = ("__dict__", "arrived", "epoch", "key", "offset", "record", "run", "size", "starts")
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -49,6 +49,11 @@ class Delivery(Untroubled):
         self.arrived = arrived
         self.starts = 0
         """How often a worker has started it."""
+
+    run: tuple[float, float, object]
+    """Of its latest attempt, where outcomes are observed: begin and end in loop time, and what the handler returned.
+
+    Missing before the first one, and always where nobody observes."""
 
     def __repr__(self) -> str:
         """`topic/partition/offset`, as statistics and messages name a record."""
@@ -106,6 +111,8 @@ class Epoch:
         """Queued deliveries whose records were given back to make room; incomplete, and fetched again later."""
         self.fetching_again = False
         """Whether the client was sent back to the first of them, and has not come to our position again."""
+        self.one_way = False
+        """Whether the client cannot be sent back: nothing is given back then."""
         self.drain: DrainPlan[Delivery] | None = None
         self.drained: asyncio.Event | None = None
         self.revoked = asyncio.Event()

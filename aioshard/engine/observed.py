@@ -3,24 +3,26 @@
 Costs nothing where nobody observes: the epochs and the attempts of an engine are others then.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
+from aioshard.engine.batches.batch_worker import InvokeBatch
 from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.worker import Invoke
 from aioshard.records import TopicPartition
 
-__all__ = ["Observe", "ObservedEpoch", "noted"]
+__all__ = ["Completed", "Observe", "ObservedEpoch", "noted"]
 
-T = TypeVar("T")
-
-Observe = Callable[[HandlerSpec, Delivery], None]
+Completed = Callable[[Delivery], None]
 """Told of each delivery that is complete: `outcome`, `run`, `failures` and `failure` say how it came to that.
 
 Called in the event loop for each record, so it has to be quick; it must not raise, nor keep the delivery.
 """
+
+Observe = Callable[[HandlerSpec], Completed]
+"""Gives what is told of the deliveries of a handler; asked once per epoch."""
 
 
 class ObservedEpoch(Epoch):
@@ -33,7 +35,7 @@ class ObservedEpoch(Epoch):
         start: int,
         buffer: Buffer,
         *,
-        completed: Callable[[Delivery], None],
+        completed: Completed,
     ) -> None:
         super().__init__(topic_partition, number, start, buffer)
         self._completed = completed
@@ -48,22 +50,35 @@ class ObservedEpoch(Epoch):
 
 def noted(spec: HandlerSpec, clock: Callable[[], float]) -> HandlerSpec:
     """The same handler; each of its attempts leaves a note of its times and its result with the delivery."""
+    if spec.batched is not None:
+        return spec._replace(batched=spec.batched._replace(invoke=_noted_batch(spec.batched.invoke, clock)))
+    return spec._replace(call=None, invoke=_noted_record(spec.attempt, clock))
 
-    def wrap(attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
-        async def run(given: T) -> object:
-            began = clock()
-            result: object = None
-            try:
-                result = await attempt(given)
-            finally:
-                note = (began, clock(), result)
-                if isinstance(given, Delivery):
-                    given.run = note
-                elif isinstance(given, DeliveryBatch):
-                    for delivery in given.deliveries:
-                        delivery.run = note
-            return result
 
-        return run
+def _noted_record(attempt: Invoke, clock: Callable[[], float]) -> Invoke:
+    async def run(delivery: Delivery) -> object:
+        began = clock()
+        try:
+            result = await attempt(delivery)
+        except BaseException:
+            delivery.run = (began, clock(), None)
+            raise
+        delivery.run = (began, clock(), result)
+        return result
 
-    return spec.through(wrap)
+    return run
+
+
+def _noted_batch(attempt: InvokeBatch, clock: Callable[[], float]) -> InvokeBatch:
+    async def run(batch: DeliveryBatch) -> object:
+        began = clock()
+        result: object = None
+        try:
+            result = await attempt(batch)
+        finally:
+            note = (began, clock(), result)
+            for delivery in batch.deliveries:
+                delivery.run = note
+        return result
+
+    return run

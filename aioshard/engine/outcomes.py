@@ -73,5 +73,3 @@ class Untroubled:
     failure: FailureNote | None = None
     outcome: Outcome = Outcome.PROCESSED
     """How it ended, once it has."""
-    run: tuple[float, float, object] | None = None
-    """Of its latest attempt, where outcomes are observed: begin and end in loop time, and what the handler returned."""

@@ -1,7 +1,6 @@
 """One running engine: its tasks from start to stop, and the supervisor of the client."""
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -134,7 +133,7 @@ class Engine:
         """Make an epoch, closed; an observed one where outcomes are observed."""
         if self._observe is None:
             return Epoch(topic_partition, number, start, self.buffer)
-        completed = functools.partial(self._observe, self.handler_of(topic_partition.topic).spec)
+        completed = self._observe(self.handler_of(topic_partition.topic).spec)
         return ObservedEpoch(topic_partition, number, start, self.buffer, completed=completed)
 
     def why_paused(self, topic_partition: TopicPartition) -> str | None:

@@ -8,7 +8,9 @@ import pyarrow as pa
 
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.observed import Completed
 from aioshard.engine.outcomes import Outcome
+from aioshard.serde.results import encoded_result
 from aioshard.spark.rows import Ended, WallClock, outcome_batch
 
 __all__ = ["Collected"]
@@ -18,8 +20,6 @@ _ROWS = 2_000
 _BATCHES = 16
 """So many may wait for Spark; nothing is read meanwhile."""
 _NO_RUN = (0.0, 0.0, None)
-_new = tuple.__new__
-"""Builds an `Ended` in half the time of calling the class."""
 
 
 class Collected:
@@ -37,39 +37,47 @@ class Collected:
             loop: The one that adds to it.
             fixed: Whether the shards of a handler are fixed, by its name.
         """
-        self.ended = 0
-        """Records so far."""
         self.room = asyncio.Event()
         """Set while Spark keeps up."""
         self.room.set()
         self._loop = loop
         self._clock = WallClock(loop.time())
         self._fixed = fixed
+        self._flushed = 0
         self._open: dict[str, list[Ended]] = {name: [] for name in fixed}
         self._ready: queue.SimpleQueue[tuple[list[Ended], bool] | None] = queue.SimpleQueue()
 
-    def observe(self, spec: HandlerSpec, delivery: Delivery) -> None:
-        """Add a record that is complete; see `aioshard.engine.observed.Observe`."""
-        if delivery.outcome is not Outcome.PROCESSED:
-            note = delivery.failure
-            error, message = (None, None) if note is None else (note.error, note.message)
-            self.add(spec, delivery, delivery.outcome.value, error, message)
-            return
-        rows = self._open[spec.name]
-        attempts = delivery.failures + 1
-        run = delivery.run or _NO_RUN
-        rows.append(_new(Ended, (delivery.record, spec.name, "processed", attempts, None, None, run, delivery.key)))
-        self.ended += 1
-        if len(rows) >= _ROWS:
-            self._flush(spec.name)
+    def observe(self, spec: HandlerSpec) -> Completed:
+        """What adds the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
+        name, chunks = spec.name, self._open
+
+        def completed(delivery: Delivery) -> None:
+            if delivery.outcome is not Outcome.PROCESSED:
+                note = delivery.failure
+                error, message = (None, None) if note is None else (note.error, note.message)
+                self.add(spec, delivery, delivery.outcome.value, error, message)
+                return
+            began, ended, result = delivery.run
+            # Encoded now, because whoever else has it may change it.
+            run = (began, ended, None if result is None else encoded_result(result))
+            rows = chunks[name]
+            rows.append((delivery.record, name, "processed", delivery.failures + 1, None, None, run, delivery.key))
+            if len(rows) >= _ROWS:
+                self._flush(name)
+
+        return completed
+
+    @property
+    def ended(self) -> int:
+        """Records so far."""
+        return self._flushed + sum(map(len, self._open.values()))
 
     def add(self, spec: HandlerSpec, delivery: Delivery, status: str, error: str | None, message: str | None) -> None:
         """Add a record that was not processed."""
-        began, ended, _ = delivery.run or _NO_RUN
+        began, ended, _ = getattr(delivery, "run", _NO_RUN)
         run = (began, ended, None)
-        row = Ended(delivery.record, spec.name, status, delivery.failures, error, message, run, delivery.key)
+        row = (delivery.record, spec.name, status, delivery.failures, error, message, run, delivery.key)
         self._open[spec.name].append(row)
-        self.ended += 1
         if len(self._open[spec.name]) >= _ROWS:
             self._flush(spec.name)
 
@@ -83,6 +91,7 @@ class Collected:
         rows = self._open[name]
         if rows:
             self._open[name] = []
+            self._flushed += len(rows)
             self._ready.put((rows, self._fixed[name]))
             if self._ready.qsize() > _BATCHES:
                 self.room.clear()

@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,7 +10,6 @@ import pyarrow.compute as pc
 from aioshard.core.key_hash import key_hash
 from aioshard.core.sharding import ShardKey
 from aioshard.records import Record
-from aioshard.serde.results import encoded_result
 
 __all__ = ["OUTCOMES", "RAW", "Ended", "WallClock", "outcome_batch", "raw_batch"]
 
@@ -67,19 +65,11 @@ class WallClock:
         """Seconds to add to loop time."""
 
 
-class Ended(NamedTuple):
-    """A record that has come to its end, and how."""
-
-    record: Record
-    handler: str
-    status: str
-    attempts: int
-    error_type: str | None
-    error: str | None
-    run: tuple[float, float, object]
-    """Its last attempt: begin and end in loop time, and what the handler returned. Begin is 0 where none ran."""
-    shard: ShardKey
-    """The number of a fixed shard, or the shard key."""
+Ended = tuple[Record, str, str, int, str | None, str | None, tuple[float, float, bytes | None], ShardKey]
+"""A record that has come to its end: record, handler, status, attempts, name and message of the error, last attempt,
+shard. Of the attempt: begin and end in loop time, 0 where none ran, and the encoded result. The shard is the number of
+a fixed one, or the shard key. A plain tuple: one is made of each record.
+"""
 
 
 def outcome_batch(ended: Sequence[Ended], clock: WallClock, *, numbered: bool) -> pa.RecordBatch:
@@ -94,19 +84,19 @@ def outcome_batch(ended: Sequence[Ended], clock: WallClock, *, numbered: bool) -
     topics, partitions, offsets, keys, values, headers, timestamps = zip(*records, strict=True)
     begins, ends, results = zip(*runs, strict=True)
     columns = [
-        pa.array(topics, pa.string()),
-        pa.array(partitions, pa.int32()),
+        _column(topics, pa.string()),
+        _column(partitions, pa.int32()),
         pa.array(offsets, pa.int64()),
         pa.array(keys, pa.binary()),
-        pa.array(statuses, pa.string()),
-        pa.array(attempts, pa.int32()),
-        pa.array(kinds, pa.string()),
-        pa.array(errors, pa.string()),
+        _column(statuses, pa.string()),
+        _column(attempts, pa.int32()),
+        _column(kinds, pa.string()),
+        _column(errors, pa.string()),
         _started(begins, clock),
         pc.subtract(pa.array(ends, pa.float64()), pa.array(begins, pa.float64())),
         pa.array(shards if numbered else map(_shard_hash, shards), pa.int64()),
-        pa.array(_encoded(results), pa.binary()),
-        pa.array(handlers, pa.string()),
+        pa.array(results, pa.binary()),
+        _column(handlers, pa.string()),
     ]
     if statuses.count("processed") == len(statuses):
         columns += [pa.nulls(len(ended), kind) for kind in (pa.binary(), _HEADERS, _MOMENT)]
@@ -138,6 +128,13 @@ def raw_batch(records: Sequence[Record]) -> pa.RecordBatch:
     )
 
 
+def _column(values: Sequence[object], kind: pa.DataType) -> pa.Array:
+    """An array; of values that are all the same, as most of these are, in no time."""
+    if values.count(values[0]) == len(values):
+        return pa.repeat(pa.scalar(values[0], kind), len(values))
+    return pa.array(values, kind)
+
+
 def _started(begins: Sequence[float], clock: WallClock) -> pa.Array:
     """When runs began, in the time of day; null where none ran."""
     began = pa.array(begins, pa.float64())
@@ -153,9 +150,3 @@ def _moments(seconds: Iterable[float | None]) -> pa.Array:
 
 def _pairs(headers: Iterable[tuple[str, bytes | None]]) -> list[dict[str, object]] | None:
     return [{"key": name, "value": content} for name, content in headers] or None
-
-
-def _encoded(results: Sequence[object]) -> Sequence[bytes | None]:
-    if not any(result is not None for result in results):
-        return [None] * len(results)
-    return [encoded_result(result) for result in results]

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import os
 import threading
 from collections.abc import Coroutine
@@ -65,6 +66,10 @@ class Submitted:
         self._loop.left = self._loop.left or not self._ended.wait(timeout)
 
 
+_COLLECT_AFTER = 100_000, 20, 20
+"""Thresholds of the garbage collector. Thousands of records and rows are alive at once in a task, and with its first
+threshold of 700 it would look through them again and again: that costs almost as much as everything else together."""
+
 _current: WorkerLoop | None = None
 """Made with the first task: threads do not survive the fork that comes before it."""
 
@@ -74,4 +79,6 @@ def worker_loop() -> WorkerLoop:
     global _current  # noqa: PLW0603 - a worker process has one, as long as it lives
     if _current is None or _current.left or _current.pid != os.getpid():
         _current = WorkerLoop()
+        gc.freeze()
+        gc.set_threshold(*_COLLECT_AFTER)
     return _current

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import HandlerSpec
+from aioshard.engine.observed import Completed
 from aioshard.engine.outcomes import Outcome
 from aioshard.engine.runtime import Engine
 from aioshard.observe import JournalStatistics
@@ -123,10 +124,13 @@ class Journal:
         """Have each file that begins from now on say how *engine* is set up at that moment."""
         self._files.describe = functools.partial(_set_up, engine)
 
-    def observe(self, spec: HandlerSpec, delivery: Delivery) -> None:
-        """Note a record that is complete; see `aioshard.engine.observed.Observe`."""
+    def observe(self, spec: HandlerSpec) -> Completed:
+        """What notes the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
+        return functools.partial(self._note, spec)
+
+    def _note(self, spec: HandlerSpec, delivery: Delivery) -> None:
         topic, partition, offset, key, _, _, timestamp = delivery.record
-        began, ended, result = run = delivery.run or NO_RUN
+        began, ended, result = run = getattr(delivery, "run", NO_RUN)
         trouble = None
         if delivery.outcome is _PROCESSED:
             attempts = delivery.failures + 1
