@@ -11,7 +11,7 @@ from tests.support.cluster import Message
 __all__ = ["CONCURRENCY", "KEYS", "PARTITIONS", "numbered_messages", "run"]
 
 TITLE = "CPU per record: no-op handler, 100 B, 8 partitions, 1,000 keys"
-OURS, PLAIN = "aioshard", "plain loop"
+OURS, PLAIN, JOURNAL = "aioshard", "plain loop", "aioshard, journal"
 CONCURRENCY = 64
 PARTITIONS = 8
 KEYS = 1_000
@@ -36,6 +36,7 @@ async def run(stage: Stage) -> Report:
             Contestant(PLAIN),
             Contestant(OURS),
             Contestant("aioshard, fixed shards"),
+            Contestant(JOURNAL, package="pyarrow"),
             Contestant("fixed queues", part, rounds=3),
             Contestant("task per record", part, rounds=3),
             Contestant("FastStream", few, rounds=3, package=framework),
@@ -56,6 +57,9 @@ async def run(stage: Stage) -> Report:
         report.blame(name, measured)
     report.problems += await stage.uncommitted(OURS)
     report.notes.append("Median (least–most) of the rounds; each ratio is within one round.")
+    if JOURNAL in runs:
+        dropped = max(run.dropped for run in runs[JOURNAL])
+        report.notes.append(f"Rows that the journal dropped in a round: {dropped} at most.")
     return report
 
 

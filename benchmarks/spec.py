@@ -69,6 +69,8 @@ class Measurement:
     """Bytes that the process held at the end."""
     peak_rss: int = 0
     """Bytes; the most that the process ever held."""
+    dropped: int = 0
+    """Rows that a journal did not keep."""
     late_growth: int = 0
     """Bytes by which it grew in the last third of a watched time."""
 

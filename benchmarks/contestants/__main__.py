@@ -15,6 +15,7 @@ from benchmarks.spec import Spec
 WHERE = {
     "aioshard": "ours:on_demand",
     "aioshard, fixed shards": "ours:fixed_shards",
+    "aioshard, journal": "ours:journaling",
     "bare loop, no Kafka": "bare:bare_loop",
     "plain loop": "handwritten:plain_loop",
     "task per record": "handwritten:task_per_record",

@@ -49,6 +49,8 @@ class Meter:
         self._readings: list[Reading] = []
         self.over = asyncio.Event()
         """Set when `watch` has seen what it waited for."""
+        self.dropped = 0
+        """Rows that a journal did not keep."""
 
     @property
     def handler(self) -> Handler:
@@ -116,6 +118,7 @@ class Meter:
             missing=work.missing if whole else 0,
             rss=last.rss,
             peak_rss=_peak_rss(),
+            dropped=self.dropped,
             late_growth=self._late_growth(),
         )
 

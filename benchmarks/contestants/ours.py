@@ -1,10 +1,12 @@
 """aioshard as its users run it."""
 
+import tempfile
+
 from aioshard import App
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
-__all__ = ["fixed_shards", "on_demand"]
+__all__ = ["fixed_shards", "journaling", "on_demand"]
 
 
 async def on_demand(spec: Spec, meter: Meter) -> None:
@@ -21,6 +23,19 @@ async def fixed_shards(spec: Spec, meter: Meter) -> None:
     app.consume(spec.topic, shards=spec.concurrency)(meter.handler)
     async with app:
         await meter.watch()
+
+
+async def journaling(spec: Spec, meter: Meter) -> None:
+    """As the default, with a journal of every record."""
+    with tempfile.TemporaryDirectory() as directory:
+        app = _app(spec)
+        app.configure(journal=directory)
+        app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
+        async with app:
+            await meter.watch()
+        journal = app.statistics().journal
+        assert journal is not None
+        meter.dropped = journal.dropped
 
 
 def _app(spec: Spec) -> App:
