@@ -72,12 +72,16 @@ class FetchedBatch(NamedTuple):
           same step. It passes offsets that hold no record for us: transaction markers, aborted
           batches, compacted records. A batch without records carries a position that moved.
         * `sizes[i]` is `record_size(records[i])`.
+        * With `places` the client cannot go back: the engine gives nothing back to be fetched again.
     """
 
     topic_partition: TopicPartition
     records: Sequence[Record]
     sizes: Sequence[int]
     next_offset: int
+    places: Sequence[int] | None = None
+    """Where the records are in what the engine tracks, ascending, in place of their own offsets: for records of
+    several partitions that come as one sequence. `next_offset` counts as these do."""
 
 
 class Fault(NamedTuple):

@@ -72,6 +72,10 @@ class Fetcher:
         deliveries = [
             Delivery(record, epoch, None, size, now) for record, size in zip(batch.records, batch.sizes, strict=True)
         ]
+        if batch.places is not None:
+            epoch.one_way = True
+            for delivery, place in zip(deliveries, batch.places, strict=True):
+                delivery.offset = place
         epoch.take_in(batch, deliveries)
         epoch.trouble = None
         self._feed(deliveries)
@@ -198,7 +202,7 @@ class Pump:
         least = minimum(self._buffer.bounds)
         for topic_partition, fetcher in self._fetchers.items():
             epoch = fetcher.epoch
-            if not epoch.is_open:
+            if not epoch.is_open or epoch.one_way:
                 continue
             stuck, held = self._admission.stuck(epoch), epoch.held_usage
             has_room = held.records < least.records and held.bytes < least.bytes

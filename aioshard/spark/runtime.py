@@ -10,7 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import pyarrow as pa
@@ -23,11 +23,12 @@ from aioshard.engine.runtime import Engine
 from aioshard.errors import HaltedError, NotDrainedError, StuckError
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Message, Oversized, Transport
+from aioshard.records import TopicPartition
 from aioshard.spark.collecting import Collected
 from aioshard.spark.loading import resolve_app
 from aioshard.spark.worker_loop import WorkerLoop, worker_loop
 
-__all__ = ["DEAD_LETTER", "Work", "run_handlers"]
+__all__ = ["DEAD_LETTER", "Arriving", "Work", "run_handlers"]
 
 DEAD_LETTER = "dead-letter:"
 """Begins an `on_failure` that names a dead-letter topic."""
@@ -73,12 +74,26 @@ class Obstacle(NamedTuple):
         return f"{self.delivery!r} (key {self.delivery.record.key!r}, {self.error}: {self.message})"
 
 
-def run_handlers(work: Work, make_transport: Callable[[App], Transport]) -> Iterator[pa.RecordBatch]:
+class Arriving(Protocol):
+    """What comes from elsewhere while a task runs, so that its ends are not known at first."""
+
+    def ends(self) -> Mapping[TopicPartition, int]:
+        """Where partitions end, as soon as that is known."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether nothing has come that the engine could take in."""
+
+
+def run_handlers(
+    work: Work, make_transport: Callable[[App], Transport], arriving: Arriving | None = None
+) -> Iterator[pa.RecordBatch]:
     """Run the handlers of an app over what a client gives, up to its end; yields outcome rows.
 
     Args:
         work: What to run, and how.
         make_transport: Makes the client, of the app with the task's settings.
+        arriving: What the client gives, where it does not know the ends of its partitions from the start.
 
     Raises:
         HaltedError: A record's attempts are used up and its handler halts, or the budget is spent; or nothing came
@@ -88,14 +103,22 @@ def run_handlers(work: Work, make_transport: Callable[[App], Transport]) -> Iter
     """
     app = resolve_app(work.app, work.places)
     app.configure(**work.settings, auto_offset_reset="error", **_SETTINGS)
-    yield from _Task(app, work, make_transport, worker_loop()).run()
+    yield from _Task(app, work, make_transport, worker_loop(), arriving).run()
 
 
 class _Task:
     """One task of Spark. `run` belongs to Spark's thread, the coroutines to the loop's."""
 
-    def __init__(self, app: App, work: Work, make_transport: Callable[[App], Transport], loop: WorkerLoop) -> None:
+    def __init__(
+        self,
+        app: App,
+        work: Work,
+        make_transport: Callable[[App], Transport],
+        loop: WorkerLoop,
+        arriving: Arriving | None,
+    ) -> None:
         self._app = app
+        self._arriving = arriving
         self._work = work
         self._make_transport = make_transport
         self._loop = loop
@@ -169,7 +192,7 @@ class _Task:
             while True:
                 await asyncio.wait([done], timeout=_LOOK_INTERVAL)
                 now = time.monotonic()
-                if collected.ended != seen or not collected.room.is_set():
+                if collected.ended != seen or not collected.room.is_set() or self._awaits_more(engine):
                     seen, self._progress_at = collected.ended, now
                 if done.done():
                     done.result()
@@ -183,6 +206,13 @@ class _Task:
         finally:
             done.cancel()
             await asyncio.wait([done])
+
+    def _awaits_more(self, engine: Engine) -> bool:
+        """Whether all that came is done and more may come; takes note of the ends."""
+        if self._arriving is None:
+            return False
+        engine.rebalance.ends.update(self._arriving.ends())
+        return self._arriving.waiting and not engine.buffer.records
 
     def _stuck(self, engine: Engine) -> Sequence[Obstacle]:
         """The oldest records, when nothing has come to its end for too long."""

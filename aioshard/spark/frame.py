@@ -1,0 +1,217 @@
+"""Handlers over any DataFrame of records: shuffled so that the order they ask for holds, and run once."""
+
+import logging
+import re
+from collections.abc import Callable
+from os import PathLike
+from typing import TYPE_CHECKING, Literal
+
+from aioshard import errors
+from aioshard.app import App
+from aioshard.errors import AioshardError, DrainError, HaltedError, PlanError
+from aioshard.spark.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from aioshard.spark.runtime import Work
+
+__all__ = ["apply_handlers", "shuffled_outcomes"]
+
+logger = logging.getLogger("aioshard.spark.frame")
+
+_NEEDED = {
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "key": "binary",
+    "value": "binary",
+    "timestamp": "timestamp",
+}
+_HEADERS = "array<struct<key: string, value: binary>>"
+_PARTIAL = ".partial"
+"""Ends the name under which rows are written that are not complete; nobody else reads there."""
+_MOST_NAMED = 100
+"""Halted records that are named; there may be more."""
+_NAMED = re.compile(r"aioshard\.errors\.(\w+): (.*?)(?:\n SQLSTATE|\n\s*\tat |\n\n|$)", re.DOTALL)
+"""An error of ours in what Spark says of a task."""
+
+
+def shuffled_outcomes(rows: "DataFrame", work: "Work", tasks: int, *, in_offset_order: bool = True) -> "DataFrame":
+    """Outcome rows of records that belong together across partitions; *lazy*: whoever reads it twice runs them twice.
+
+    What has the same shard value comes into one task. There it is sorted by time, and records of one partition stay
+    in the order of their offsets also where their timestamps do not.
+
+    Args:
+        rows: In the columns of Spark's own Kafka connector; `headers` may be missing.
+        work: What to run, and how.
+        tasks: How many tasks to shuffle into.
+        in_offset_order: Whether each task of *rows* has whole partitions, in the order of their offsets; else that is
+            made so first, with one more shuffle.
+
+    Returns:
+        A frame in the columns of `aioshard.spark.source.OUTCOME_COLUMNS`.
+
+    Raises:
+        PlanError: A column is missing.
+    """
+    from pyspark.sql.types import DoubleType, LongType, StructType  # noqa: PLC0415 - imported on use
+
+    from aioshard.spark.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards  # noqa: PLC0415
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+
+    records = _records(rows)
+    if not in_offset_order:
+        records = records.repartition(tasks, "topic", "partition").sortWithinPartitions("topic", "partition", "offset")
+    sharded = StructType(list(records.schema.fields)).add(SHARD, LongType()).add(MOMENT, DoubleType())
+    shuffled = records.mapInArrow(WithShards(work), sharded).repartition(tasks, SHARD)
+    ordered = shuffled.sortWithinPartitions(MOMENT, "topic", "partition", "offset")
+    return ordered.mapInArrow(HandlersOverRows(work), OUTCOME_COLUMNS)
+
+
+def _records(rows: "DataFrame") -> "DataFrame":
+    """The columns that records are made of."""
+    from pyspark.sql import functions  # noqa: PLC0415 - imported on use
+
+    missing = [name for name in _NEEDED if name not in rows.columns]
+    if missing:
+        raise PlanError(
+            f"column {missing[0]!r} is missing among {', '.join(rows.columns)}: the columns of Spark's Kafka connector "
+            f"were expected ({', '.join(_NEEDED)} and, where there are any, headers)"
+        )
+    headers = functions.col("headers") if "headers" in rows.columns else functions.lit(None)
+    columns = [functions.col(name).cast(kind).alias(name) for name, kind in _NEEDED.items()]
+    return rows.select(*columns, headers.cast(_HEADERS).alias("headers"))
+
+
+def apply_handlers(
+    df: "DataFrame",
+    app: str | App,
+    *,
+    out: str | PathLike[str],
+    tasks: int | None = None,
+    on_failure: str | None = None,
+    total_concurrency: int | None = None,
+    mode: Literal["error", "overwrite"] = "error",
+) -> "DataFrame":
+    """Run an app's handlers over records from anywhere, once, and return what became of them as it was written.
+
+    The rows are those of Spark's own `format("kafka")`, of `format("aioshard")`, or any others in the same columns.
+    Their order is that of timestamps, and of offsets within a partition; what belongs together by a handler's
+    `shard_by` is processed in that order, by one task. Nothing is committed to a group, and no dead letter is sent:
+    it is a row with the status `dead_lettered`.
+
+    Args:
+        df: `key`, `value`, `topic`, `partition`, `offset`, `timestamp` and, where there are any, `headers`. It must not
+            be a stream; within `foreachBatch` a micro-batch is none.
+        app: `MODULE:APP`, or an app that is an attribute of the module of one of its handlers.
+        out: A directory that is to hold the outcome rows as Parquet. It appears when all of them are there.
+        tasks: How many tasks run handlers; Spark's own parallelism by default.
+        on_failure: `skip` or `dead-letter:TOPIC`, in place of the handlers' own.
+        total_concurrency: Handlers running at the same time in the whole job.
+        mode: What is done where *out* exists: `error` refuses, `overwrite` replaces it.
+
+    Returns:
+        The rows in *out*: to read them again runs no handler.
+
+    Raises:
+        HaltedError: A record failed for good and its handler halts. *out* was not made.
+        PlanError: The app or *df* cannot be used so, a topic has no handler, or *out* exists.
+        DrainError: Something else ended the job.
+
+    Example:
+        ```python
+        rows = spark.read.format("kafka").option("subscribe", "orders").load()
+        outcomes = apply_handlers(rows, "orders.app:app", out="outcomes/orders", on_failure="skip")
+        outcomes.groupBy("status").count().show()
+        ```
+    """
+    from aioshard.spark.request import places  # noqa: PLC0415 - pyarrow is imported on use
+    from aioshard.spark.runtime import Work  # noqa: PLC0415
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+
+    target = _checked(app, on_failure)
+    spark = df.sparkSession
+    _refuse_speculation(spark)
+    place, name = _parent(out)
+    if mode == "error" and place.exists(name):
+        raise PlanError(f"{out} exists: its rows belong to another run. Name a new directory, or say mode='overwrite'")
+    slots = _slots(spark)
+    work = Work(
+        app=target,
+        places=places(),
+        on_failure=on_failure,
+        total_concurrency=total_concurrency,
+        at_once=min(tasks or slots, slots),
+        halted_rows=True,
+    )
+    staged = place.uri(f"{name}{_PARTIAL}")
+    rows = shuffled_outcomes(df, work, tasks or slots, in_offset_order=False)
+    _named(lambda: rows.write.mode("overwrite").parquet(staged))
+    written = spark.read.schema(OUTCOME_COLUMNS).parquet(staged)
+    _refuse_halted(written)
+    final = place.uri(name)
+    if place.exists(name):
+        written.write.mode("overwrite").parquet(final)
+    else:
+        place.move(f"{name}{_PARTIAL}", name)
+    return spark.read.schema(OUTCOME_COLUMNS).parquet(final)
+
+
+def _checked(app: str | App, on_failure: str | None) -> str:
+    """`MODULE:APP` of an app that can run so."""
+    from aioshard.spark.loading import resolve_app  # noqa: PLC0415 - with the app's own modules
+    from aioshard.spark.planned_handlers import check_policies, target_of  # noqa: PLC0415
+
+    target, loaded = (app, resolve_app(app)) if isinstance(app, str) else (target_of(app), app)
+    check_policies(loaded, on_failure)
+    return target
+
+
+def _refuse_speculation(spark: "SparkSession") -> None:
+    from aioshard.spark.session import check_speculation  # noqa: PLC0415 - on use
+
+    check_speculation({"spark.speculation": spark.conf.get("spark.speculation", "false") or "false"})
+
+
+def _parent(out: str | PathLike[str]) -> tuple[RunDirectory, str]:
+    """The directory that a directory is in, and its name there."""
+    parent, _, name = RunDirectory(out).uri().rpartition("/")
+    return RunDirectory(parent), name
+
+
+def _slots(spark: "SparkSession") -> int:
+    """Tasks that run at the same time."""
+    try:
+        return int(spark.sparkContext.defaultParallelism)
+    except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
+        return int(spark.conf.get("spark.sql.shuffle.partitions", "4") or 4)
+
+
+def _refuse_halted(written: "DataFrame") -> None:
+    """End where records halted.
+
+    Raises:
+        HaltedError: They did.
+    """
+    halted = written.where("status = 'halted'").orderBy("topic", "partition", "offset").limit(_MOST_NAMED).collect()
+    if halted:
+        raise HaltedError(
+            f"{row['topic']}/{row['partition']}/{row['offset']} ({row['error_type']}: {row['error']})" for row in halted
+        )
+
+
+def _named(action: Callable[[], object]) -> None:
+    """Run something of Spark's; what a task raised of ours is raised as that."""
+    try:
+        action()
+    except Exception as error:
+        found = _NAMED.findall(str(error))
+        if not found:
+            raise
+        kind, message = found[-1]
+        text = message.strip()
+        raised: AioshardError = PlanError(text) if kind == PlanError.__name__ else DrainError(f"{kind}: {text}")
+        assert hasattr(errors, kind)  # noqa: S101 - the expression found one of ours
+        raise raised from error

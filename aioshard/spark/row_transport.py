@@ -1,0 +1,341 @@
+"""The transport over rows that Spark gives: no log, no offsets of one partition, and no end that is known before."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import anyio
+import pyarrow as pa
+
+from aioshard.errors import DrainError, PlanError
+from aioshard.handlers import Registration
+from aioshard.ports import (
+    AllowanceOf,
+    Committed,
+    Fault,
+    FetchedBatch,
+    GroupListener,
+    LogRange,
+    Membership,
+    Oversized,
+    record_size,
+)
+from aioshard.records import Record, TopicPartition
+from aioshard.spark.row_records import records_of
+
+__all__ = ["RowFeed", "RowTransport"]
+
+_MEMBERSHIP = Membership("rows", 1)
+"""Nobody else takes part, and nothing is ever taken away."""
+_ENDLESS = 1 << 62
+"""The end of what has no known end yet."""
+_PART = 2_000
+"""Records that a batch of rows is divided into."""
+_PARTS = 8
+"""So many wait between Spark's rows and the event loop."""
+_IN_HAND = 10_000
+"""Records that may wait for room in the engine before no more rows are read."""
+
+
+class RowFeed:
+    """Reads Spark's rows in a thread of its own, as Spark's own thread takes the outcomes meanwhile.
+
+    Invariants:
+        * Every record that was read is taken, in the order of the rows, unless the feed is finished before.
+        * At most `_PARTS` parts of `_PART` records are read ahead.
+    """
+
+    def __init__(self, rows: Iterator[pa.RecordBatch]) -> None:
+        """Wait for the first rows; the others are read by a thread."""
+        self._ready: queue.Queue[list[Record] | None] = queue.Queue(_PARTS)
+        self._unwanted = threading.Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived: asyncio.Event | None = None
+        self.first = next(rows, None)
+        """The first rows; None where there are none at all."""
+        self._thread = threading.Thread(target=self._read, args=(rows,), name="aioshard rows", daemon=True)
+
+    def start(self, arrived: asyncio.Event) -> None:
+        """Begin to read; *arrived* is set in its loop, which is the running one, whenever something comes."""
+        self._loop, self._arrived = asyncio.get_running_loop(), arrived
+        self._thread.start()
+
+    def _read(self, rows: Iterator[pa.RecordBatch]) -> None:
+        try:
+            for batch in rows:
+                for begin in range(0, len(batch), _PART):
+                    if self._unwanted.is_set():
+                        break  # what is left is read all the same: Spark's worker is used again after this
+                    self._put(records_of(batch.slice(begin, _PART)))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the records are taken
+            self._error = error
+        finally:
+            self._put(None)
+
+    def _put(self, records: list[Record] | None) -> None:
+        self._ready.put(records)
+        if self._loop is not None and self._arrived is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
+    @property
+    def empty(self) -> bool:
+        """Whether Spark has given nothing that was not taken."""
+        return self._ready.empty()
+
+    def take(self) -> list[Record] | None:
+        """The next records, or None when there are no more; only where it is not `empty`.
+
+        Raises:
+            DrainError: The rows could not be read to their end.
+        """
+        found = self._ready.get_nowait()
+        if found is None and self._error is not None:
+            raise DrainError(f"Spark's rows ended before their end: {self._error!r}") from self._error
+        return found
+
+    def finish(self) -> None:
+        """Read what is left, for nobody; returns when all was read."""
+        self._unwanted.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._ready.get(timeout=0.1)
+
+
+class _Lane:
+    """The records of one handler, numbered as they come."""
+
+    def __init__(self, topic_partition: TopicPartition) -> None:
+        self.topic_partition = topic_partition
+        self.waiting: deque[tuple[Record, int]] = deque()
+        self.position = 0
+        self.paused = True
+        self.settled = False
+        """Whether the engine has opened it."""
+        self.committed = Committed(0, "")
+
+    @property
+    def end(self) -> int:
+        """How many records came so far."""
+        return self.position + len(self.waiting)
+
+    def take(self, allowance: AllowanceOf) -> FetchedBatch | Oversized | None:
+        """What there is and may be taken."""
+        if self.paused or not self.waiting:
+            return None
+        allowed = allowance(self.topic_partition)
+        if allowed.records <= 0:
+            return None
+        room, alone = allowed.bytes, allowed.alone
+        records: list[Record] = []
+        sizes: list[int] = []
+        waiting = self.waiting
+        while waiting and len(records) < allowed.records and (waiting[0][1] <= room or alone):
+            record, size = waiting.popleft()
+            records.append(record)
+            sizes.append(size)
+            room, alone = room - size, False
+        if not records:
+            return Oversized(self.topic_partition, waiting[0][1])
+        places = range(self.position, self.position + len(records))
+        self.position = places.stop
+        return FetchedBatch(self.topic_partition, records, sizes, places.stop, places)
+
+
+class RowTransport:
+    """Gives rows to the engine as one partition for each handler; implements `aioshard.ports.Transport`.
+
+    Rows that were shuffled come from any partition, so their offsets say nothing of how far a task is: each record gets
+    a place in the order in which the rows come, and the engine keeps account of the places. Handlers see the records
+    with their own coordinates.
+
+    Invariants:
+        * The records of a handler come in the order of the rows.
+        * A place is never given twice: nothing can be read again.
+    """
+
+    def __init__(self, feed: RowFeed, handlers: Sequence[Registration]) -> None:
+        """Make one; nothing is read yet.
+
+        Args:
+            feed: The rows.
+            handlers: Of the app: each topic of the rows belongs to one of them.
+        """
+        self._feed = feed
+        self._handlers = handlers
+        self._lanes: dict[str, _Lane] = {}
+        self._lane_of: dict[str, _Lane] = {}
+        self._unassigned: list[_Lane] = []
+        self._listener: GroupListener | None = None
+        self._exhausted = False
+        self._woken = False
+        self._arrived = asyncio.Event()
+
+    # How far it is ----------------------------------------------------------------------
+
+    def ends(self) -> Mapping[TopicPartition, int]:
+        """Where the partitions end, as soon as that is known: when the last row has come."""
+        return {lane.topic_partition: lane.end for lane in self._lanes.values()} if self._exhausted else {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is Spark that the engine waits for."""
+        return not self._exhausted and self._feed.empty and not any(lane.waiting for lane in self._lanes.values())
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        return None
+
+    # Life -------------------------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+        """See `Transport.start`; what is read are the rows, whatever the handlers take.
+
+        Raises:
+            PlanError: The rows are of a topic that no handler takes.
+        """
+        self._listener = listener
+        if self._feed.first is None:
+            self._exhausted = True
+        else:
+            self._sort(records_of(self._feed.first))
+            self._feed.start(self._arrived)
+        self._assign()
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+
+    def _assign(self) -> None:
+        """Give the engine handlers whose first records have come, one assignment after the other."""
+        assert self._listener is not None  # noqa: S101 - started
+        lanes, self._unassigned = self._unassigned, []
+        self._listener.assigned([lane.topic_partition for lane in lanes], _MEMBERSHIP)
+
+    # Records ----------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`.
+
+        Raises:
+            DrainError: Spark's rows could not be read to their end.
+            PlanError: The rows are of a topic that no handler takes.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            self._arrived.clear()
+            self._read_on()
+            # One at a time, as what is taken of one leaves less room for the others; each gets its turn.
+            for name, lane in tuple(self._lanes.items()):
+                taken = lane.take(allowance)
+                if taken is not None:
+                    self._lanes[name] = self._lanes.pop(name)
+                    return [taken]
+            remaining = deadline - loop.time()
+            if self._woken or remaining <= 0:
+                return ()
+            with anyio.move_on_after(remaining):
+                await self._arrived.wait()
+
+    def _read_on(self) -> None:
+        waiting = sum(len(lane.waiting) for lane in self._lanes.values())
+        while not self._exhausted and waiting < _IN_HAND and not self._feed.empty:
+            records = self._feed.take()
+            if records is None:
+                self._exhausted = True
+            else:
+                self._sort(records)
+                waiting += len(records)
+        if self._unassigned and all(lane.settled for lane in self._lanes.values() if lane not in self._unassigned):
+            self._assign()
+
+    def _sort(self, records: list[Record]) -> None:
+        """Add records to those of their handlers."""
+        lanes = self._lane_of
+        for record in records:
+            lane = lanes.get(record.topic) or self._find_lane(record.topic)
+            lane.waiting.append((record, record_size(record.key, record.value, record.headers)))
+
+    def _find_lane(self, topic: str) -> _Lane:
+        handler = next((one for one in self._handlers if one.takes(topic)), None)
+        if handler is None:
+            _refuse(topic)
+        lane = self._lanes.get(handler.name)
+        if lane is None:
+            lane = self._lanes[handler.name] = _Lane(TopicPartition(topic, 0))
+            self._unassigned.append(lane)
+        self._lane_of[topic] = lane
+        return lane
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._arrived.set()
+
+    # Positions --------------------------------------------------------------------------
+
+    def _named(self, partitions: Collection[TopicPartition]) -> Iterator[_Lane]:
+        return (lane for lane in self._lanes.values() if lane.topic_partition in partitions)
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        return next((lane.position for lane in self._named([topic_partition])), None)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`; None before the last row has come."""
+        return self.ends().get(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        for lane in self._named(partitions):
+            lane.paused = True
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`."""
+        for lane in self._named(partitions):
+            lane.paused, lane.settled = False, True
+        self._arrived.set()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`; nowhere but where it is already."""
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`; what is read ahead is bounded by itself."""
+
+    # The group that there is not ----------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`: always the same."""
+        return _MEMBERSHIP
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:  # noqa: ARG002
+        """See `Transport.commit`: kept in this object."""
+        for lane in self._named(offsets.keys()):
+            lane.committed = offsets[lane.topic_partition]
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`: at first the first place."""
+        return {lane.topic_partition: lane.committed for lane in self._named(partitions)}
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`: no end is known before the last row has come."""
+        ends = self.ends()
+        return {name: LogRange(0, ends.get(name, _ENDLESS)) for name in partitions}
+
+    async def partitions(self, topic: str) -> frozenset[int]:  # noqa: ARG002
+        """See `Transport.partitions`: one for each handler."""
+        return frozenset([0])
+
+
+def _refuse(topic: str) -> NoReturn:
+    raise PlanError(
+        f"rows of topic {topic!r} were found, which no handler of the app takes: leave them out, or give the topic to "
+        "a handler"
+    )
