@@ -27,12 +27,17 @@ _STALLED = 30.0
 """Seconds without progress after which reading is given up."""
 
 
-def read_raw(settings: Settings, ranges: Mapping[TopicPartition, LogRange]) -> Iterator[pa.RecordBatch]:
+def read_raw(
+    settings: Settings,
+    ranges: Mapping[TopicPartition, LogRange],
+    finished: Mapping[TopicPartition, Collection[int]] | None = None,
+) -> Iterator[pa.RecordBatch]:
     """Yield the records of some ranges, those of one partition in offset order.
 
     Args:
         settings: The brokers, and what of transactions is read.
         ranges: At most one of a partition.
+        finished: Offsets that are left out.
 
     Raises:
         DataLossError: Retention has deleted the start of a range.
@@ -43,7 +48,7 @@ def read_raw(settings: Settings, ranges: Mapping[TopicPartition, LogRange]) -> I
     def wait_for(step: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(step, loop).result()
 
-    reader = _Reader(settings, ranges)
+    reader = _Reader(settings, ranges, finished)
     try:
         wait_for(reader.open())
         while not reader.done:
@@ -57,8 +62,13 @@ def read_raw(settings: Settings, ranges: Mapping[TopicPartition, LogRange]) -> I
 class _Reader:
     """Reads with the transport of the engine, without an engine."""
 
-    def __init__(self, settings: Settings, ranges: Mapping[TopicPartition, LogRange]) -> None:
-        self._transport = RangeTransport(settings, ranges)
+    def __init__(
+        self,
+        settings: Settings,
+        ranges: Mapping[TopicPartition, LogRange],
+        finished: Mapping[TopicPartition, Collection[int]] | None,
+    ) -> None:
+        self._transport = RangeTransport(settings, ranges, finished)
         self._left = {name: bounds for name, bounds in ranges.items() if bounds.start < bounds.end}
         self._progress_at = time.monotonic()
 

@@ -95,8 +95,10 @@ class Request(NamedTuple):
 
     def task_ranges(self, ranges: Sequence[PlannedRange]) -> list[TaskRanges]:
         """The tasks of a batch of these ranges."""
-        whole = [one for one in ranges if self.layouts.get(one.topic) == "partition"]
-        divided = [one for one in ranges if self.layouts.get(one.topic) != "partition"]
+        # What is shuffled is read in whole partitions: the order of their offsets is part of the one after it.
+        in_order = ("partition", "shuffle")
+        whole = [one for one in ranges if self.layouts.get(one.topic) in in_order]
+        divided = [one for one in ranges if self.layouts.get(one.topic) not in in_order]
         tasks = packed(whole, self.tasks) + split(divided, self.tasks or _TASKS_OF_SPLIT)
         return [TaskRanges(tuple(task), self._finished_of(task)) for task in tasks]
 

@@ -123,7 +123,7 @@ class _Reading:
         assert isinstance(partition, Task)  # noqa: S101 - made below
         ranges, request = partition.ranges, self._request
         if request.work is None:
-            return read_raw(request.connection(), ranges.bounds)
+            return read_raw(request.connection(), ranges.bounds, ranges.done)
 
         def transport(app: App) -> RangeTransport:
             return RangeTransport(app.settings, ranges.bounds, ranges.done)
