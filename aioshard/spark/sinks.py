@@ -38,10 +38,8 @@ class PostgresqlTable:
 
     Example:
         ```python
-        def connect() -> psycopg.Connection:
-            return psycopg.connect(os.environ["DATABASE_URL"])
-
-        drain(spark, "runs/7", foreach=PostgresqlTable(connect, "outcomes"))
+        table = PostgresqlTable(lambda: psycopg.connect(os.environ["DATABASE_URL"]), "outcomes")
+        drain(spark, "runs/7", foreach=table)
         ```
     """
 
