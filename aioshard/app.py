@@ -314,7 +314,7 @@ class App(Handlers, Controls):
                 observe=observe,
             )
             if self._journal is not None:
-                self._journal.attach(self._engine)
+                self._journal.attach(self._engine, self.handlers)
             await self._engine.start()
         except BaseException:
             await self._end(quietly=True)

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +21,7 @@ from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.observed import Completed
 from aioshard.engine.outcomes import Outcome
 from aioshard.engine.runtime import Engine
+from aioshard.handlers import Registration
 from aioshard.observe import JournalStatistics
 from aioshard.serde.results import encoded_result
 from aioshard.telemetry.journal_files import JournalFiles
@@ -120,9 +121,9 @@ class Journal:
 
     # The event loop -----------------------------------------------------------------------
 
-    def attach(self, engine: Engine) -> None:
-        """Have each file that begins from now on say how *engine* is set up at that moment."""
-        self._files.describe = functools.partial(_set_up, engine)
+    def attach(self, engine: Engine, handlers: Sequence[Registration]) -> None:
+        """Have each file that begins from now on say how *engine* and its *handlers* are set up at that moment."""
+        self._files.describe = functools.partial(_set_up, engine, tuple(handlers))
 
     def observe(self, spec: HandlerSpec) -> Completed:
         """What notes the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
@@ -315,7 +316,7 @@ class Journal:
         return self._trouble
 
 
-def _set_up(engine: Engine) -> dict[str, Any]:
+def _set_up(engine: Engine, handlers: Sequence[Registration]) -> dict[str, Any]:
     """What the rows do not say, as a file's metadata has it."""
     return {
         "group": engine.options.limits.group_id,
@@ -325,10 +326,11 @@ def _set_up(engine: Engine) -> dict[str, Any]:
             running.spec.name: {
                 "topics": running.spec.topics,
                 "pattern": running.spec.pattern,
+                "shard_by": "function" if callable(handler.shard_by) else handler.shard_by,
                 "shards": running.spec.shards,
                 "concurrency": running.staff.concurrency,
                 "batch": None if running.spec.batched is None else running.spec.batched.batch.max_records,
             }
-            for running in engine.handlers
+            for running, handler in zip(engine.handlers, handlers, strict=True)
         },
     }

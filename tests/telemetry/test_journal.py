@@ -225,10 +225,10 @@ def test_a_result_is_written_as_it_was_when_the_handler_returned_it(tmp_path: Pa
 def test_a_file_says_how_the_app_was_set_up(tmp_path: Path) -> None:
     app = App("billing", journal=tmp_path, max_buffered_records=777)
 
-    @app.consume("orders", concurrency=5)
+    @app.consume("orders", shard_by="partition", concurrency=5)
     async def on_order(record: Record) -> None: ...
 
-    @app.consume("clicks", shards=4, batch=Batch(max_records=9))
+    @app.consume("clicks", shard_by=by_customer, shards=4, batch=Batch(max_records=9))
     async def on_clicks(records: list[Record]) -> None: ...
 
     async def scenario() -> None:
@@ -243,8 +243,22 @@ def test_a_file_says_how_the_app_was_set_up(tmp_path: Path) -> None:
 
     assert (found["format"], found["group"], found["max_buffered_records"]) == (1, "billing", 777)
     assert found["handlers"] == {
-        "on_order": {"topics": ["orders"], "pattern": None, "shards": None, "concurrency": 12, "batch": None},
-        "on_clicks": {"topics": ["clicks"], "pattern": None, "shards": 4, "concurrency": 4, "batch": 9},
+        "on_order": {
+            "topics": ["orders"],
+            "pattern": None,
+            "shard_by": "partition",
+            "shards": None,
+            "concurrency": 12,
+            "batch": None,
+        },
+        "on_clicks": {
+            "topics": ["clicks"],
+            "pattern": None,
+            "shard_by": "function",
+            "shards": 4,
+            "concurrency": 4,
+            "batch": 9,
+        },
     }
 
 
