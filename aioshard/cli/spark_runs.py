@@ -61,7 +61,7 @@ def drain(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
     place = RunDirectory(directory)
     plan = place.plan()
     with session(master, app_dir) as spark:
-        report = asyncio.run(_shown(place, plan.records, functools.partial(drain_run, spark, place)))
+        report = asyncio.run(_shown(place, plan.records, functools.partial(drain_run, spark, place, tell=_tell)))
     if as_json:
         click.echo(json.dumps(report.asdict()))
         return
@@ -71,6 +71,10 @@ def drain(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
         click.echo(f"Next: aioshard spark verify {directory}")
     else:
         click.echo(f"To go on: aioshard spark drain {directory}")
+
+
+def _tell(sentence: str) -> None:
+    click.echo(sentence, err=True)
 
 
 async def _shown(place: RunDirectory, total: int, work: Callable[..., Any]) -> Any:
@@ -139,7 +143,7 @@ def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
     place = RunDirectory(directory)
     place.plan()
     with session(master, app_dir) as spark, _ends_at_a_border(place):
-        until_stopped(follow_run(spark, place, trigger=trigger), place)
+        until_stopped(follow_run(spark, place, trigger=trigger, tell=_tell), place)
     click.echo(f"To go on: aioshard spark follow {directory}")
 
 

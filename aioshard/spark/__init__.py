@@ -7,43 +7,61 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioshard.spark.directory import RunDirectory
+    from aioshard.spark.frame import apply_handlers
+    from aioshard.spark.drain import DrainReport, Progress, drain, follow, status, stop
     from aioshard.spark.handover import Handover, handover
     from aioshard.spark.lease import lease
     from aioshard.spark.letters import send_letters
     from aioshard.spark.plan import Plan, PlannedHandler, PlannedRange
     from aioshard.spark.planning import plan
+    from aioshard.spark.session import register
     from aioshard.spark.sinks import PostgresqlTable
     from aioshard.spark.verification import Verification
     from aioshard.spark.verify import verify
 
 _MODULES = {
+    "DrainReport": "drain",
     "Handover": "handover",
     "Plan": "plan",
     "PlannedHandler": "plan",
     "PlannedRange": "plan",
     "PostgresqlTable": "sinks",
+    "Progress": "drain",
     "RunDirectory": "directory",
     "Verification": "verification",
+    "drain": "drain",
+    "follow": "drain",
+    "apply_handlers": "frame",
     "handover": "handover",
     "lease": "lease",
     "plan": "planning",
+    "register": "session",
     "send_letters": "letters",
+    "status": "drain",
+    "stop": "drain",
     "verify": "verify",
 }
 """Where each name is: its module is imported when the name is used."""
 
 __all__ = [
+    "DrainReport",
     "Handover",
     "Plan",
     "PlannedHandler",
     "PlannedRange",
     "PostgresqlTable",
+    "Progress",
     "RunDirectory",
     "Verification",
+    "drain",
+    "follow",
     "handover",
     "lease",
     "plan",
+    "register",
     "send_letters",
+    "status",
+    "stop",
     "verify",
 ]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import threading
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 __all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop", "until_stopped"]
+
+logger = logging.getLogger("aioshard.spark.drain")
 
 _LOOK_INTERVAL = 0.5
 _LOOK_SECONDS = 1
@@ -85,6 +88,7 @@ def drain(
     *,
     foreach: Foreach | None = None,
     progress: Callable[[Progress], None] | None = None,
+    tell: Callable[[str], None] = logger.warning,
 ) -> DrainReport:
     """Run the handlers over what is left of a planned run; returns at its end, or at the border where it was stopped.
 
@@ -97,6 +101,7 @@ def drain(
         foreach: Called with the rows of each micro-batch, read back from what was written, and its number, before
             the batch counts as done: at least once. No handler runs by that.
         progress: Told how far it is, about twice a second.
+        tell: Takes sentences for the user; by default they are logged.
 
     Raises:
         HaltedError: A record failed for good and its handler halts, or the budget is spent. Its micro-batch is not
@@ -111,7 +116,7 @@ def drain(
         print(report.statuses)
         ```
     """
-    run = _Run(spark, directory, foreach)
+    run = _Run(spark, directory, foreach, tell)
     query = run.start(follow=None)
     return run.wait(query, progress)
 
@@ -122,6 +127,7 @@ def follow(
     *,
     trigger: str = "10 seconds",
     foreach: Foreach | None = None,
+    tell: Callable[[str], None] = logger.warning,
 ) -> "StreamingQuery":
     """Run the handlers from a plan's starts on, over whatever comes, until `stop` or `StreamingQuery.stop`.
 
@@ -130,6 +136,7 @@ def follow(
         directory: Of the run; its planned ends are ignored.
         trigger: How often a micro-batch begins.
         foreach: As for `drain`.
+        tell: As for `drain`.
 
     Returns:
         The running query; `awaitTermination` raises what ends it.
@@ -137,7 +144,7 @@ def follow(
     Raises:
         PlanError: As `drain`.
     """
-    return _Run(spark, directory, foreach).start(follow=trigger)
+    return _Run(spark, directory, foreach, tell).start(follow=trigger)
 
 
 def until_stopped(query: "StreamingQuery", directory: str | PathLike[str] | RunDirectory) -> None:
@@ -202,7 +209,11 @@ class _Run:
     """One drain of a run."""
 
     def __init__(
-        self, spark: "SparkSession", directory: str | PathLike[str] | RunDirectory, foreach: Foreach | None
+        self,
+        spark: "SparkSession",
+        directory: str | PathLike[str] | RunDirectory,
+        foreach: Foreach | None,
+        tell: Callable[[str], None],
     ) -> None:
         from aioshard.spark.session import check_speculation  # noqa: PLC0415 - pyspark is imported on use
         from aioshard.spark.versions_on_executors import check_versions  # noqa: PLC0415
@@ -213,7 +224,7 @@ class _Run:
         self._foreach = foreach
         self._began = time.monotonic()
         check_speculation({"spark.speculation": spark.conf.get("spark.speculation", "false") or "false"})
-        check_versions(spark, self.plan)
+        check_versions(spark, self.plan, tell)
 
     def start(self, follow: str | None) -> "StreamingQuery":
         """Start the query; *follow* is the trigger of one without end."""

@@ -62,7 +62,7 @@ class Work(NamedTuple):
     """Whether a halted record becomes a row, and ends the task well; else it is an error."""
 
 
-class Obstacle(NamedTuple):
+class _Obstacle(NamedTuple):
     """A record that keeps a task from its end."""
 
     delivery: Delivery
@@ -160,7 +160,7 @@ class _Task:
         self._alive_at = time.monotonic()
 
     async def _serve(self) -> None:
-        obstacles: Sequence[Obstacle] = ()
+        obstacles: Sequence[_Obstacle] = ()
         try:
             try:
                 async with self._started() as app:
@@ -184,7 +184,7 @@ class _Task:
             replay=True,
         )
 
-    async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[Obstacle]:
+    async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[_Obstacle]:
         """Wait until all is done, or cannot be: what stands in the way then."""
         done = asyncio.create_task(engine.caught_up(), name="caught up")
         seen = -1
@@ -214,7 +214,7 @@ class _Task:
         engine.rebalance.ends.update(self._arriving.ends())
         return self._arriving.waiting and not engine.buffer.records
 
-    def _stuck(self, engine: Engine) -> Sequence[Obstacle]:
+    def _stuck(self, engine: Engine) -> Sequence[_Obstacle]:
         """The oldest records, when nothing has come to its end for too long."""
         stuck_after = self._app.settings.stuck_after
         if time.monotonic() - self._progress_at < stuck_after:
@@ -228,9 +228,9 @@ class _Task:
                 f"nothing was read for stuck_after={stuck_after:g} s, {left or 'of no partition'}: {trouble}"
             )
         why = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
-        return [Obstacle(delivery, StuckError.__name__, why) for delivery in oldest]
+        return [_Obstacle(delivery, StuckError.__name__, why) for delivery in oldest]
 
-    def _tell(self, engine: Engine, obstacles: Sequence[Obstacle]) -> None:
+    def _tell(self, engine: Engine, obstacles: Sequence[_Obstacle]) -> None:
         """Have what stands in the way among the rows."""
         for delivery, error, message in obstacles:
             spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
@@ -277,19 +277,21 @@ async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of on
     return 0
 
 
-def _halted(engine: Engine) -> Sequence[Obstacle]:
+def _halted(engine: Engine) -> Sequence[_Obstacle]:
     """Records that failed for good."""
     return [_obstacle(delivery) for delivery in engine.halted]
 
 
-def _obstacle(delivery: Delivery) -> Obstacle:
+def _obstacle(delivery: Delivery) -> _Obstacle:
     note = delivery.failure
     return (
-        Obstacle(delivery, "HandlerError", "it halts") if note is None else Obstacle(delivery, note.error, note.message)
+        _Obstacle(delivery, "HandlerError", "it halts")
+        if note is None
+        else _Obstacle(delivery, note.error, note.message)
     )
 
 
-def _spent(engine: Engine) -> Sequence[Obstacle]:
+def _spent(engine: Engine) -> Sequence[_Obstacle]:
     """Records that cannot be diverted any more: something that the handler depends on seems to be down."""
     found = []
     for epoch in engine.rebalance.epochs:
