@@ -43,6 +43,7 @@ NO_RUN = (math.nan, math.nan, None)
 """Begin, end and result of a record's latest run where there was none."""
 
 _LONGEST_CACHED = 128
+_PLAIN = frozenset({bytes, str, type(None)})
 
 
 class Trouble(NamedTuple):
@@ -84,13 +85,13 @@ def record_batch(flat: Sequence[Any], *, ahead: float, show_keys: bool) -> pa.Re
         errors = pa.array([None if one is None else one.error for one in troubles], pa.string())
     # Sums are made here and not by Arrow, which lets go of the interpreter for each: while the event loop has no pause,
     # it takes 5 ms to come by it again.
-    key_hashes = pa.array(map(_hash, keys), pa.int64(), size=count)
+    key_hashes = _hashes(keys)
     return pa.RecordBatch.from_arrays(
         [
             _strings(topics),
             pa.array(partitions, pa.int32()),
             pa.array(offsets, pa.int64()),
-            _strings([spec.name for spec in specs]),
+            _names(specs),
             statuses,
             pa.array(attempts, pa.int32()),
             kinds,
@@ -123,6 +124,12 @@ def _strings(values: Sequence[str]) -> pa.Array:
     return pa.array(values, pa.string())
 
 
+def _names(specs: Sequence[HandlerSpec]) -> pa.Array:
+    if specs.count(specs[0]) == len(specs):
+        return pa.repeat(specs[0].name, len(specs))
+    return pa.array([spec.name for spec in specs], pa.string())
+
+
 def _known(moments: Iterable[float]) -> pa.Array:
     """Null where there is none."""
     return pa.array(moments, pa.float64(), from_pandas=True)
@@ -132,9 +139,17 @@ def _shards(specs: Sequence[HandlerSpec], keys: Sequence[ShardKey]) -> pa.Array:
     """The number of a fixed shard, else the hash of the shard key."""
     fixed = specs[0].shards is not None
     if specs.count(specs[0]) == len(specs):
-        return pa.array(keys if fixed else map(_hash, keys), pa.int64(), size=len(keys))
+        return pa.array(keys, pa.int64()) if fixed else _hashes(keys)
     numbers = [key if spec.shards is not None else _hash(key) for spec, key in zip(specs, keys, strict=True)]
     return pa.array(numbers, pa.int64())
+
+
+def _hashes(keys: Sequence[ShardKey]) -> pa.Array:
+    # The cache is to hold neither keys of any length nor objects of the user's.
+    plain = all(map(_PLAIN.__contains__, map(type, keys)))
+    if plain and max(map(len, filter(None, keys)), default=0) <= _LONGEST_CACHED:  # type: ignore[arg-type]
+        return pa.array(map(_cached_hash, keys), pa.int64(), size=len(keys))
+    return pa.array(map(_hash, keys), pa.int64(), size=len(keys))
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -145,7 +160,6 @@ def _cached_hash(key: ShardKey) -> int | None:
 def _hash(key: ShardKey) -> int | None:
     """The hash of a record's key or a shard key; None also for a key of the user's own that has none."""
     try:
-        # The cache is to hold neither keys of any length nor objects of the user's.
         return _cached_hash(key) if _is_short(key) else key_hash(key)
     except Exception:  # noqa: BLE001 - what the user's own methods raise
         return None
