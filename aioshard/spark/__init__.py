@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioshard.spark.directory import RunDirectory
-    from aioshard.spark.frame import apply_handlers
     from aioshard.spark.drain import DrainReport, Progress, drain, follow, status, stop
+    from aioshard.spark.frame import apply_handlers
     from aioshard.spark.handover import Handover, handover
     from aioshard.spark.lease import lease
     from aioshard.spark.letters import send_letters
@@ -53,6 +53,7 @@ __all__ = [
     "Progress",
     "RunDirectory",
     "Verification",
+    "apply_handlers",
     "drain",
     "follow",
     "handover",

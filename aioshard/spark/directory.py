@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,6 +92,10 @@ class RunDirectory:
         """Move a directory of the run to where nothing is yet."""
         self._files.move(name, to)
 
+    def remove_directory(self, name: str) -> None:
+        """Remove a directory of the run with all that is in it, where there is one."""
+        self._files.remove_directory(name)
+
     def list(self, name: str = "") -> list[str]:
         """The names of all that is in a directory of the run, sorted; empty where there is none."""
         return sorted(found for found in self._files.list(name) if not found.startswith(_ASIDE))
@@ -157,6 +162,7 @@ class _Files(Protocol):
     def write(self, name: str, content: bytes) -> None: ...
     def remove(self, name: str) -> bool: ...
     def move(self, name: str, to: str) -> None: ...
+    def remove_directory(self, name: str) -> None: ...
     def list(self, name: str) -> list[str]: ...
 
 
@@ -198,6 +204,9 @@ class _LocalFiles:
         target = self._base / to
         target.parent.mkdir(parents=True, exist_ok=True)
         (self._base / name).rename(target)
+
+    def remove_directory(self, name: str) -> None:
+        shutil.rmtree(self._base / name, ignore_errors=True)
 
     def list(self, name: str) -> list[str]:
         try:
@@ -251,6 +260,10 @@ class _ArrowFiles:
         target = f"{self._base}/{to}"
         self._system.create_dir(target.rpartition("/")[0], recursive=True)
         self._system.move(f"{self._base}/{name}", target)
+
+    def remove_directory(self, name: str) -> None:
+        if self._found(name).type.name == "Directory":
+            self._system.delete_dir(f"{self._base}/{name}")
 
     def list(self, name: str) -> list[str]:
         from pyarrow import fs  # noqa: PLC0415

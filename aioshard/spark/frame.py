@@ -151,12 +151,10 @@ def apply_handlers(
     _named(lambda: rows.write.mode("overwrite").parquet(staged))
     written = spark.read.schema(OUTCOME_COLUMNS).parquet(staged)
     _refuse_halted(written)
-    final = place.uri(name)
-    if place.exists(name):
-        written.write.mode("overwrite").parquet(final)
-    else:
-        place.move(f"{name}{_PARTIAL}", name)
-    return spark.read.schema(OUTCOME_COLUMNS).parquet(final)
+    if mode == "overwrite":
+        place.remove_directory(name)
+    place.move(f"{name}{_PARTIAL}", name)
+    return spark.read.schema(OUTCOME_COLUMNS).parquet(place.uri(name))
 
 
 def _checked(app: str | App, on_failure: str | None) -> str:

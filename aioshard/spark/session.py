@@ -19,7 +19,7 @@ from aioshard.errors import MissingExtraError, SettingsError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["DEFAULT_MASTER", "check_java", "check_packages", "check_speculation", "local_session"]
+__all__ = ["DEFAULT_MASTER", "check_java", "check_packages", "check_speculation", "local_session", "register"]
 
 DEFAULT_MASTER = "local[*,4]"
 """Every core of this machine, and up to four attempts of a task: plain `local` gives up with the first lost worker."""
@@ -97,6 +97,26 @@ def local_session(
     if not remote:
         check_speculation({"spark.speculation": spark.sparkContext.getConf().get("spark.speculation", "false")})
     return spark
+
+
+def register(spark: "SparkSession") -> None:
+    """Make `format("aioshard")` known to a session, of Spark Connect too.
+
+    A session that starts where aioshard is installed finds it by itself. This is for those that do not: a server of
+    Spark Connect whose own environment is another one than that of its workers, and sessions that began before.
+
+    Args:
+        spark: The session.
+
+    Example:
+        ```python
+        register(spark)
+        spark.read.format("aioshard").options(bootstrap_servers="localhost:9092", topics="orders").load().show()
+        ```
+    """
+    from aioshard.spark.source import AioshardSource  # noqa: PLC0415 - imported on use
+
+    spark.dataSource.register(AioshardSource)
 
 
 def _started(builder: "SparkSession.Builder", master: str) -> "SparkSession":
