@@ -4,7 +4,6 @@ import asyncio
 import functools
 import itertools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -25,10 +24,11 @@ from aioshard.errors import SettingsError
 from aioshard.observe import JournalStatistics
 from aioshard.telemetry import journal
 from aioshard.telemetry.journal_files import METADATA_KEY, JournalFiles
-from aioshard.telemetry.journal_rows import NO_RUN, ROW_WIDTH, SCHEMA, record_batch
+from aioshard.telemetry.journal_rows import ROW_WIDTH, SCHEMA, record_batch
 from aioshard.testing import TestClient, run
 from aioshard.testing.replaying import replay_prefixes
 from tests.engine.running import until
+from tests.support.shared_kafka import SharedKafka
 
 PROJECT = Path(__file__).parents[2]
 ONCE = Retry(attempts=1)
@@ -182,6 +182,24 @@ def test_the_shard_is_a_number_or_a_hash(
     live(app, *((key, key) for key in ("alice", "bob", "odd", "alan")))
 
     assert [row["shard"] for row in read(tmp_path)] == [shard_of(row["key"]) for row in read(tmp_path)]
+
+
+@pytest.mark.parametrize("options", [{}, {"shards": 3}], ids=["on demand", "fixed"])
+def test_a_record_without_a_shard_key_never_ran(tmp_path: Path, options: dict[str, Any]) -> None:
+    def broken(_: Record) -> object:
+        raise ZeroDivisionError
+
+    app = App("billing", journal=tmp_path)
+
+    @app.consume("orders", shard_by=broken, on_failure="skip", **options)
+    async def handle(record: Record) -> None: ...
+
+    live(app, ("k", "x"))
+    (row,) = read(tmp_path)
+
+    assert (row["status"], row["error_type"]) == ("skipped", "ZeroDivisionError")
+    assert row["started"] is row["duration"] is row["shard"] is None
+    assert row["key_hash"] == key_hash(b"k")
 
 
 def test_all_records_of_a_batch_have_its_times_and_its_result(tmp_path: Path) -> None:
@@ -732,6 +750,28 @@ def test_replayed_prefixes_write_none(tmp_path: Path) -> None:
     assert app.settings.journal == str(tmp_path)
 
 
-def test_rows_without_a_run_have_no_times() -> None:
-    assert NO_RUN[0] != NO_RUN[0], "a number that no clock shows"
-    assert logging.getLogger("aioshard.telemetry.journal") is journal.logger
+async def test_every_record_of_a_real_broker_has_a_row(
+    kafka: SharedKafka, topic: str, group: str, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic, 3)
+    await kafka.produce(topic, [(b"k%d" % (number % 11), b"%d" % number) for number in range(900)])
+    app = App(group, bootstrap_servers=kafka.bootstrap, auto_offset_reset="earliest", journal=tmp_path, show_keys=True)
+    seen: dict[tuple[int, int], tuple[bytes | None, bytes | None, float]] = {}
+
+    @app.consume(topic, retry=ONCE, on_failure=DeadLetter(f"{topic}.dlt"))
+    async def handle(record: Record) -> bytes | None:
+        failed = int(record.value or b"") % 100 == 7
+        result = None if failed else record.value
+        seen[record.partition, record.offset] = (record.key, result, record.timestamp)
+        if failed:
+            raise ValueError
+        return result
+
+    await kafka.create_topic(f"{topic}.dlt")
+    await app.serve(until_caught_up=True)
+    rows = read(tmp_path)
+
+    assert {(row["partition"], row["offset"]): (row["key"], row["result"], row["timestamp"]) for row in rows} == seen
+    assert len(rows) == 900
+    assert [row["status"] for row in rows].count("dead_lettered") == 9
+    assert app.statistics().journal == JournalStatistics(written=900, waiting=0, dropped=0, files=1, trouble=None)
