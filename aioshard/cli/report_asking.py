@@ -36,9 +36,9 @@ def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int
     for one in found.spread:
         click.echo("")
         click.echo(
-            f"by {one.by}: {one.groups:,}; Gini {one.records_gini:.2f} of the records, {one.work_gini:.2f} of the work; the "
-            f"hottest has {share_as_text(one.most_records_share)} of the records, {share_as_text(one.most_work_share)} of "
-            "the work"
+            f"by {one.by}: {one.groups:,}; Gini {one.records_gini:.2f} of the records, {one.work_gini:.2f} of the work;"
+            f" the hottest has {share_as_text(one.most_records_share)} of the records, "
+            f"{share_as_text(one.most_work_share)} of the work"
         )
         rows = [
             (
@@ -79,8 +79,8 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
     click.echo("")
     click.echo(
         f"The slowest 1 % ({found.slowest:,} records, {duration_as_text(found.slowest_from_us)} and longer) are "
-        f"{share_as_text(found.slowest_work_share)} of the work. {share_as_text(found.slowest_wait_share)} of all waiting "
-        "was for one of them to end, in the same shard."
+        f"{share_as_text(found.slowest_work_share)} of the work. {share_as_text(found.slowest_wait_share)} of all "
+        "waiting was for one of them to end, in the same shard."
     )
     for what, last in (("partition", found.partitions), ("key", found.keys)):
         click.echo("")

@@ -92,8 +92,8 @@ def sentences(found: "WhatIf") -> list[str]:
     """The recommendation with what bounds it, and what the answers leave out."""
     if found.hottest_key is not None:
         why = (
-            f"the key {as_text(found.hottest_key)} alone is {duration_as_text(found.hottest_work)} of work, and a key is "
-            "in order"
+            f"the key {as_text(found.hottest_key)} alone is {duration_as_text(found.hottest_work)} of work, and a "
+            "key is in order"
         )
     else:
         why = "that is when the last record had come and run"

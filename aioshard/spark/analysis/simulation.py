@@ -24,7 +24,7 @@ NO_KEY = -(1 << 63)
 
 _UNBOUNDED = 1 << 62
 _CHUNKS = 4
-_RECORDS_PER_POLL = 500
+_POLL_TIMEOUT = 1_000_000
 _ENOUGH = 1_000
 _ENOUGH_PER_WORKER = 4
 _ARRIVALS_FIRST = -1
@@ -59,6 +59,8 @@ class Engine(NamedTuple):
     workers: int
     """With fixed shards, as many as there are of those."""
     max_buffered_records: int
+    records_per_poll: int = 500
+    """How many records the client hands out at once."""
 
     @property
     def depth(self) -> int:
@@ -104,18 +106,23 @@ class _Member:
         self.enough = max(_ENOUGH, _ENOUGH_PER_WORKER * engine.workers)
         self.on_idle = False
         """Whether the pump is woken when a worker finds nothing to do."""
+        self._records_per_poll = engine.records_per_poll
         self._bounds = Usage(engine.max_buffered_records, _UNBOUNDED)
         self._logs: list[list[int]] = [[] for _ in range(work.partitions)]
         for record, partition in enumerate(work.partition):
             self._logs[partition].append(record)
         self._next = [0] * len(self._logs)
-        self._ready: deque[int] = deque()
+        self._ready: dict[int, None] = {}
+        """Partitions of which something can be fetched, those whose turn it is first."""
         self._held = [0] * len(self._logs)
         self._total = 0
         self._events: list[tuple[int, int, int]] = []
         self._begun = 0
         self._countdown = 0
         self._wake = False
+        self._arrives = False
+        self._look_at = _POLL_TIMEOUT
+        """When the pump looks although nobody has woken it."""
 
     # What the subclasses do -------------------------------------------------------------
 
@@ -139,10 +146,13 @@ class _Member:
         for partition in range(len(self._logs)):
             self._await_next(partition)
         while events and events[0][0] <= until:
+            if self._ready and self._look_at < events[0][0]:
+                self._pump(self._look_at)
+                continue
             now, order, what = heapq.heappop(events)
             if order == _ARRIVALS_FIRST:
-                self._ready.append(what)
-                self._wake = True
+                self._ready[what] = None
+                self._arrives = True
             else:
                 self._total -= 1
                 held[partition_of[what]] -= 1
@@ -150,8 +160,7 @@ class _Member:
                 if not self._countdown:
                     self._wake = True
                 self.ended(what, now)
-            if self._wake and not (events and events[0][0] == now):
-                self._wake = False
+            if (self._wake or self._arrives) and not (events and events[0][0] == now):
                 self._pump(now)
         for record, finish in enumerate(self.finished):
             if finish > until:
@@ -179,7 +188,11 @@ class _Member:
 
     def _pump(self, now: int) -> None:
         """Take in what there is room for; see `aioshard.kafka.intake` and `aioshard.engine.admission`."""
+        if self._wake or now >= self._look_at:
+            self._look_at = now + _POLL_TIMEOUT
+        self._wake = self._arrives = False
         while taken := self._poll(now):
+            self._look_at = now + _POLL_TIMEOUT
             for partition, records in taken:
                 self._total += len(records)
                 self._held[partition] += len(records)
@@ -192,12 +205,11 @@ class _Member:
         """One look at all partitions; what is taken of one counts against the others, and each has its turn."""
         taken: list[tuple[int, list[int]]] = []
         found = most = 0
-        for _ in range(len(self._ready)):
-            partition = self._ready[0]
-            allowed = min(self._allowance(partition), _RECORDS_PER_POLL)
+        for partition in tuple(self._ready):
+            allowed = min(self._allowance(partition), self._records_per_poll)
             most = max(most, allowed)
-            records = self._take(partition, allowed - found, now)
-            if records:
+            if allowed > found:
+                records = self._take(partition, allowed - found, now)
                 taken.append((partition, records))
                 found += len(records)
             if found and found >= most:
@@ -205,15 +217,16 @@ class _Member:
         return taken
 
     def _take(self, partition: int, limit: int, now: int) -> list[int]:
+        """Take what is there; a partition that has more goes last the next time."""
         log, first, available = self._logs[partition], self._next[partition], self.work.available
-        end = first
+        end = first + 1
         last = min(len(log), first + limit)
         while end < last and available[log[end]] <= now:
             end += 1
         self._next[partition] = end
-        self._ready.popleft()
+        del self._ready[partition]
         if end < len(log) and available[log[end]] <= now:
-            self._ready.append(partition)
+            self._ready[partition] = None
         else:
             self._await_next(partition)
         return log[first:end]

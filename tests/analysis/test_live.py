@@ -1,0 +1,130 @@
+"""What-if against what is: from the journal of one run, other configurations, each run three times."""
+
+import asyncio
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.dataset as ds
+import pytest
+import uvloop
+from pyspark.sql import SparkSession
+
+from aioshard import App, Record
+from aioshard.spark.analysis.candidate import Candidate
+from aioshard.spark.analysis.fleet import quantile
+from aioshard.spark.analysis.journal import read_journal
+from aioshard.spark.analysis.what_if import ask
+from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport
+
+RECORDS = 1_500
+PARTITIONS = 8
+LIVE_RUNS = 3
+
+
+class Load(NamedTuple):
+    """A record to process."""
+
+    key: bytes
+    seconds: float
+    after: float
+
+
+class Live(NamedTuple):
+    """What a run took; seconds."""
+
+    makespan: float
+    within: float
+    """99 % of the records, from being taken in to their end."""
+
+
+def work(seed: int, rate: float | None) -> list[Load]:
+    """Handlers that sleep for 5 ms or longer, a few keys hotter than others; *rate* None is a backlog."""
+    chance = random.Random(seed)
+    keys = [b"customer-%d" % number for number in range(200)]
+    weights = [(number + 1) ** -0.4 for number in range(len(keys))]
+    after = 0.0
+    loads = []
+    for key in chance.choices(keys, weights, k=RECORDS):
+        if rate is not None:
+            after += chance.expovariate(rate)
+        loads.append(Load(key, max(0.005, chance.lognormvariate(-4.4, 0.6)), after))
+    return loads
+
+
+def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, concurrency: int = 64) -> Live:
+    """Run an app on the broker in memory, in the loop of production, and read its journal."""
+    app = App("g", bootstrap_servers="unused", auto_offset_reset="earliest", journal=str(journal))
+    broker = InMemoryBroker(partitions=PARTITIONS)
+    broker.create_topic("orders", PARTITIONS)
+    done = asyncio.Event()
+    left = len(loads)
+
+    async def on_order(record: Record) -> None:
+        nonlocal left
+        await asyncio.sleep(float(record.value or b"0"))
+        left -= 1
+        if not left:
+            done.set()
+
+    if shards is None:
+        app.consume("orders", concurrency=concurrency)(on_order)
+    else:
+        app.consume("orders", shards=shards)(on_order)
+
+    async def process() -> None:
+        begin = asyncio.get_running_loop().time()
+        backlog = [one for one in loads if not one.after]
+        paced = [one for one in loads if one.after]
+        for one in backlog:
+            broker.publish("orders", b"%f" % one.seconds, key=one.key)
+        async with app.started(lambda: InMemoryTransport(broker, "g"), lambda: InMemoryProducer(broker)):
+            for one in paced:
+                # The loads have moments of their own: nothing waits for nothing.
+                await asyncio.sleep(max(begin + one.after - asyncio.get_running_loop().time(), 0))
+                broker.publish("orders", b"%f" % one.seconds, key=one.key)
+            await done.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(process())
+    rows = ds.dataset(journal).to_table(["arrived", "started", "duration"]).to_pylist()
+    assert len(rows) == len(loads)
+    ends = [row["started"] + row["duration"] for row in rows]
+    stays = sorted(round((end - row["arrived"]) * 1e6) for end, row in zip(ends, rows, strict=True))
+    return Live(max(ends) - min(row["arrived"] for row in rows), quantile(stays, 0.99) / 1e6)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rate", [None, 900.0], ids=["backlog", "stream"])
+def test_other_configurations_take_what_was_predicted(spark: SparkSession, tmp_path: Path, rate: float | None) -> None:
+    loads = work(1, rate)
+    run(loads, tmp_path / "recorded", concurrency=16)
+    asked = [Candidate(shards=0, concurrency=48), Candidate(shards=48), Candidate(shards=0, concurrency=24)]
+    found = ask(read_journal(spark, str(tmp_path / "recorded")), asked)
+    told = {}
+    for number, answer in enumerate(found.answers):
+        candidate, prediction = answer.candidate, answer.prediction
+        assert prediction is not None, answer.not_predicted
+        lives = [
+            run(
+                loads,
+                tmp_path / f"{number}-{again}",
+                shards=candidate.shards or None,
+                concurrency=candidate.concurrency or 1,
+            )
+            for again in range(LIVE_RUNS)
+        ]
+        makespans, withins = zip(*lives, strict=True)
+        told[candidate.label] = {
+            "makespan": prediction.makespan / 1e6 / statistics.median(makespans) - 1,
+            "makespan spread": (max(makespans) - min(makespans)) / statistics.median(makespans),
+            "99 %": prediction.total[1] / 1e6 / statistics.median(withins) - 1,
+            "99 % spread": (max(withins) - min(withins)) / statistics.median(withins),
+        }
+    print(json.dumps({label: {name: f"{off:+.1%}" for name, off in one.items()} for label, one in told.items()}))
+    assert all(abs(one["makespan"]) <= 0.05 for one in told.values()), told
+    assert all(abs(one["99 %"]) <= 0.15 for one in told.values()), told
