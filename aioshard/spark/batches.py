@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aioshard.errors import HaltedError
+from aioshard.errors import DrainError, HaltedError
 from aioshard.spark.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -82,9 +82,16 @@ class WriteBatch:
         if "halted" in counts:
             self._halt(written)
         if self._foreach is not None:
-            self._foreach(written, batch)
+            self._tell(self._foreach, written, batch)
         place.write_json(f"{_SUMMARIES}/{name}.json", counts)
         place.move(f"{STAGING}/{name}", f"{OUTCOMES}/{name}")
+
+    def _tell(self, foreach: Foreach, written: "DataFrame", batch: int) -> None:
+        try:
+            foreach(written, batch)
+        except Exception as error:
+            # Spark passes on text only: this is what the drain finds in it.
+            raise DrainError(f"foreach of micro-batch {batch} failed ({type(error).__name__}: {error})") from error
 
     def _halt(self, written: "DataFrame") -> None:
         found = written.where("status = 'halted'").orderBy("topic", "partition", "offset").limit(_MOST_HALTED).collect()
