@@ -1,0 +1,148 @@
+"""The data source by itself: found by name, its options, records as they are, rows of handlers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioshard.records import Record
+from tests.spark.apps import write_app
+from tests.support.kafka_libs import PROJECT
+from tests.support.shared_kafka import SharedKafka
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
+
+HEADERS = [("trace", b"7"), ("empty", None), ("trace", b"8")]
+
+
+def read(spark: "SparkSession", kafka: SharedKafka, topic: str, **options: str) -> "DataFrame":
+    reader = spark.read.format("aioshard").options(bootstrap_servers=kafka.bootstrap, topics=topic, **options)
+    return reader.load()
+
+
+def as_record(row: "Row") -> Record:
+    return Record(
+        row.topic,
+        row.partition,
+        row.offset,
+        None if row.key is None else bytes(row.key),
+        None if row.value is None else bytes(row.value),
+        tuple((one.key, None if one.value is None else bytes(one.value)) for one in row.headers or ()),
+        row.timestamp.timestamp(),
+    )
+
+
+@pytest.mark.slow
+def test_it_is_found_by_name_and_says_what_is_missing() -> None:
+    script = (
+        "from aioshard.spark.session import local_session\n"
+        "import os; os.environ['PYTHONPATH'] = os.pathsep.join(__import__('sys').path)\n"
+        "local_session('local[1]').read.format('aioshard').load()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0
+    assert "format('aioshard') needs the option plan" in done.stderr
+
+
+@pytest.mark.parametrize("tasks", [1, 4, 16])
+async def test_records_come_as_they_are_in_any_number_of_tasks(
+    spark: "SparkSession", kafka: SharedKafka, topic: str, tasks: int
+) -> None:
+    await kafka.create_topic(topic, 3)
+    await kafka.produce(topic, [(b"k%d" % (n % 20), b"%d" % n) for n in range(200)])
+    await kafka.produce(topic, [(None, b"no key"), (b"k", None), (b"", b"")], headers=HEADERS)
+
+    frame = read(spark, kafka, topic, tasks=str(tasks))
+    found = sorted(map(as_record, frame.collect()))
+
+    assert found == sorted(await kafka.read(topic))
+    assert frame.columns == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers"]
+
+
+async def test_it_reads_from_start_to_end_and_no_further_than_the_log(
+    spark: "SparkSession", kafka: SharedKafka, topic: str
+) -> None:
+    await kafka.create_topic(topic, 1)
+    await kafka.produce(topic, [(b"k", b"%d" % n) for n in range(50)])
+
+    part = read(spark, kafka, topic, start=json.dumps({topic: {"0": 10}}), end=json.dumps({topic: {"0": 13}}))
+    beyond = read(spark, kafka, topic, start=json.dumps({topic: {"0": 48}}), end=json.dumps({topic: {"0": 10**9}}))
+
+    assert [row.offset for row in part.orderBy("offset").collect()] == [10, 11, 12]
+    assert [row.offset for row in beyond.orderBy("offset").collect()] == [48, 49]
+
+
+async def test_a_start_that_is_not_in_the_log_any_more_is_an_error(
+    spark: "SparkSession", kafka: SharedKafka, topic: str
+) -> None:
+    await kafka.create_topic(topic, 1)
+    await kafka.produce(topic, [(b"k", b"%d" % n) for n in range(50)])
+    await kafka.delete_records(topic, {0: 20})
+
+    with pytest.raises(Exception, match=rf"DataLossError: .*{topic}/0: from offset 5 on"):
+        read(spark, kafka, topic, start=json.dumps({topic: {"0": 5}})).collect()
+
+
+async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
+    spark: "SparkSession", kafka: SharedKafka, topic: str
+) -> None:
+    await kafka.create_topic(topic, 1)
+    await kafka.produce(topic, [(b"k", b"plain")])
+    await kafka.produce_transaction(topic, [(b"k", b"aborted")], commit=False)
+    await kafka.produce_transaction(topic, [(b"k", b"committed")])
+
+    rows = read(spark, kafka, topic).orderBy("offset").collect()
+
+    assert [bytes(row.value) for row in rows] == [b"plain", b"committed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"topic": "orders"}, "has no option 'topic'"),
+        ({"topics": "orders", "tasks": "no"}, "option tasks='no' was found"),
+        ({"topics": "orders", "start": "soon"}, "option start='soon' was found; earliest was expected"),
+        ({"plan": "nowhere"}, "there is no plan.json in nowhere"),
+    ],
+)
+def test_a_wrong_option_is_a_sentence(spark: "SparkSession", options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(Exception, match=sentence):
+        spark.read.format("aioshard").options(bootstrap_servers="127.0.0.1:1", **options).load().collect()
+
+
+async def test_with_an_app_it_gives_outcome_rows_and_a_halt_is_an_error(
+    spark: "SparkSession",
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    spark_modules: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await kafka.create_topic(topic, 2)
+    await kafka.produce(topic, [(b"k%d" % n, b"%d" % n) for n in range(30)])
+    source = f"""
+@app.consume({topic!r})
+async def handle(record: Record) -> bytes:
+    return record.value
+
+other = App("other", bootstrap_servers=app.settings.bootstrap_servers)
+
+@other.consume({topic!r}, retry=__import__("aioshard").Retry(attempts=1))
+def halts(record: Record) -> None:
+    raise LookupError("no such customer")
+"""
+    app = write_app(spark_modules, monkeypatch, kafka, group, handlers=source)
+
+    rows = spark.read.format("aioshard").option("app", app.target).load().collect()
+
+    assert sorted(bytes(row.result) for row in rows) == sorted(b"%d" % n for n in range(30))
+    assert {row.status for row in rows} == {"processed"}
+    with pytest.raises(Exception, match=r"HaltedError: .*LookupError: no such customer"):
+        spark.read.format("aioshard").option("app", f"{app.name}:other").load().collect()
