@@ -242,11 +242,11 @@ class Internals:
             self.fetcher._closed = True
             tasks |= {self.fetcher._fetch_task, *self.fetcher._pending_tasks}
         if self.coordinator is not None:
-            coordinator = self.coordinator
+            coordinator = outsider = self.coordinator
             if self.group_id:
                 tasks |= {coordinator._coordination_task, coordinator._heartbeat_task, coordinator._commit_refresh_task}
             else:
-                tasks.add(coordinator._reset_committed_task)
+                tasks.add(outsider._reset_committed_task)
         await close_client(self.client, tasks)
 
 

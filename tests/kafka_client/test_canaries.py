@@ -19,7 +19,7 @@ from aiokafka.admin import NewTopic
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
-from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.producer.sender import Sender, SendProduceReqHandler
@@ -72,6 +72,7 @@ ATTRIBUTES = {
         "_pending_exception",
         "_performed_join_prepare",
     },
+    "outsider": {"_reset_committed_task"},
     "fetcher": {
         "_closed",
         "_create_fetch_waiter",
@@ -181,6 +182,16 @@ async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str,
     assert missing == []
     assert set(internals.background_tasks()) == {"fetching", "group membership", "looking up topics"}
     assert all(not task.done() for task in internals.background_tasks().values())
+
+
+async def test_a_consumer_without_a_group_has_what_we_end(kafka: SharedKafka, topic: str) -> None:
+    await kafka.create_topic(topic)
+    async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap) as consumer:
+        consumer.assign([TheirTopicPartition(topic, 0)])
+        assert await consumer.position(TheirTopicPartition(topic, 0)) == 0
+
+        assert isinstance(consumer._coordinator, NoGroupCoordinator)
+        assert isinstance(consumer._coordinator._reset_committed_task, asyncio.Task)
 
 
 def test_their_partitions_are_ours_in_a_dictionary() -> None:

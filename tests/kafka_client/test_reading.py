@@ -77,7 +77,7 @@ async def test_any_allowances_lose_and_repeat_nothing(kafka: SharedKafka, topic:
         while any(reader.next_offsets.get(at, 0) < end for at, end in ends.items()):
             given.clear()
             found = [item for item in await reader.poll(allowance) if isinstance(item, FetchedBatch)]
-            for topic_partition, records, sizes, _ in found:
+            for topic_partition, records, sizes, *_ in found:
                 limit, room, alone = given[topic_partition]
                 assert len(records) <= limit
                 assert sum(sizes) <= room or (alone and sum(sizes[1:]) <= room)
