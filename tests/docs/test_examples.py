@@ -203,3 +203,14 @@ def test_the_tests_of_testing_a_handler_pass() -> None:
         example.payments.available = True
         example.payments.charged.clear()
         test()
+
+
+async def test_flight_delays_tells_a_cancelled_flight_from_one_on_time() -> None:
+    """Over history it runs in `tests/spark/test_flights.py`."""
+    example = load("flight_delays")
+    async with TestClient(example.app) as client:
+        await client.publish("flights", b'{"number": 1, "departure_delay": null}', key=b"N1")
+        await client.settle()
+        assert client.committed("flights", 0) == 1
+    found = [example.delay_class(delay) for delay in (None, -3, 15, 16, 120, 121)]
+    assert found == ["cancelled", "on time", "on time", "late", "late", "very late"]
