@@ -30,6 +30,9 @@ pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and th
 
 BY_FUNCTION = "lambda record: record.value.split()[0]"
 
+KEPT = {"retention.ms": "-1"}
+"""Of a topic with records of the past."""
+
 Begin = Callable[[str], HistoryRun]
 
 
@@ -62,7 +65,7 @@ def places(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
 async def test_what_a_function_brings_together_is_in_order_across_partitions(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
-    await kafka.create_topic(topic, partitions=3)
+    await kafka.create_topic(topic, partitions=3, config=KEPT)
     await produce_accounts(kafka, topic, partitions=3, accounts=8, each=60)
     ordered = begin(BY_ACCOUNT.format(topic=topic, shard_by=BY_FUNCTION))
     plan = await ordered.plan(tasks=3)
@@ -84,7 +87,7 @@ async def test_what_a_function_brings_together_is_in_order_across_partitions(
 async def test_offsets_of_a_partition_stay_in_order_where_the_clocks_of_its_producers_disagree(
     kafka: SharedKafka, topic: str, begin: Begin
 ) -> None:
-    await kafka.create_topic(topic, partitions=2)
+    await kafka.create_topic(topic, partitions=2, config=KEPT)
     await produce_at(kafka, topic, [2_000, 1_000, 3_000, 500], partition=0)
     await produce_at(kafka, topic, [2_500, 100, 2_600], partition=1)
     run = begin(f"@app.consume({topic!r}, shard_by=lambda record: 'all')\nasync def handle(record): ...\n")
@@ -115,7 +118,7 @@ finally:
 async def test_order_holds_where_executors_are_processes_of_their_own(
     kafka: SharedKafka, topic: str, begin: Begin, spark_modules: Path
 ) -> None:
-    await kafka.create_topic(topic, partitions=4)
+    await kafka.create_topic(topic, partitions=4, config=KEPT)
     await produce_accounts(kafka, topic, partitions=4, accounts=20, each=100)
     found = {}
     for name, shard_by in (("ordered", BY_FUNCTION), ("without order", '"record"')):
