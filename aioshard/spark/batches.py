@@ -12,7 +12,7 @@ from aioshard.spark.directory import RunDirectory
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["HALTED", "OUTCOMES", "Foreach", "HaltedRecord", "WriteBatch", "read_halted", "summary_of"]
+__all__ = ["HALTED", "OUTCOMES", "Foreach", "HaltedRecord", "WriteBatch", "counts_of", "read_halted", "summary_of"]
 
 OUTCOMES = "outcomes"
 STAGING = "staging"
@@ -135,7 +135,11 @@ def summary_of(place: RunDirectory) -> dict[str, int]:
     """Rows by status, of all batches that are complete."""
     counts: Counter[str] = Counter()
     for name in place.list(OUTCOMES):
-        content = place.read(f"{_SUMMARIES}/{name}.json")
-        if content is not None:
-            counts.update(json.loads(content))
+        counts.update(counts_of(place, name) or {})
     return dict(sorted(counts.items()))
+
+
+def counts_of(place: RunDirectory, name: str) -> dict[str, int] | None:
+    """Rows by status of a batch that is complete, as it was noted; None where that is not there."""
+    content = place.read(f"{_SUMMARIES}/{name}.json")
+    return None if content is None else {status: int(count) for status, count in json.loads(content).items()}

@@ -1,6 +1,7 @@
 """Dead letters of a run: sent from its outcome rows, as the live app sends them."""
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from aioshard.records import Record
 from aioshard.serde.side_headers import MESSAGE_ID, as_text
 from aioshard.serde.side_records import Coordinates, Failure, dead_letter
 from aioshard.spark.access import settings_for
-from aioshard.spark.batches import OUTCOMES
+from aioshard.spark.batches import OUTCOMES, counts_of
 from aioshard.spark.blocking import blocking
 from aioshard.spark.directory import RunDirectory
 from aioshard.spark.handover import LETTERS, VERIFIED
@@ -79,14 +80,14 @@ def send_letters(
     before = sent.acknowledged
     batches = sorted(int(name.removeprefix(_BATCH)) for name in place.list(OUTCOMES) if name.startswith(_BATCH))
     for batch in batches:
-        if batch in sent.batches:
+        noted = counts_of(place, f"{_BATCH}{batch}")
+        if batch in sent.batches or (noted is not None and "dead_lettered" not in noted):
             continue
         letters = _letters(spark, place, plan, batch)
-        count = blocking(lambda letters=letters: _publish(plan, letters))  # type: ignore[misc]
+        count = blocking(functools.partial(_publish, plan, letters))
         sent = sent.with_batch(batch, count)
         sent.write(place, plan)
-        if count:
-            tell(f"{count} dead letter(s) of batch {batch} sent")
+        tell(f"{count} dead letter(s) of batch {batch} sent")
     return sent.acknowledged - before
 
 
