@@ -2,7 +2,7 @@
 
 import click
 
-from aioshard.cli.report_options import asked, duration_as_text, opened, print_json, share_as_text, top
+from aioshard.cli.report_options import asked, opened, print_json, top
 from aioshard.cli.tables import as_text, cut, print_table
 
 __all__ = ["lag", "skew", "tail"]
@@ -22,6 +22,7 @@ def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int
     """
     with opened(path, master) as journal:
         from aioshard.spark.analysis.skew import find_skew  # noqa: PLC0415 - imported on use
+        from aioshard.spark.analysis.wording import duration_as_text, share_as_text  # noqa: PLC0415
 
         found = find_skew(journal, handler, top)
     if as_json:
@@ -63,6 +64,7 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
     """
     with opened(path, master) as journal:
         from aioshard.spark.analysis.tail import LEVELS, find_tail  # noqa: PLC0415 - imported on use
+        from aioshard.spark.analysis.wording import about_slowest, duration_as_text  # noqa: PLC0415
 
         found = find_tail(journal, handler, top)
     if as_json:
@@ -77,11 +79,7 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
         [(one.of, duration_as_text(one.mean), *map(duration_as_text, one.levels)) for one in found.percentiles],
     )
     click.echo("")
-    click.echo(
-        f"The slowest 1 % ({found.slowest:,} records, {duration_as_text(found.slowest_from_us)} and longer) are "
-        f"{share_as_text(found.slowest_work_share)} of the work. {share_as_text(found.slowest_wait_share)} of all "
-        "waiting was for one of them to end, in the same shard."
-    )
+    click.echo(about_slowest(found))
     for what, last in (("partition", found.partitions), ("key", found.keys)):
         click.echo("")
         print_table(
@@ -109,6 +107,7 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
     """
     with opened(path, master) as journal:
         from aioshard.spark.analysis.lag import find_lag  # noqa: PLC0415 - imported on use
+        from aioshard.spark.analysis.wording import duration_as_text  # noqa: PLC0415
 
         found = find_lag(journal, handler, moments)
     if as_json:

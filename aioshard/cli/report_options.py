@@ -1,4 +1,4 @@
-"""What the commands of `aioshard report` have in common: arguments, the session, and durations for people."""
+"""What the commands of `aioshard report` have in common: arguments, options and the session."""
 
 import contextlib
 import json
@@ -12,14 +12,14 @@ from aioshard.cli import options
 if TYPE_CHECKING:
     from aioshard.spark.analysis.journal import Journal
 
-__all__ = ["asked", "duration_as_text", "handler", "journal_argument", "opened", "print_json", "share_as_text", "top"]
+__all__ = ["asked", "opened", "print_json", "top"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-journal_argument = click.argument("path", metavar="JOURNAL")
+_journal = click.argument("path", metavar="JOURNAL")
 """A local path, or a URI."""
 
-handler = click.option("--handler", metavar="NAME", help="Whose records; by default the handler with the most.")
+_handler = click.option("--handler", metavar="NAME", help="Whose records; by default the handler with the most.")
 
 _master = click.option(
     "--master",
@@ -37,7 +37,7 @@ def asked(what: str) -> Callable[[F], F]:
     """JOURNAL, --handler, --master and --json, which prints *what*."""
 
     def decorate(function: F) -> F:
-        for option in (options.as_json(what), _master, handler, journal_argument):
+        for option in (options.as_json(what), _master, _handler, _journal):
             function = option(function)
         return function
 
@@ -80,26 +80,3 @@ def _plain(found: Any) -> Any:
     if isinstance(found, list | tuple):
         return [_plain(value) for value in found]
     return found
-
-
-def duration_as_text(microseconds: float) -> str:
-    """A duration for people.
-
-    Example:
-        >>> [duration_as_text(one) for one in (0, 850, 45_000, 12_300_000, 400_000_000)]
-        ['0', '0.85 ms', '45.0 ms', '12.30 s', '400.0 s']
-    """
-    if microseconds <= 0:
-        return "0"
-    if microseconds < 10_000:  # noqa: PLR2004 - three digits, whatever the size
-        return f"{microseconds / 1e3:.2f} ms"
-    if microseconds < 1_000_000:  # noqa: PLR2004
-        return f"{microseconds / 1e3:.1f} ms"
-    if microseconds < 100_000_000:  # noqa: PLR2004
-        return f"{microseconds / 1e6:.2f} s"
-    return f"{microseconds / 1e6:.1f} s"
-
-
-def share_as_text(share: float) -> str:
-    """A share from 0 to 1 for people."""
-    return f"{share:.1%}".replace("%", " %")

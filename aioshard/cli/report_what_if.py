@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aioshard.cli.report_options import asked, duration_as_text, opened, print_json, share_as_text
+from aioshard.cli.report_options import asked, opened, print_json
 from aioshard.cli.tables import as_text, print_table
 
 if TYPE_CHECKING:
     from aioshard.spark.analysis.trust import Answer
     from aioshard.spark.analysis.what_if import WhatIf
 
-__all__ = ["sentences", "what_if"]
+__all__ = ["what_if"]
 
 
 @click.command()
@@ -48,20 +48,10 @@ def what_if(
 
 
 def _show(found: "WhatIf") -> None:
-    measured = found.measured
-    own = "" if found.own is None else f" ({found.own.label})"
-    click.echo(
-        f"{found.records:,} records of handler {found.handler.name!r}{own}: {duration_as_text(measured.makespan)}, "
-        f"99 % within {duration_as_text(measured.total[1])} of being taken in"
-    )
-    if found.cpu is not None:
-        click.echo(f"The process took {share_as_text(found.cpu)} of a core.")
-    if found.check is not None:
-        off = found.check.makespan / measured.makespan - 1
-        click.echo(
-            f"The same configuration, predicted: {duration_as_text(found.check.makespan)} ({off:+.1%}), 99 % within "
-            f"{duration_as_text(found.check.total[1])}. So good are the predictions, at best."
-        )
+    from aioshard.spark.analysis.wording import sentences, trusted  # noqa: PLC0415 - imported on use
+
+    for sentence in trusted(found):
+        click.echo(as_text(sentence))
     click.echo("")
     print_table(
         ("candidate", "takes", "99 % within", "99 % wait", "workers busy", "members' work"),
@@ -69,10 +59,12 @@ def _show(found: "WhatIf") -> None:
     )
     click.echo("")
     for sentence in sentences(found):
-        click.echo(sentence)
+        click.echo(as_text(sentence))
 
 
 def _row(answer: "Answer") -> tuple[str, ...]:
+    from aioshard.spark.analysis.wording import duration_as_text, share_as_text  # noqa: PLC0415 - imported on use
+
     prediction = answer.prediction
     if prediction is None:
         return (answer.candidate.label, answer.not_predicted or "", "", "", "", "")
@@ -86,24 +78,3 @@ def _row(answer: "Answer") -> tuple[str, ...]:
         share_as_text(prediction.busy),
         shares,
     )
-
-
-def sentences(found: "WhatIf") -> list[str]:
-    """The recommendation with what bounds it, and what the answers leave out."""
-    if found.hottest_key is not None:
-        why = (
-            f"the key {as_text(found.hottest_key)} alone is {duration_as_text(found.hottest_work)} of work, and a "
-            "key is in order"
-        )
-    else:
-        why = "that is when the last record had come and run"
-    least = duration_as_text(found.best_possible)
-    bound = f"No number of shards, workers or members takes less than {least}: {why}."
-    told = []
-    if found.recommended is not None and found.recommended.prediction is not None:
-        takes = found.recommended.prediction.makespan
-        told.append(
-            f"Recommended of these: {found.recommended.candidate.label}, the fewest workers within 5 % of the quickest "
-            f"({duration_as_text(takes)}, {takes / max(found.best_possible, 1):.2f} times the least possible)."
-        )
-    return [*told, bound, *found.remarks]

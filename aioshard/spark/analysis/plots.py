@@ -1,0 +1,147 @@
+"""The plots of a report: matplotlib's SVG, in the colours of the page, with nothing that is fetched."""
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from aioshard.spark.analysis.fleet import Prediction
+from aioshard.spark.analysis.lag import Lag
+from aioshard.spark.analysis.skew import Skewed
+from aioshard.spark.analysis.tail import LEVELS, Tail
+from aioshard.spark.analysis.what_if import WhatIf
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_candidates", "plot_lag", "plot_skew", "plot_tail"]
+
+# Colours that no data has: the page replaces each with one of its own, which is another by night.
+_TEXT = "#010203"
+_FAINT = "#010204"
+_SERIES = ("#010205", "#010206", "#010207")
+_NAMES = {_TEXT: "--text", _FAINT: "--faint", **dict(zip(_SERIES, ("--one", "--two", "--three"), strict=True))}
+
+_SETTINGS: Any = {
+    "svg.fonttype": "none",  # text stays text: it is searched, and takes the page's font
+    "svg.hashsalt": "aioshard",  # the same report is the same file
+    "font.size": 11,
+    "font.family": "sans-serif",
+    "text.color": _TEXT,
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _TEXT,
+    "ytick.color": _TEXT,
+    "legend.frameon": False,
+}
+_WIDTH = 7.0
+_LONGEST_NAME = 18
+
+
+def plot_skew(skewed: Skewed) -> str:
+    """The shares that the hottest groups have of the records, and of the work."""
+    groups = skewed.top[::-1]
+    figure, axes = _figure(0.9 + 0.36 * len(groups))
+    for shift, colour, label, values in (
+        (0.2, _SERIES[0], "records", [100 * one.records / max(skewed.records, 1) for one in groups]),
+        (-0.2, _SERIES[1], "work", [100 * one.work_us / max(skewed.work_us, 1) for one in groups]),
+    ):
+        axes.barh([place + shift for place in range(len(groups))], values, 0.38, color=colour, label=label)
+    axes.set_yticks(range(len(groups)), [_short(one.name) for one in groups])
+    axes.set_xlabel("share of all, %")
+    axes.legend(loc="lower right")
+    return _svg(figure, f"Shares of the hottest of {skewed.groups} {skewed.by}s")
+
+
+def plot_tail(tail: Tail) -> str:
+    """How long so many of the records took at most."""
+    figure, axes = _figure(3.2)
+    names = [f"{100 * level:g} %" for level in LEVELS]
+    for colour, one in zip(_SERIES, tail.percentiles, strict=False):
+        axes.plot(names, [max(value / 1e3, 0.01) for value in one.levels], marker="o", color=colour, label=one.of)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(_milliseconds))
+    axes.set_xlabel("of the records took no longer")
+    axes.legend()
+    return _svg(figure, "Percentiles of wait, service and total")
+
+
+def plot_lag(lag: Lag) -> str:
+    """What was not finished over time, of all partitions together."""
+    figure, axes = _figure(3.0)
+    moments = list(zip(*(one.moments for one in lag.partitions), strict=True))
+    seconds = [slot * lag.step_us / 1e6 for slot in range(len(moments))]
+    for colour, label, values in (
+        (_SERIES[0], "not finished", [sum(one.unfinished for one in at) for at in moments]),
+        (_SERIES[1], "of them taken in", [sum(one.in_hand for one in at) for at in moments]),
+    ):
+        axes.plot(seconds, values, color=colour, label=label)
+        axes.fill_between(seconds, values, color=colour, alpha=0.15)
+    axes.set_xlabel("seconds after the first record")
+    axes.set_ylabel("records")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return _svg(figure, "Records that were not finished, over time")
+
+
+def plot_candidates(found: WhatIf) -> str:
+    """How long each candidate takes, and the time that none of them beats."""
+    predicted = [(one.candidate.label, one.prediction) for one in found.answers if one.prediction is not None][::-1]
+    figure, axes = _figure(1.2 + 0.36 * len(predicted))
+    values = [prediction.makespan / 1e6 for _, prediction in predicted]
+    axes.barh(range(len(predicted)), values, 0.6, color=_SERIES[0])
+    axes.set_yticks(range(len(predicted)), [label for label, _ in predicted])
+    axes.axvline(found.measured.makespan / 1e6, color=_FAINT, linestyle="--", label="the run itself")
+    axes.axvline(found.best_possible / 1e6, color=_SERIES[2], label="the least possible")
+    for place, (_, prediction) in enumerate(predicted):
+        axes.annotate(
+            _took(prediction),
+            (values[place], place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+    axes.set_xlim(right=max([*values, found.measured.makespan / 1e6]) * 1.15)
+    axes.set_xlabel("seconds for all records")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.25 - 0.6 / (len(predicted) + 1)), ncols=2)
+    return _svg(figure, "How long each candidate takes")
+
+
+def _took(prediction: Prediction) -> str:
+    return f"{prediction.makespan / 1e6:.3g} s"
+
+
+def _milliseconds(value: float, _: object) -> str:
+    return f"{value / 1e3:g} s" if value >= 1e3 else f"{value:g} ms"  # noqa: PLR2004 - a thousand of them
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+
+
+def _figure(height: float) -> "tuple[Figure, Axes]":
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        return figure, figure.subplots()
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an element of a page."""
+    written = io.StringIO()
+    with mpl.rc_context(_SETTINGS):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+    for colour, name in _NAMES.items():
+        svg = svg.replace(colour, f"var({name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
