@@ -209,7 +209,7 @@ async def test_flight_delays_tells_a_cancelled_flight_from_one_on_time() -> None
     """Over history it runs in `tests/spark/test_flights.py`."""
     example = load("flight_delays")
     async with TestClient(example.app) as client:
-        await client.publish("flights", b'{"number": 1, "departure_delay": null}', key=b"N1")
+        await client.publish("flights", b'{"number": 1, "departure_delay": null}', key=b"N1", partition=0)
         await client.settle()
         assert client.committed("flights", 0) == 1
     found = [example.delay_class(delay) for delay in (None, -3, 15, 16, 120, 121)]
