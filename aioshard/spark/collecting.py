@@ -11,6 +11,7 @@ from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.observed import Completed
 from aioshard.engine.outcomes import Outcome
 from aioshard.serde.results import encoded_result
+from aioshard.serde.side_headers import as_text
 from aioshard.spark.rows import Ended, WallClock, outcome_batch
 
 __all__ = ["Collected"]
@@ -76,6 +77,7 @@ class Collected:
         """Add a record that was not processed."""
         began, ended, _ = getattr(delivery, "run", _NO_RUN)
         run = (began, ended, None)
+        message = message and as_text(message).decode()  # Arrow refuses half a surrogate pair
         row = (delivery.record, spec.name, status, delivery.failures, error, message, run, delivery.key)
         self._open[spec.name].append(row)
         if len(self._open[spec.name]) >= _ROWS:

@@ -24,6 +24,7 @@ from aioshard.engine.runtime import Engine
 from aioshard.handlers import Registration
 from aioshard.observe import JournalStatistics
 from aioshard.serde.results import encoded_result
+from aioshard.serde.side_headers import as_text
 from aioshard.telemetry.journal_files import JournalFiles
 from aioshard.telemetry.journal_rows import NO_RUN, ROW_WIDTH, Trouble, record_batch, warm_up
 from aioshard.telemetry.metrics import version
@@ -180,7 +181,8 @@ class Journal:
         if note is None:
             return Trouble(delivery.outcome.value, None, None)
         self._size += len(note.message)
-        return Trouble(delivery.outcome.value, note.error, note.message)
+        # Arrow refuses half a surrogate pair, as in the name of a file that is no UTF-8.
+        return Trouble(delivery.outcome.value, note.error, as_text(note.message).decode())
 
     def _hand_over(self, *, all_of_it: bool = False) -> None:
         """Give the thread what there is, unless too much waits for it already."""
