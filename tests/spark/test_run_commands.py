@@ -1,0 +1,155 @@
+"""`aioshard spark drain|follow|status|stop|verify` as processes: exit codes, signals, what programs read."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshard import spark
+from tests.spark.apps import AppModule, write_app
+from tests.support.kafka_libs import PROJECT
+from tests.support.shared_kafka import SharedKafka
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+RECORDS = 90
+
+HANDLER = """
+import asyncio
+from pathlib import Path
+from aioshard import Retry
+
+FLAG = Path({flag!r})
+
+@app.consume({topic!r}, concurrency=2, retry=Retry(attempts=1))
+async def handle(record: Record) -> None:
+    if record.value == b"80" and not FLAG.exists():
+        raise LookupError("no such customer")
+    await asyncio.sleep({seconds})
+"""
+
+
+async def make_run(
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    seconds: float = 0.0,
+) -> tuple[AppModule, Path]:
+    """An app and the directory of a run, planned in batches of a third."""
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(b"k", b"%d" % n) for n in range(RECORDS)])
+    source = HANDLER.format(topic=topic, flag=str(tmp_path / "flag"), seconds=seconds)
+    app = write_app(tmp_path, monkeypatch, kafka, group, handlers=source)
+    run = tmp_path / "run"
+    await spark.plan(app.target, directory=run, start="earliest", max_rows_per_batch=RECORDS // 3)
+    return app, run
+
+
+@contextlib.asynccontextmanager
+async def command(app: AppModule, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A command while it runs; it is ended, with all that it started."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "aioshard", "spark", *words),
+        cwd=app.path.parent,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def ended(app: AppModule, *words: str) -> tuple[int | None, str, str]:
+    """Exit code, standard output and standard error."""
+    async with command(app, *words) as process, asyncio.timeout(200):
+        output, errors = await process.communicate()
+        return process.returncode, output.decode(), errors.decode()
+
+
+async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
+    kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
+
+    code, output, errors = await ended(app, "drain", str(run), "--master", "local[2,4]")
+
+    assert (code, output) == (3, "")
+    assert errors.splitlines()[-1].startswith("Error: 1 record(s) failed for good and hold their shards")
+    assert f"{topic}/0/80 (key k, LookupError: no such customer)" in errors
+    code, output, _ = await ended(app, "status", str(run), "--json")
+    found: dict[str, Any] = json.loads(output)
+    assert (code, found["done"], found["finished"], found["statuses"]) == (0, 60, False, {"processed": 60})
+
+    (tmp_path / "flag").touch()
+    code, output, errors = await ended(app, "drain", str(run), "--master", "local[2,4]", "--json")
+
+    assert code == 0, errors
+    found = json.loads(output)
+    assert (found["state"], found["done"], found["batches"]) == ("finished", RECORDS, 3)
+    assert "draining: 90 of 90 (100 %) records" in errors
+    code, output, errors = await ended(app, "verify", str(run), "--master", "local[2,4]", "--json")
+    assert (code, json.loads(output)["ok"]) == (0, True), errors
+    code, output, errors = await ended(app, "handover", str(run))
+    assert code == 0, errors
+    assert await kafka.committed(group, topic) == {0: RECORDS}
+
+
+@pytest.mark.parametrize("how", ["signal", "command"])
+async def test_it_is_stopped_at_a_border(
+    kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch, seconds=0.1)
+    (tmp_path / "flag").touch()
+
+    async with command(app, "drain", str(run), "--master", "local[2,4]", "--json") as process:
+        async with asyncio.timeout(200):
+            while spark.status(run)["done"] == 0:  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.05)
+        if how == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            spark.stop(run)
+        async with asyncio.timeout(200):
+            output, errors = await process.communicate()
+
+    assert process.returncode == 0, errors.decode()
+    found = json.loads(output)
+    assert found["state"] == "stopped"
+    assert found["done"] in {RECORDS // 3, 2 * RECORDS // 3}
+    assert ("It ends at the next border" in errors.decode()) == (how == "signal")
+
+
+async def test_what_follows_has_no_end_but_a_stop(
+    kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
+    (tmp_path / "flag").touch()
+    words = ["follow", str(run), "--master", "local[2,4]", "--trigger", "500 milliseconds"]
+    async with command(app, *words) as process:
+        async with asyncio.timeout(200):
+            while spark.status(run)["statuses"].get("processed") != RECORDS:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
+            await kafka.produce(topic, [(b"k", b"later")] * 7)  # beyond the planned end
+            while spark.status(run)["statuses"].get("processed") != RECORDS + 7:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        spark.stop(run)
+        async with asyncio.timeout(200):
+            output, errors = await process.communicate()
+
+    assert process.returncode == 0, errors.decode()
+    assert output.decode() == f"To go on: aioshard spark follow {run}\n"
