@@ -37,7 +37,7 @@ from aioshard import Retry
 async def handle(record: Record) -> None:
     seen.append((record.partition, record.offset))
     if record.value == b"bad":
-        raise ValueError(f"no customer {{record.offset}} \\u20ac \\udc80 " + "x" * 2000)
+        raise ValueError(f"no \\u20ac {{record.offset}} " + ("\\udc80" if record.offset == 2 else "x" * 2000))
 """
 HEADERS = [("trace", b"7"), ("empty", None), ("trace", b"8")]
 BAD = [(0, 3), (0, 5), (0, 9), (1, 2), (1, 5)]
