@@ -3,6 +3,7 @@
 Costs nothing where nobody observes: the epochs and the attempts of an engine are others then.
 """
 
+import time
 from collections.abc import Callable
 
 from aioshard.engine.batches.batch_worker import InvokeBatch
@@ -14,6 +15,8 @@ from aioshard.engine.worker import Invoke
 from aioshard.records import TopicPartition
 
 __all__ = ["Completed", "Observe", "ObservedEpoch", "noted"]
+
+_THE_SAME = 0.01
 
 Completed = Callable[[Delivery], None]
 """Told of each delivery that is complete: `outcome`, `run`, `failures` and `failure` say how it came to that.
@@ -50,6 +53,8 @@ class ObservedEpoch(Epoch):
 
 def noted(spec: HandlerSpec, clock: Callable[[], float]) -> HandlerSpec:
     """The same handler; each of its attempts leaves a note of its times and its result with the delivery."""
+    if abs(time.monotonic() - clock()) < _THE_SAME:
+        clock = time.monotonic  # uvloop's counts whole milliseconds
     if spec.batched is not None:
         return spec._replace(batched=spec.batched._replace(invoke=_noted_batch(spec.batched.invoke, clock)))
     return spec._replace(call=None, invoke=_noted_record(spec.attempt, clock))

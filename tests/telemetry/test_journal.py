@@ -131,6 +131,32 @@ def test_moments_are_of_the_day(tmp_path: Path) -> None:
     assert 0.0 <= row["duration"] < 1.0
 
 
+def test_what_takes_less_than_a_millisecond_is_measured_on_uvloop_too(tmp_path: Path) -> None:
+    """The clock of its loop counts whole milliseconds."""
+    uvloop = pytest.importorskip("uvloop")
+    app = App("billing", journal=tmp_path)
+    took: list[float] = []
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:  # noqa: ARG001
+        began = time.monotonic()
+        while time.monotonic() < began + 0.0003:
+            pass
+        took.append(time.monotonic() - began)
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for _ in range(50):
+                await client.publish("orders", "x", key="k")
+            await client.settle()
+
+    uvloop.run(scenario())
+    durations = [row["duration"] for row in read(tmp_path)]
+
+    assert all(told >= seen for told, seen in zip(durations, took, strict=True))
+    assert sorted(durations)[10] < 0.0009, "and not a millisecond or nothing"
+
+
 @pytest.mark.parametrize("show_keys", [False, True])
 def test_keys_are_shown_only_when_that_is_asked_for(tmp_path: Path, *, show_keys: bool) -> None:
     app = App("billing", journal=tmp_path, show_keys=show_keys)
@@ -211,7 +237,7 @@ def test_all_records_of_a_batch_have_its_times_and_its_result(tmp_path: Path) ->
         await asyncio.sleep(1.0)
         if fail and records[0].value == b"3":
             fail.clear()
-            raise BatchError({records[1]: ValueError("poison")})
+            raise BatchError({records[1]: ValueError("poison \udc80")})
         return [str(record.offset) for record in records]
 
     live(app, *((str(number), str(number)) for number in range(6)))
@@ -221,7 +247,7 @@ def test_all_records_of_a_batch_have_its_times_and_its_result(tmp_path: Path) ->
     assert [row["result"] for row in rows[:3]] == [b'["0","1","2"]'] * 3
     assert len({row["started"] for row in rows[:3]}) == 1
     assert [row["duration"] for row in rows] == pytest.approx([1.0] * 6)
-    assert (rows[4]["attempts"], rows[4]["error"]) == (1, "poison")
+    assert (rows[4]["attempts"], rows[4]["error"]) == (1, "poison \\udc80"), "not half a surrogate pair"
 
 
 def test_a_result_is_written_as_it_was_when_the_handler_returned_it(tmp_path: Path) -> None:
