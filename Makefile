@@ -6,15 +6,12 @@ WORKERS ?= 2
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-COMMA := ,
 VENV := .venv
 BIN := $(VENV)/bin
-# Spark is large: it is installed once the package has a use for it.
-EXTRAS := demo,web$(if $(wildcard aioshard/spark/__init__.py),$(COMMA)spark)
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench chaos coverage docs broker postgresql clean
+.PHONY: help demo test test-slow check format bench chaos coverage docs broker postgresql clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +38,8 @@ bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses 
 
 chaos: $(VENV)/.dev broker postgresql ## run the long tests that kill processes and brokers
 	@$(BIN)/python -m pytest -m chaos $(ARGS)
+
+test-slow: chaos ## the same as chaos
 
 coverage: $(VENV)/.dev broker postgresql ## run the tests and show the lines and branches that none of them runs
 	@$(BIN)/coverage erase
@@ -71,6 +70,6 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/.pip
 	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(wildcard aioshard/spark/__init__.py) | $(VENV)/.pip
-	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' --group dev
+$(VENV)/.dev: pyproject.toml | $(VENV)/.pip
+	@$(BIN)/python -m pip install --quiet --editable '.[all]' --group dev
 	@touch $@
