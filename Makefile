@@ -19,7 +19,7 @@ help: ## list the verbs
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
 
-test: $(VENV)/.dev broker postgresql ## run the tests on a real broker; ARGS="-k order" chooses
+test: $(VENV)/.dev broker connector postgresql ## run the tests on a real broker; ARGS="-k order" chooses
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
@@ -41,7 +41,7 @@ chaos: $(VENV)/.dev broker postgresql ## run the long tests that kill processes 
 
 test-slow: chaos ## the same as chaos
 
-coverage: $(VENV)/.dev broker postgresql ## run the tests and show the lines and branches that none of them runs
+coverage: $(VENV)/.dev broker connector postgresql ## run the tests and show the lines and branches that none of them runs
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
 	@$(BIN)/coverage combine -q
@@ -52,6 +52,9 @@ docs: $(VENV)/.dev ## build the documentation into site/
 
 broker: $(VENV)/.dev ## fetch the broker's jars; without Java or Maven the tests that need one are skipped
 	@$(BIN)/python -m tests.support.kafka_libs
+
+connector: $(VENV)/.dev ## fetch the jars of Spark's own Kafka connector; without Maven the tests that compare with it are skipped
+	@$(BIN)/python -m tests.support.connector_jars
 
 postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql

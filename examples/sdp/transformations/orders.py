@@ -1,0 +1,23 @@
+"""Two tables: what became of each order, and what each customer spent."""
+
+from pyspark import pipelines as dp
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+
+@dp.table
+def order_outcomes() -> DataFrame:
+    """One row for each record of the topic; the handlers run as the rows are written, and never again."""
+    return SparkSession.active().readStream.format("aioshard").option("app", "orders_app:app").load()
+
+
+@dp.materialized_view
+def customers() -> DataFrame:
+    """What each customer spent, of the orders that were processed."""
+    result = f.from_json(f.col("result").cast("string"), "customer string, total double")
+    processed = SparkSession.active().table("order_outcomes").where("status = 'processed'")
+    return (
+        processed.select(result.alias("order"))
+        .groupBy("order.customer")
+        .agg(f.count("*").alias("orders"), f.sum("order.total").alias("total"))
+    )

@@ -1,0 +1,81 @@
+"""Where the jars of Spark's own Kafka connector are: fetched once by Maven, or said by `AIOSHARD_CONNECTOR_JARS`."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT, in_ci
+
+__all__ = ["ConnectorUnavailableError", "connector_jars"]
+
+ARTIFACTS = (
+    "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
+    "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0",
+    "org.apache.kafka:kafka-clients:3.9.2",
+    "org.apache.commons:commons-pool2:2.13.1",
+)
+DEFAULT_JARS = PROJECT / "build" / "connector"
+
+
+class ConnectorUnavailableError(RuntimeError):
+    """This machine does not have the connector; the message says what is missing and how to get it."""
+
+
+def connector_jars() -> list[Path]:
+    """The connector's jars; fetches them with Maven when they are not there.
+
+    Raises:
+        ConnectorUnavailableError: They are not there, and Maven is missing or cannot fetch them.
+    """
+    named = os.environ.get("AIOSHARD_CONNECTOR_JARS")
+    directory = Path(named) if named else DEFAULT_JARS
+    wanted = [directory / f"{name}-{version}.jar" for _, name, version in (one.split(":") for one in ARTIFACTS)]
+    missing = [path.name for path in wanted if not path.exists()]
+    if missing and named:
+        raise ConnectorUnavailableError(
+            f"AIOSHARD_CONNECTOR_JARS={named} holds no {missing[0]}: unset it, or run `make connector`"
+        )
+    if missing:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "fetch.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here at once
+            for artifact, path in zip(ARTIFACTS, wanted, strict=True):
+                if not path.exists():
+                    _fetch(artifact, path)
+    return wanted
+
+
+def _fetch(artifact: str, path: Path) -> None:
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise ConnectorUnavailableError(
+            f"{path.name} is not in {path.parent} and no `mvn` is on PATH to fetch it: install Maven"
+        )
+    partial = path.parent / "partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [maven, "-q", "-B", "dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={partial}"]
+    fetched = subprocess.run(
+        command, cwd=path.parent, capture_output=True, text=True, timeout=FETCH_TIMEOUT, check=False
+    )
+    if fetched.returncode != 0:
+        raise ConnectorUnavailableError(f"Maven could not fetch {artifact}:\n{fetched.stdout}{fetched.stderr}")
+    (partial / path.name).rename(path)
+    partial.rmdir()
+
+
+def main() -> int:
+    """Fetches the jars; without Maven says so, which is an error only where `CI` is set."""
+    try:
+        print(f"connector's jars: {connector_jars()[0].parent}")
+    except ConnectorUnavailableError as missing:
+        what = "fail" if in_ci() else "be skipped"
+        print(f"NO KAFKA CONNECTOR, tests that need it will {what}: {missing}", file=sys.stderr)
+        return 1 if in_ci() else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
