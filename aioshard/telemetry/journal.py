@@ -49,7 +49,7 @@ A loop that has no pause takes it again, after each look at its sockets, before 
 _PAUSE = 5.0
 """Seconds in which nothing is written after that has failed."""
 _LOG_INTERVAL = 60.0
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 3.0
 _CLOCK_STEP = 1.0
 """Seconds by which the time of day may differ from what loop time says, before that is believed."""
 _PROCESSED = Outcome.PROCESSED
@@ -215,7 +215,7 @@ class Journal:
             logger.warning(message, self._overflowed)
 
     async def close(self) -> None:
-        """Write what there is, complete the last file and end the thread; gives up after 5 s."""
+        """Write what there is, complete the last file and end the thread; gives up after 3 s."""
         self._hand_over(all_of_it=True)
         self._chunks.put(None)
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT)
