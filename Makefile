@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench chaos coverage docs broker postgresql clean
+.PHONY: help demo test test-slow check format bench chaos coverage docs broker connector postgresql clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
