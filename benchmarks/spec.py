@@ -4,7 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Measurement", "Spec", "Work"]
+__all__ = ["IN_ENVIRONMENT", "Measurement", "Spec", "Work"]
+
+IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
+"""The variable that tells tasks of Spark their spec, as JSON."""
 
 Work = Literal["count", "check", "sleep", "hang", "journal"]
 """What the handler does: count and nothing else; note which records came; sleep and note; never return;

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,17 @@ from benchmarks.spec import Measurement, Spec, Work
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka import KafkaBroker
 
-__all__ = ["PROJECT", "Contestant", "ContestantFailedError", "Process", "Runs", "Stage", "Topic", "stage"]
+__all__ = [
+    "PROJECT",
+    "RUN_TIMEOUT",
+    "Contestant",
+    "ContestantFailedError",
+    "Process",
+    "Runs",
+    "Stage",
+    "Topic",
+    "stage",
+]
 
 PROJECT = Path(__file__).resolve().parents[1]
 RUN_TIMEOUT = 600.0
@@ -121,11 +131,13 @@ class Stage:
         rounds: int,
         work: Work,
         concurrency: int,
+        run: Callable[[Spec], Awaitable[Measurement]] | None = None,
         **handler: float,
     ) -> Runs:
         """Let the contestants run in turn, round after round: A B A B.
 
-        A change of the machine's load so hits all of them; every second round goes backwards.
+        A change of the machine's load so hits all of them; every second round goes backwards. Each runs in a process
+        of its own, unless *run* does that otherwise.
         """
         runs: Runs = {contestant.name: [] for contestant in contestants}
         for number in range(rounds):
@@ -135,7 +147,7 @@ class Stage:
                     continue
                 records = topic.records if contestant.records is None else min(contestant.records, topic.records)
                 spec = self.spec(contestant.name, topic, records=records, work=work, concurrency=concurrency, **handler)
-                measured = await self.run(spec)
+                measured = await (run or self.run)(spec)
                 runs[contestant.name].append(measured)
                 self.say(
                     f"round {number + 1}/{rounds}  {contestant.name}: {measured.cpu_per_record:.2f} µs CPU/record, "

@@ -1,6 +1,7 @@
 """The benchmark commands run and print what they should. Figures are not asserted: these inputs are tiny."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,13 @@ CONTESTANTS = {
     "p6": {"aioshard"},
     "p8": {"aioshard"},
     "p9": {"concurrency 8", "concurrency 64", "concurrency 512", "Adaptive(1, 512)"},
+    "p10": {"aioshard, app", "aioshard, fused", "aioshard, mapInArrow"},
+    "p11": {"aioshard, fused", "gather per 1,000 rows", "gather per 10,000 rows"},
 }
 """Who takes part in a quick run at least."""
+ON_SPARK = {"p10", "p11"}
+SPARK_STARTS = [pytest.mark.slow, pytest.mark.timeout(300)]
+"""A session takes its time where the machine is busy."""
 
 
 def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +42,9 @@ def _object(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CONTESTANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SPARK_STARTS if name in ON_SPARK else ()) for name in CONTESTANTS]
+)
 def test_a_quick_run_processes_every_record_once_and_prints_one_object(kafka: SharedKafka, name: str) -> None:
     report = _object(_benchmarks(name, "--quick", "--json", "--bootstrap-servers", kafka.bootstrap))
 
@@ -93,6 +101,21 @@ def test_the_table_shows_contestants_and_verdicts(kafka: SharedKafka) -> None:
     assert ran.returncode == 0, ran.stderr
     for text in ("P2", "aioshard", "bare loop, no Kafka", "UNJUDGED", "must be at least 0.92", "aim 0.97"):
         assert text in ran.stdout
+
+
+def test_a_job_that_fails_is_told_with_what_its_process_said(kafka: SharedKafka) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "p10", "--quick", "--bootstrap-servers", kafka.bootstrap],
+        cwd=PROJECT,
+        env=os.environ | {"AIOSHARD_FETCH_MIN_BYTES": "nonsense"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ran.returncode == 1
+    assert "aioshard, app ended with 1" in ran.stderr
+    assert "nonsense" in ran.stderr
 
 
 def test_an_unknown_benchmark_is_a_usage_error() -> None:

@@ -1,0 +1,155 @@
+"""A process that runs one job over a whole topic after the other, each a line on its standard input.
+
+`python -m benchmarks.contestants.history app|spark SPEC`: an app, or jobs of one Spark session. The answer to each job
+is a line of JSON.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import psutil
+
+from aioshard import App
+from benchmarks.contestants.handlers import make_work
+from benchmarks.spec import IN_ENVIRONMENT, Measurement, Spec
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+APP = "benchmarks.contestants.history_app:app"
+CORES = 2
+ROWS_PER_BATCH = "spark.sql.execution.arrow.maxRecordsPerBatch"
+DEFAULT_ROWS = "10000"
+
+Run = Callable[[Spec], Measurement]
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    kind, text = sys.argv[1:]
+    with run_app() if kind == "app" else run_on_spark(text) as run:
+        for line in sys.stdin:
+            print(json.dumps(asdict(run(Spec.from_json(line)))), flush=True)
+
+
+@contextlib.contextmanager
+def run_app() -> Iterator[Run]:
+    """The plain app, live, with a group of its own, until it has caught up."""
+
+    def run(spec: Spec) -> Measurement:
+        app = App(spec.group, bootstrap_servers=spec.bootstrap, auto_offset_reset="earliest")
+        work = make_work(spec)
+        app.consume(spec.topic, concurrency=spec.concurrency)(work.handler)
+        began, used = time.perf_counter(), time.process_time()
+        app.run(until_caught_up=True)
+        return _measured(work.count(), began, time.process_time() - used, lost=work.missing, twice=work.repeated)
+
+    yield run
+
+
+@contextlib.contextmanager
+def run_on_spark(text: str) -> Iterator[Run]:
+    """Jobs of one session."""
+    from aioshard.spark.session import local_session, register  # noqa: PLC0415 - pyspark only where it is measured
+
+    # The tasks are told by the environment, which they have from the session.
+    os.environ[IN_ENVIRONMENT] = text
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # noqa: PTH109
+    spark = local_session(f"local[{CORES}]", "benchmarks")
+    register(spark)
+
+    def run(spec: Spec) -> Measurement:
+        frame = _FRAMES[spec.contestant](spark, spec)
+        began, used = time.perf_counter(), _tree_seconds()
+        total = sum(spec.ends)
+        if spec.work == "check":
+            rows, different = _counted(frame)
+            return _measured(rows, began, _tree_seconds() - used, lost=total - different, twice=rows - different)
+        frame.write.format("noop").mode("overwrite").save()
+        return _measured(total, began, _tree_seconds() - used)
+
+    try:
+        yield run
+    finally:
+        spark.stop()
+
+
+def _measured(records: int, began: float, cpu: float, *, lost: int = 0, twice: int = 0) -> Measurement:
+    return Measurement(
+        records=records,
+        cpu_seconds=cpu,
+        cpu_records=records,
+        wall_seconds=time.perf_counter() - began,
+        wall_records=records,
+        missing=lost,
+        repeated=twice,
+    )
+
+
+def _counted(frame: "DataFrame") -> tuple[int, int]:
+    """Rows, and records that have one."""
+    from pyspark.sql import functions  # noqa: PLC0415 - as above
+
+    counted = frame.agg(functions.count("*"), functions.count_distinct("partition", "offset")).first()
+    assert counted is not None
+    return counted[0], counted[1]
+
+
+def _tree_seconds() -> float:
+    """CPU time of this process and of all below it: Spark's Java and its workers, those that have ended too."""
+    total = 0.0
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+# What the jobs are ---------------------------------------------------------------------
+
+
+def _fused(spark: "SparkSession", spec: Spec) -> "DataFrame":
+    return spark.read.format("aioshard").options(app=APP, bootstrap_servers=spec.bootstrap, topics=spec.topic).load()
+
+
+def _raw(spark: "SparkSession", spec: Spec) -> "DataFrame":
+    return spark.read.format("aioshard").options(bootstrap_servers=spec.bootstrap, topics=spec.topic).load()
+
+
+def _mapped(spark: "SparkSession", spec: Spec) -> "DataFrame":
+    from aioshard.spark.request import places  # noqa: PLC0415 - as above
+    from aioshard.spark.runtime import Work  # noqa: PLC0415
+    from aioshard.spark.shuffling import HandlersOverRows  # noqa: PLC0415
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+
+    spark.conf.set(ROWS_PER_BATCH, DEFAULT_ROWS)
+    work = Work(app=APP, places=places())
+    return _raw(spark, spec).mapInArrow(HandlersOverRows(work), OUTCOME_COLUMNS)
+
+
+def _gathered(rows: int) -> "Callable[[SparkSession, Spec], DataFrame]":
+    def frame(spark: "SparkSession", spec: Spec) -> "DataFrame":
+        from benchmarks.contestants.gathering import COLUMNS, Gathering  # noqa: PLC0415 - as above
+
+        spark.conf.set(ROWS_PER_BATCH, str(rows))
+        return _raw(spark, spec).mapInArrow(Gathering(spec.concurrency), COLUMNS)
+
+    return frame
+
+
+_FRAMES: "dict[str, Callable[[SparkSession, Spec], DataFrame]]" = {
+    "aioshard, fused": _fused,
+    "aioshard, mapInArrow": _mapped,
+    "source alone": _raw,
+    "gather per 1,000 rows": _gathered(1_000),
+    "gather per 10,000 rows": _gathered(10_000),
+}
+
+if __name__ == "__main__":
+    main()

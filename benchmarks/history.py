@@ -1,0 +1,126 @@
+"""Runs over a whole topic: an app and the jobs of a Spark session, each in one process for all rounds."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import IO
+
+from benchmarks.report import Cell
+from benchmarks.spec import Measurement, Spec, Work
+from benchmarks.stage import PROJECT, RUN_TIMEOUT, Contestant, ContestantFailedError, Runs, Stage, Topic
+from benchmarks.tables import rate_rows
+
+__all__ = ["PLAIN_APP", "job_rows", "measure"]
+
+PLAIN_APP = "aioshard, app"
+"""The contestant that needs no Spark."""
+_END_TIMEOUT = 30.0
+
+
+class _Jobs:
+    """The two processes, which are started when they are needed: starting them, and a session, is never measured."""
+
+    def __init__(self, spec: Spec, log: IO[bytes]) -> None:
+        self._spec = spec
+        self._log = log
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+
+    async def run(self, spec: Spec) -> Measurement:
+        """Run one job.
+
+        Raises:
+            ContestantFailedError: It failed, or took too long.
+        """
+        process = await self._process("app" if spec.contestant == PLAIN_APP else "spark")
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(f"{spec.to_json()}\n".encode())
+            async with asyncio.timeout(RUN_TIMEOUT):
+                answer = await process.stdout.readline()
+        except TimeoutError as error:
+            raise ContestantFailedError(f"{spec.contestant} did not end within {RUN_TIMEOUT:g} s") from error
+        if not answer:
+            raise ContestantFailedError(f"{spec.contestant} ended with {await process.wait()}:\n{self._told()}")
+        return Measurement(**json.loads(answer))
+
+    async def _process(self, kind: str) -> asyncio.subprocess.Process:
+        if kind not in self._running:
+            self._running[kind] = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "benchmarks.contestants.history",
+                kind,
+                self._spec.to_json(),
+                cwd=PROJECT,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=self._log,
+            )
+        return self._running[kind]
+
+    def _told(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-4000:]
+
+    async def end(self) -> None:
+        """End the processes: in order, and else at once."""
+        for process in self._running.values():
+            if process.stdin is not None:
+                process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_TIMEOUT)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def measure(
+    stage: Stage,
+    contestants: Sequence[Contestant],
+    topic: Topic,
+    *,
+    rounds: int,
+    work: Work,
+    concurrency: int,
+    **handler: float,
+) -> tuple[Runs, Runs]:
+    """Let every contestant consume a topic once, to see that it does that whole, and then in turn.
+
+    The first time is the first job of each too, which is not measured.
+
+    Returns:
+        What the first time showed, and what the rounds did; in a quick run that is the same.
+
+    Raises:
+        ContestantFailedError: One of them failed, or Spark is not installed.
+    """
+    if importlib.util.find_spec("pyspark") is None:
+        raise ContestantFailedError("Spark is not installed: pip install 'aioshard[spark]'")
+    told = stage.spec("", topic, records=topic.records, work=work, concurrency=concurrency, **handler)
+    with tempfile.TemporaryFile() as log:
+        jobs = _Jobs(told, log)
+        try:
+            checked = await stage.contest(
+                contestants, topic, rounds=1, work="check", concurrency=concurrency, run=jobs.run, **handler
+            )
+            if stage.quick:
+                return checked, checked
+            runs = await stage.contest(
+                contestants, topic, rounds=rounds, work=work, concurrency=concurrency, run=jobs.run, **handler
+            )
+        finally:
+            await jobs.end()
+    return checked, runs
+
+
+def job_rows(runs: Runs, checked: Runs, *, ceiling: str) -> list[dict[str, Cell]]:
+    """One row per contestant, as `rate_rows`; what is lost or came twice was seen the first time."""
+    rows = rate_rows(runs, ceiling=ceiling)
+    for row, name in zip(rows, runs, strict=True):
+        row["lost"], row["twice"] = checked[name][0].missing, checked[name][0].repeated
+    return rows
