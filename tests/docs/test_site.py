@@ -27,7 +27,7 @@ def build(place: Path) -> Path:
     """Builds elsewhere, so that nothing in the checkout changes."""
     for name in ("mkdocs.yml", "CHANGELOG.md"):
         shutil.copy(PROJECT / name, place)
-    for name in ("docs", "aioshard", "tests"):
+    for name in ("docs", "aioshard", "examples", "tests"):
         shutil.copytree(PROJECT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     built = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict", "--clean"],
