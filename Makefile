@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench chaos coverage docs broker connector postgresql clean
+.PHONY: help demo test test-slow check format bench chaos coverage docs broker chromium connector postgresql clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## list the verbs
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
 
-test: $(VENV)/.dev broker connector postgresql ## run the tests on a real broker; ARGS="-k order" chooses
+test: $(VENV)/.dev broker connector postgresql chromium ## run the tests on a real broker; ARGS="-k order" chooses
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
@@ -36,12 +36,12 @@ format: $(VENV)/.dev ## format the code, and fix what can be fixed safely
 bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses and says --json
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-chaos: $(VENV)/.dev broker postgresql ## run the long tests that kill processes and brokers
+chaos: $(VENV)/.dev broker postgresql chromium ## run the long tests that kill processes and brokers
 	@$(BIN)/python -m pytest -m chaos $(ARGS)
 
 test-slow: chaos ## the same as chaos
 
-coverage: $(VENV)/.dev broker connector postgresql ## run the tests and show the lines and branches that none of them runs
+coverage: $(VENV)/.dev broker connector postgresql chromium ## run the tests and show the lines and branches that none of them runs
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
 	@$(BIN)/coverage combine -q
@@ -55,6 +55,9 @@ broker: $(VENV)/.dev ## fetch the broker's jars; without Java or Maven the tests
 
 connector: $(VENV)/.dev ## fetch the jars of Spark's own Kafka connector; without Maven the tests that compare with it are skipped
 	@$(BIN)/python -m tests.support.connector_jars
+
+chromium: $(VENV)/.dev ## install Debian's Chromium where it is missing; without it the tests that need it are skipped
+	@$(BIN)/python -m tests.support.chromium
 
 postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql

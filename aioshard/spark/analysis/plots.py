@@ -43,6 +43,7 @@ _WIDTH = 7.0
 _LONGEST_NAME = 18
 
 
+@mpl.rc_context(_SETTINGS)
 def plot_skew(skewed: Skewed) -> str:
     """The shares that the hottest groups have of the records, and of the work."""
     groups = skewed.top[::-1]
@@ -58,6 +59,7 @@ def plot_skew(skewed: Skewed) -> str:
     return _svg(figure, f"Shares of the hottest of {skewed.groups} {skewed.by}s")
 
 
+@mpl.rc_context(_SETTINGS)
 def plot_tail(tail: Tail) -> str:
     """How long so many of the records took at most."""
     figure, axes = _figure(3.2)
@@ -71,6 +73,7 @@ def plot_tail(tail: Tail) -> str:
     return _svg(figure, "Percentiles of wait, service and total")
 
 
+@mpl.rc_context(_SETTINGS)
 def plot_lag(lag: Lag) -> str:
     """What was not finished over time, of all partitions together."""
     figure, axes = _figure(3.0)
@@ -89,6 +92,7 @@ def plot_lag(lag: Lag) -> str:
     return _svg(figure, "Records that were not finished, over time")
 
 
+@mpl.rc_context(_SETTINGS)
 def plot_candidates(found: WhatIf) -> str:
     """How long each candidate takes, and the time that none of them beats."""
     predicted = [(one.candidate.label, one.prediction) for one in found.answers if one.prediction is not None][::-1]
@@ -109,7 +113,7 @@ def plot_candidates(found: WhatIf) -> str:
         )
     axes.set_xlim(right=max([*values, found.measured.makespan / 1e6]) * 1.15)
     axes.set_xlabel("seconds for all records")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.25 - 0.6 / (len(predicted) + 1)), ncols=2)
+    figure.legend(loc="outside lower center", ncols=2)
     return _svg(figure, "How long each candidate takes")
 
 
@@ -126,16 +130,14 @@ def _short(name: str) -> str:
 
 
 def _figure(height: float) -> "tuple[Figure, Axes]":
-    with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        return figure, figure.subplots()
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _svg(figure: Figure, title: str) -> str:
     """The figure as an element of a page."""
     written = io.StringIO()
-    with mpl.rc_context(_SETTINGS):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = written.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

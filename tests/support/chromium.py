@@ -1,0 +1,119 @@
+"""A real browser without a window, that opens a page with no network; and how it gets onto the machine."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.support.kafka_libs import in_ci
+
+__all__ = ["ChromiumFailedError", "ChromiumUnavailableError", "browser", "dump_page", "take_screenshot"]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends", "chromium", "fonts-dejavu-core"]
+UPDATE = ["apt-get", "update", "--quiet=2"]
+INSTALL_TIMEOUT = 600.0
+PAGE_TIMEOUT = 90.0
+OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update"]
+
+
+class ChromiumUnavailableError(RuntimeError):
+    """This machine has no Chromium; the message says how to get it."""
+
+
+class ChromiumFailedError(RuntimeError):
+    """It ended with an error, or did not end in time."""
+
+
+def browser() -> str:
+    """The program, where PATH has it.
+
+    Raises:
+        ChromiumUnavailableError: It is missing.
+    """
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        raise ChromiumUnavailableError(
+            f"PATH has none of {', '.join(NAMES)}: install it, on Debian with `apt-get install chromium`"
+        )
+    return found
+
+
+def take_screenshot(page: Path, picture: Path, *, width: int, height: int, dark: bool = False) -> None:
+    """Open a page from the disk and write what it looks like as PNG.
+
+    Raises:
+        ChromiumUnavailableError: There is no browser.
+        ChromiumFailedError: It wrote nothing.
+    """
+    night = ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
+    _run([*night, f"--window-size={width},{height}", f"--screenshot={picture}", page.absolute().as_uri()])
+    if not picture.exists():
+        raise ChromiumFailedError(f"the browser ended and wrote no {picture}")
+
+
+def dump_page(page: Path) -> str:
+    """The document of a page as the browser understood it.
+
+    Raises:
+        ChromiumUnavailableError: There is no browser.
+        ChromiumFailedError: It ended with an error.
+    """
+    return _run(["--dump-dom", page.absolute().as_uri()])
+
+
+def _run(options: list[str]) -> str:
+    program = browser()
+    with tempfile.TemporaryDirectory(prefix="aioshard-chromium-") as profile:
+        # As root it refuses its own sandbox; the pages are our own.
+        command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *OFFLINE]
+        try:
+            ran = subprocess.run(
+                [*command, f"--user-data-dir={profile}", *options],
+                capture_output=True,
+                text=True,
+                timeout=PAGE_TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise ChromiumFailedError(f"the browser did not end within {PAGE_TIMEOUT:g} s") from late
+    if ran.returncode != 0:
+        raise ChromiumFailedError(f"the browser ended with {ran.returncode}:\n{ran.stderr[-2_000:]}")
+    return ran.stdout
+
+
+def main() -> int:
+    """Installs the browser where it is missing and that is possible; says so where it is not, an error only in CI."""
+    try:
+        try:
+            program = browser()
+        except ChromiumUnavailableError:
+            if os.geteuid() != 0 or shutil.which("apt-get") is None:
+                raise
+            _install()
+            program = browser()
+    except ChromiumUnavailableError as missing:
+        consequence = "fail" if in_ci() else "be skipped"
+        print(f"NO CHROMIUM, tests that need it will {consequence}: {missing}", file=sys.stderr)
+        return 1 if in_ci() else 0
+    print(f"Chromium: {program}")
+    return 0
+
+
+def _install() -> None:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    said = ""
+    for command in (INSTALL, UPDATE, INSTALL):  # lists of packages may be old, or missing
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=INSTALL_TIMEOUT, check=False
+        )
+        if command is INSTALL and done.returncode == 0:
+            return
+        said = done.stdout + done.stderr
+    raise ChromiumUnavailableError(f"`{' '.join(INSTALL)}` failed:\n{said}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
