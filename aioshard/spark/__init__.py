@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from aioshard.spark.letters import send_letters
     from aioshard.spark.plan import Plan, PlannedHandler, PlannedRange
     from aioshard.spark.planning import plan
+    from aioshard.spark.redriving import redrive
+    from aioshard.spark.sampling import Sample, sample
     from aioshard.spark.session import register
     from aioshard.spark.sinks import PostgresqlTable
     from aioshard.spark.verification import Verification
@@ -28,6 +30,7 @@ _MODULES = {
     "PostgresqlTable": "sinks",
     "Progress": "drain",
     "RunDirectory": "directory",
+    "Sample": "sampling",
     "Verification": "verification",
     "drain": "drain",
     "follow": "drain",
@@ -35,7 +38,9 @@ _MODULES = {
     "handover": "handover",
     "lease": "lease",
     "plan": "planning",
+    "redrive": "redriving",
     "register": "session",
+    "sample": "sampling",
     "send_letters": "letters",
     "status": "drain",
     "stop": "drain",
@@ -52,6 +57,7 @@ __all__ = [
     "PostgresqlTable",
     "Progress",
     "RunDirectory",
+    "Sample",
     "Verification",
     "apply_handlers",
     "drain",
@@ -59,7 +65,9 @@ __all__ = [
     "handover",
     "lease",
     "plan",
+    "redrive",
     "register",
+    "sample",
     "send_letters",
     "status",
     "stop",

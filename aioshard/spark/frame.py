@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aioshard.spark.runtime import Work
 
-__all__ = ["apply_handlers", "shuffled_outcomes"]
+__all__ = ["apply_handlers", "shuffled_outcomes", "slots_of"]
 
 logger = logging.getLogger("aioshard.spark.frame")
 
@@ -93,6 +93,7 @@ def apply_handlers(
     tasks: int | None = None,
     on_failure: str | None = None,
     total_concurrency: int | None = None,
+    bootstrap_servers: str | None = None,
     mode: Literal["error", "overwrite"] = "error",
 ) -> "DataFrame":
     """Run an app's handlers over records from anywhere, once, and return what became of them as it was written.
@@ -110,6 +111,7 @@ def apply_handlers(
         tasks: How many tasks run handlers; Spark's own parallelism by default.
         on_failure: `skip` or `dead-letter:TOPIC`, in place of the handlers' own.
         total_concurrency: Handlers running at the same time in the whole job.
+        bootstrap_servers: Where handlers publish that do so; what the tasks' environment and the app say by default.
         mode: What is done where *out* exists: `error` refuses, `overwrite` replaces it.
 
     Returns:
@@ -137,10 +139,11 @@ def apply_handlers(
     place, name = _parent(out)
     if mode == "error" and place.exists(name):
         raise PlanError(f"{out} exists: its rows belong to another run. Name a new directory, or say mode='overwrite'")
-    slots = _slots(spark)
+    slots = slots_of(spark)
     work = Work(
         app=target,
         places=places(),
+        settings={} if bootstrap_servers is None else {"bootstrap_servers": bootstrap_servers},
         on_failure=on_failure,
         total_concurrency=total_concurrency,
         at_once=min(tasks or slots, slots),
@@ -179,7 +182,7 @@ def _parent(out: str | PathLike[str]) -> tuple[RunDirectory, str]:
     return RunDirectory(parent), name
 
 
-def _slots(spark: "SparkSession") -> int:
+def slots_of(spark: "SparkSession") -> int:
     """Tasks that run at the same time."""
     try:
         return int(spark.sparkContext.defaultParallelism)

@@ -1,0 +1,87 @@
+"""Records of an earlier run once more, from its own rows: what was a dead letter then may succeed now."""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from aioshard.errors import PlanError
+from aioshard.spark.batches import OUTCOMES
+from aioshard.spark.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["redrive"]
+
+_KEPT = ("dead_lettered", "skipped")
+"""Statuses whose rows hold the whole record."""
+
+
+def redrive(
+    spark: "SparkSession",
+    directory: str | PathLike[str] | RunDirectory,
+    *,
+    out: str | PathLike[str],
+    status: str | Sequence[str] = "dead_lettered",
+    app: str | None = None,
+    tasks: int | None = None,
+    on_failure: str | None = None,
+    total_concurrency: int | None = None,
+) -> "DataFrame":
+    """Run the handlers over the records of a run that came to a certain end, and return what became of them now.
+
+    The rows of the run hold those records whole, so the topic is not read again: what retention has deleted since is
+    run all the same. Order is that of `apply_handlers`. The first run's directory is not changed, nothing is committed
+    to the group, and what fails again is a row in *out*.
+
+    Args:
+        spark: A session without speculation.
+        directory: Of the earlier run.
+        out: A new directory that is to hold the outcome rows as Parquet.
+        status: Of the rows: `dead_lettered` or `skipped`, or both.
+        app: `MODULE:APP` in place of the run's own, which may have been corrected meanwhile.
+        tasks: As for `apply_handlers`.
+        on_failure: As for `apply_handlers`.
+        total_concurrency: As for `apply_handlers`.
+
+    Returns:
+        The rows in *out*: to read them again runs no handler.
+
+    Raises:
+        HaltedError: A record failed for good and its handler halts. *out* was not made.
+        PlanError: There is no plan in *directory*, no such row, or what `apply_handlers` refuses.
+        DrainError: Something else ended the job.
+
+    Example:
+        ```python
+        again = redrive(spark, "runs/7", out="runs/7-again", on_failure="skip")
+        again.groupBy("status").count().show()
+        ```
+    """
+    from aioshard.spark.frame import apply_handlers  # noqa: PLC0415 - imported on use
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+
+    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    plan = place.plan()
+    statuses = [status] if isinstance(status, str) else list(status)
+    unknown = [one for one in statuses if one not in _KEPT]
+    if unknown or not statuses:
+        raise PlanError(
+            f"status {', '.join(unknown) or 'of no kind'} was found, {' or '.join(_KEPT)} was expected: only rows of "
+            "these hold the whole record"
+        )
+    if not place.list(OUTCOMES):
+        raise PlanError(f"the run in {place} has no outcomes yet: drain it first")
+    rows = spark.read.schema(OUTCOME_COLUMNS).parquet(place.uri(OUTCOMES))
+    chosen = rows.where(rows["status"].isin(statuses))
+    if not chosen.limit(1).collect():
+        raise PlanError(f"no row of the run in {place} has the status {' or '.join(statuses)}: nothing is left to do")
+    return apply_handlers(
+        chosen,
+        app or plan.app,
+        out=out,
+        tasks=tasks,
+        on_failure=on_failure,
+        total_concurrency=total_concurrency,
+        bootstrap_servers=plan.bootstrap_servers,
+    )

@@ -1,0 +1,153 @@
+"""Before and after a run: a sample that leaves no trace, and records of a run once more."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aioshard.errors import PlanError
+from aioshard.spark import apply_handlers, redrive, sample
+from tests.spark.apps import write_app
+from tests.spark.runs import HistoryRun
+from tests.support.shared_kafka import SharedKafka
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
+
+RECORDS = 200
+HANDLERS = """
+import asyncio, pathlib, uuid
+from aioshard import Retry
+
+@app.consume({topic!r}, shard_by={shard_by}, retry=Retry(attempts=1), on_failure=DeadLetter({dead!r}, budget=None))
+async def handle(record: Record):
+    await asyncio.sleep(0.002)
+    (pathlib.Path({calls!r}) / uuid.uuid4().hex).touch()
+    if record.offset % 10 == 3 and not pathlib.Path({mended!r}).exists():
+        raise ValueError("not yet")
+    return [record.partition, record.offset, len(record.headers)]
+"""
+
+
+@pytest.fixture
+async def begin(
+    spark: "SparkSession",
+    spark_modules: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    tmp_path: Path,
+) -> Callable[[str], HistoryRun]:
+    """Makes a run over a topic with records in two partitions; every tenth fails until `mended` exists."""
+    await kafka.create_topic(topic, partitions=2)
+    for partition in (0, 1):
+        values = [(b"%d" % (n % 7), b"%d" % n) for n in range(RECORDS // 2)]
+        await kafka.produce(topic, values, partition, headers=[("h", b"1")])
+    (tmp_path / "calls").mkdir()
+
+    def begin(shard_by: str) -> HistoryRun:
+        source = HANDLERS.format(
+            topic=topic,
+            shard_by=shard_by,
+            dead=f"{topic}.dead",
+            calls=str(tmp_path / "calls"),
+            mended=str(tmp_path / "mended"),
+        )
+        app = write_app(spark_modules, monkeypatch, kafka, group, handlers=source)
+        return HistoryRun(spark, kafka, topic, app, tmp_path / app.name)
+
+    return begin
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(found.name for found in directory.rglob("*"))
+
+
+@pytest.mark.parametrize("shard_by", ['"key"', "lambda record: record.key"], ids=["fused", "shuffled"])
+async def test_a_sample_tells_rate_and_failures_and_leaves_no_trace(
+    begin: Callable[[str], HistoryRun], shard_by: str, kafka: SharedKafka, group: str, tmp_path: Path
+) -> None:
+    run = begin(shard_by)
+    plan = await run.plan()
+    before = names(run.directory)
+
+    found = await asyncio.to_thread(sample, run.spark, plan, 60)
+
+    assert (found.records, dict(found.statuses)) == (60, {"dead_lettered": 6, "processed": 54})
+    assert len(names(tmp_path / "calls")) == 60
+    assert found.rate is not None
+    assert found.eta == pytest.approx(RECORDS / found.rate)
+    assert 60 / found.seconds < found.rate < 60 / 0.002
+    assert found.p50 is not None
+    assert found.p99 is not None
+    assert 0.002 <= found.p50 <= found.p99
+    assert names(run.directory) == before
+    assert await kafka.committed(group, run.topic) == {}
+    assert json.loads(json.dumps(found.asdict()))["records"] == 60
+
+
+async def test_a_sample_of_nothing_is_refused(begin: Callable[[str], HistoryRun]) -> None:
+    run = begin('"key"')
+    plan = await run.plan()
+    empty = await HistoryRun(run.spark, run.kafka, run.topic, run.app, run.directory / "empty").plan(
+        start={run.topic: {0: 100, 1: 100}}
+    )
+
+    with pytest.raises(PlanError, match="at least 1"):
+        sample(run.spark, plan, 0)
+    with pytest.raises(PlanError, match="nothing to read"):
+        sample(run.spark, empty, 10)
+
+
+async def test_dead_letters_of_a_run_are_run_again_from_its_rows(
+    begin: Callable[[str], HistoryRun], kafka: SharedKafka, tmp_path: Path
+) -> None:
+    run = begin('"key"')
+    await run.plan()
+    with pytest.raises(PlanError, match="drain it first"):
+        redrive(run.spark, run.directory, out=tmp_path / "again")
+    await run.drain()
+    before = names(run.directory)
+    (tmp_path / "mended").touch()
+    await kafka.delete_records(run.topic, {0: 100, 1: 100})
+
+    again = await asyncio.to_thread(redrive, run.spark, run.directory, out=tmp_path / "again")
+
+    rows: list[Any] = await asyncio.to_thread(again.orderBy("partition", "offset").collect)
+    assert [(row["partition"], row["offset"]) for row in rows] == [(p, n) for p in (0, 1) for n in range(3, 100, 10)]
+    assert {row["status"] for row in rows} == {"processed"}
+    assert [json.loads(row["result"]) for row in rows] == [[row["partition"], row["offset"], 1] for row in rows]
+    assert len(names(tmp_path / "calls")) == RECORDS + 20
+    assert names(run.directory) == before
+
+
+async def test_only_rows_that_hold_the_record_can_be_run_again(
+    begin: Callable[[str], HistoryRun], tmp_path: Path
+) -> None:
+    run = begin('"key"')
+    (tmp_path / "mended").touch()
+    await run.plan()
+    await run.drain()
+
+    with pytest.raises(PlanError, match="'?processed'? was found"):
+        redrive(run.spark, run.directory, out=tmp_path / "again", status="processed")
+    with pytest.raises(PlanError, match="no row .* has the status dead_lettered"):
+        await asyncio.to_thread(redrive, run.spark, run.directory, out=tmp_path / "again")
+
+
+async def test_an_app_is_found_by_the_module_of_its_handlers(
+    begin: Callable[[str], HistoryRun], tmp_path: Path
+) -> None:
+    run = begin('"partition"')
+    read = run.spark.read.format("aioshard").options(bootstrap_servers=run.kafka.bootstrap, topics=run.topic)
+    records = await asyncio.to_thread(read.load)
+
+    rows = await asyncio.to_thread(apply_handlers, records, run.app.app, out=tmp_path / "out", total_concurrency=2)
+
+    assert await asyncio.to_thread(rows.count) == RECORDS
