@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +200,30 @@ async def test_a_run_is_handed_over_only_when_its_letters_are_acknowledged(sendi
     await sending.send()
 
     sending.check_that_it_may_be_handed_over()
+
+
+@pytest.mark.slow
+async def test_the_command_of_the_hand_over_sends_them_first(sending: Sending) -> None:
+    """The group may have moved, by another test."""
+    run = sending.run
+
+    async def command(*words: str) -> tuple[int, str]:
+        spoken = [sys.executable, "-m", "aioshard", "spark", *words, f"--app-dir={run.app.path.parent}"]
+        ended = await asyncio.to_thread(subprocess.run, spoken, capture_output=True, text=True, check=False)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    code, said = await command("handover", str(run.directory), "--force")
+    assert (code, "was not verified" in said) == (3, True), said
+    code, said = await command("verify", str(run.directory), "--master=local[1]")
+    assert (code, "verified: 20 record(s)" in said) == (0, True), said
+    code, said = await command("handover", str(run.directory), "--force", "--dry-run")
+    assert (code, "5 of 5 dead letters" in said) == (3, True), said
+    assert not await sending.letters()
+
+    code, said = await command("handover", str(run.directory), "--force", "--master=local[1]")
+
+    assert (code, "1 dead letter(s) of batch 1 sent" in said, "handed-over" in said) == (0, True, True), said
+    assert len(await sending.letters()) == len(BAD)
 
 
 async def test_what_is_not_acknowledged_is_an_error_and_not_noted(
