@@ -58,12 +58,17 @@ def opened(path: str, master: str) -> "Iterator[Journal]":
     from aioshard.spark.analysis.journal import check_journal, read_journal  # noqa: PLC0415 - imported on use
 
     check_journal(path)
-    click.echo(f"Starting Spark ({master}) …", err=True)
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - imported on use
+
+    ours = SparkSession.getActiveSession() is None
+    if ours:
+        click.echo(f"Starting Spark ({master}) …", err=True)
     session = local_session(master, "aioshard report")
     try:
         yield read_journal(session, path)
     finally:
-        session.stop()
+        if ours:
+            session.stop()
 
 
 def print_json(found: Any) -> None:
