@@ -22,7 +22,7 @@ from aioshard.spark.plan import Layout, PlannedRange
 from aioshard.spark.runtime import Work
 from aioshard.spark.vectors import packed, split
 
-__all__ = ["OPTIONS", "Request", "TaskRanges", "layout_of", "log_ends", "places", "request_of"]
+__all__ = ["OPTIONS", "Request", "TaskRanges", "check_options", "layout_of", "log_ends", "places", "request_of"]
 
 OPTIONS = (
     "plan",
@@ -46,6 +46,8 @@ OPTIONS = (
 _TASKS_OF_SPLIT = 8
 """For a handler without order, where nobody says how many."""
 _DEFAULT_ROWS = 500_000
+_EARLIEST = "earliest"
+_LATEST = "latest"
 
 
 class TaskRanges(NamedTuple):
@@ -107,16 +109,34 @@ class Request(NamedTuple):
         return tuple(found for found in self.finished if found[:2] in names)
 
 
-def request_of(options: Mapping[str, str]) -> Request:
-    """Check the options of a read; asks the brokers where no plan says what to read.
+def check_options(options: Mapping[str, str]) -> None:
+    """Find out what can be found out without asking anybody.
 
     Raises:
-        PlanError: Something is missing, unknown, or contradicts something else.
-        TransportError: The brokers do not answer.
+        PlanError: Something is missing, unknown, or makes no sense.
     """
     unknown = sorted(name for name in options if name not in OPTIONS and name != "path")
     if unknown:
         raise PlanError(f"format('aioshard') has no option {unknown[0]!r}: its options are {', '.join(OPTIONS)}")
+    if not options.keys() & {"plan", "app", "topics"}:
+        raise PlanError(
+            "format('aioshard') needs the option plan (the directory of a planned run), or topics and "
+            "bootstrap_servers to read from, or app=MODULE:APP to run its handlers; none of them was found"
+        )
+    for name in ("tasks", "max_rows_per_batch", "total_concurrency", "slots"):
+        _number(options, name)
+    _offsets("start", options.get("start", _EARLIEST), _EARLIEST)
+    _offsets("end", options.get("end", _LATEST), _LATEST)
+
+
+def request_of(options: Mapping[str, str]) -> Request:
+    """What the options of a read ask for; asks the brokers where no plan says what to read.
+
+    Raises:
+        PlanError: As `check_options`; or options contradict the app.
+        TransportError: The brokers do not answer.
+    """
+    check_options(options)
     if "plan" in options:
         return _planned(options)
     settings = _settings(options)
@@ -126,12 +146,11 @@ def request_of(options: Mapping[str, str]) -> Request:
         topics = [topic for handler in app.handlers for topic in handler.topics]
     if not topics:
         raise PlanError(
-            "format('aioshard') needs the option plan (the directory of a planned run), or topics and "
-            "bootstrap_servers to read from, with app=MODULE:APP to run its handlers; none of them was found"
+            "no topic was found: the option topics names them, with commas between, or the app's handlers do"
         )
     given = settings if app is None else dict(app.settings) | settings
     ranges = asyncio.run(
-        _asked(Settings(**given), topics, options.get("start", "earliest"), options.get("end", "latest"))
+        _asked(Settings(**given), topics, options.get("start", _EARLIEST), options.get("end", _LATEST))
     )
     layouts: dict[str, Layout] = {}
     if app is not None:
@@ -242,8 +261,8 @@ async def log_ends(settings: Settings, ranges: Sequence[PlannedRange]) -> dict[s
 
 async def _asked(settings: Settings, topics: Sequence[str], start: str, end: str) -> list[PlannedRange]:
     """The ranges of topics as the brokers have them now, narrowed to what was asked for."""
-    first = _offsets("start", start, "earliest")
-    last = _offsets("end", end, "latest")
+    first = _offsets("start", start, _EARLIEST)
+    last = _offsets("end", end, _LATEST)
     found = []
     async with Administration(settings) as administration:
         partitions = {topic: await administration.partitions(topic) for topic in topics}

@@ -21,7 +21,7 @@ from pyspark.sql.types import (
 from aioshard.app import App
 from aioshard.kafka.ranges import RangeTransport
 from aioshard.spark.directory import STOP, RunDirectory
-from aioshard.spark.request import Request, TaskRanges, log_ends, request_of
+from aioshard.spark.request import Request, TaskRanges, check_options, log_ends, request_of
 from aioshard.spark.vectors import Vector, advanced, ends_of, ranges_between, starts_of
 from aioshard.spark.writer import StreamTopicWriter, TopicWriter
 
@@ -81,6 +81,7 @@ class AioshardSource(DataSource):
     def schema(self) -> StructType:
         """Outcome rows with an app or a plan; else records."""
         options = self.options
+        check_options(options)
         raw = not options.get("app") and ("plan" not in options or options.get("app") == "")
         return RAW_COLUMNS if raw else OUTCOME_COLUMNS
 

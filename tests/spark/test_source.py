@@ -95,7 +95,7 @@ async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
 ) -> None:
     await kafka.create_topic(topic, 1)
     await kafka.produce(topic, [(b"k", b"plain")])
-    await kafka.produce_transaction(topic, [(b"k", b"aborted")], commit=False)
+    await kafka.produce_transaction(topic, [(b"k", b"aborted")], abort=True)
     await kafka.produce_transaction(topic, [(b"k", b"committed")])
 
     rows = read(spark, kafka, topic).orderBy("offset").collect()
