@@ -203,11 +203,12 @@ class Engine:
         settled: asyncio.Future[Any] = asyncio.create_task(self.rebalance.settled.wait(), name="first assignment")
         try:
             await asyncio.wait({settled, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            complete = settled.done()  # another assignment may have come since, and not be complete
         finally:
             settled.cancel()
         if self.failed.done():
             self.failed.result()
-        if not self.rebalance.settled.is_set():
+        if not complete:
             slow = "the group has not given out its partitions (another member may be slow to rejoin)"
             reason = self.trouble or self._why_nothing_moves() or self.committer.trouble or slow
             failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")

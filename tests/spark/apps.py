@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaProducer
 from aioshard import App
 from tests.support.cluster import DEADLINE, KafkaCluster
 
-__all__ = ["QUICK", "AppModule", "produce_at", "write_app"]
+__all__ = ["QUICK", "AppModule", "produce_at", "write_app", "write_module"]
 
 QUICK = {
     "auto_offset_reset": "earliest",
@@ -94,10 +94,15 @@ def write_app(
         handlers: The source of its handlers.
         settings: In place of quick ones.
     """
+    head = _HEAD.format(group=group, bootstrap=cluster.bootstrap, settings=QUICK | settings)
+    return write_module(directory, monkeypatch, head + (handlers or _HANDLER.format(topic=topic)))
+
+
+def write_module(directory: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> AppModule:
+    """Writes a module with this source, and imports it; it has an app by the name of `app`."""
     name = f"app_{uuid.uuid4().hex[:8]}"
     path = directory / f"{name}.py"
-    head = _HEAD.format(group=group, bootstrap=cluster.bootstrap, settings=QUICK | settings)
-    path.write_text(head + (handlers or _HANDLER.format(topic=topic)))
+    path.write_text(source)
     monkeypatch.syspath_prepend(str(directory))
     return AppModule(name, path, importlib.import_module(name))
 

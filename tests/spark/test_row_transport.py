@@ -1,0 +1,185 @@
+"""The engine over rows that come from elsewhere: nothing of it needs Spark, so none runs here."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from aioshard.errors import DrainError, HaltedError, PlanError, StuckError
+from aioshard.records import Record
+from aioshard.spark.row_records import records_of
+from aioshard.spark.rows import RAW, raw_batch
+from aioshard.spark.runtime import Work
+from aioshard.spark.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards
+from tests.spark.apps import write_module
+
+HEAD = """
+import asyncio
+from aioshard import App, Record, Retry
+app = App("rows", bootstrap_servers="127.0.0.1:1", **{settings!r})
+seen = []
+"""
+BY_KEY = """
+@app.consume(pattern="orders.*", concurrency=16)
+async def handle(record: Record):
+    seen.append(record)
+    await asyncio.sleep(0)
+"""
+
+
+def record(
+    offset: int, key: bytes | None = b"k", *, topic: str = "orders", partition: int = 0, size: int = 1
+) -> Record:
+    return Record(topic, partition, offset, key, b"v" * size, (("h", b"1"),), 1_700_000_000.5 + offset / 1000)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes what a task is told, of an app with these handlers; and its module."""
+
+    def work(handlers: str, *, halted_rows: bool = False, **settings: Any) -> tuple[Work, Any]:
+        app = write_module(tmp_path, monkeypatch, HEAD.format(settings=settings) + handlers)
+        return Work(app.target, halted_rows=halted_rows), app.module
+
+    return work
+
+
+def outcomes(work: Work, rows: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]:
+    return [row for batch in HandlersOverRows(work)(rows) for row in batch.to_pylist()]
+
+
+def test_records_of_rows_are_those_that_the_rows_were_made_of() -> None:
+    records = [record(n, None if n % 3 else b"k", partition=n % 2)._replace(headers=(("a", None),)) for n in range(9)]
+    assert records_of(raw_batch(records)) == records
+    without_headers = raw_batch([one._replace(headers=()) for one in records]).drop_columns(["headers"])
+    assert records_of(without_headers) == [one._replace(headers=()) for one in records]
+
+
+def test_records_keep_the_order_of_the_rows_and_their_own_places(work: Any) -> None:
+    """Offsets of several partitions come mixed, descending and twice."""
+    told, module = work(BY_KEY)
+    records = [record(n % 50 if n % 7 else 99 - n % 50, b"%d" % (n % 3), partition=n % 4) for n in range(5_000)]
+    rows = (raw_batch(records[begin : begin + 700]) for begin in range(0, len(records), 700))
+
+    found = outcomes(told, rows)
+
+    assert {row["status"] for row in found} == {"processed"}
+    places = sorted((row["partition"], row["offset"]) for row in found)
+    assert places == sorted((one.partition, one.offset) for one in records)
+    for key in (b"0", b"1", b"2"):
+        assert [one for one in module.seen if one.key == key] == [one for one in records if one.key == key]
+
+
+def test_no_rows_are_no_outcomes_and_start_nothing(work: Any) -> None:
+    told, _ = work(BY_KEY)
+    assert outcomes(told, iter([])) == []
+    assert outcomes(told, iter([pa.RecordBatch.from_pylist([], schema=RAW)])) == []
+
+
+def test_a_handler_whose_topics_come_late_runs_beside_the_others(work: Any) -> None:
+    told, module = work(
+        BY_KEY + "@app.consume('refunds', shards=2)\nasync def refund(record: Record):\n    seen.append(record)\n"
+    )
+    first = [record(n) for n in range(3_000)]
+    late = [record(n, b"%d" % n, topic=topic) for n in range(500) for topic in ("refunds", "orders.eu", "orders")]
+
+    found = outcomes(told, iter([raw_batch(first), raw_batch(late)]))
+
+    assert len(found) == len(module.seen) == 4_500
+    handlers = {(row["topic"], row["handler"]) for row in found}
+    assert handlers == {("orders", "handle"), ("orders.eu", "handle"), ("refunds", "refund")}
+
+
+def test_waiting_for_rows_is_not_being_stuck(work: Any) -> None:
+    told, module = work(BY_KEY, stuck_after=0.3)
+    taken = threading.Event()
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield raw_batch([record(n) for n in range(10)])
+        assert not taken.wait(1.5)  # what comes before rows takes its time, and longer than handlers may
+        yield raw_batch([record(10)])
+
+    assert len(outcomes(told, rows())) == len(module.seen) == 11
+
+
+def test_a_record_that_hangs_is_told_although_more_rows_could_come(work: Any) -> None:
+    told, _ = work(
+        "@app.consume('orders')\nasync def handle(record: Record):\n"
+        "    await asyncio.sleep(1000 * (record.offset == 3))\n",
+        stuck_after=0.5,
+        halted_rows=True,
+    )
+    read = []
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        for number in range(40):
+            read.append(number)
+            yield raw_batch([record(number * 1000 + n, b"%d" % n) for n in range(1000)])
+
+    found = {row["offset"]: row for row in outcomes(told, rows()) if row["status"] == "halted"}
+
+    assert list(found) == [3]
+    assert found[3]["error_type"] == StuckError.__name__
+    assert len(read) == 40, "what is left is read, or the next task of the worker would find it"
+
+
+def test_a_record_that_halts_ends_the_task_with_its_own_name(work: Any) -> None:
+    told, _ = work(
+        "@app.consume('orders', retry=Retry(attempts=1))\nasync def handle(record: Record):\n"
+        "    if record.offset == 7:\n        raise ValueError('seven')\n"
+    )
+
+    with pytest.raises(HaltedError, match=r"orders/5/7 .*seven"):
+        outcomes(told, iter([raw_batch([record(n, partition=5) for n in (9, 8, 7, 6)])]))
+
+
+def test_rows_that_break_off_are_an_error(work: Any) -> None:
+    told, _ = work(BY_KEY)
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield raw_batch([record(0)])
+        raise EOFError
+
+    with pytest.raises(DrainError, match="EOFError"):
+        outcomes(told, rows())
+
+
+def test_a_record_larger_than_the_buffer_is_taken_alone(work: Any) -> None:
+    told, module = work(BY_KEY, max_buffered_bytes=1_048_576)
+    sizes = [10, 3_000_000, 10, 2_000_000, 10]
+
+    outcomes(told, iter([raw_batch([record(n, size=size) for n, size in enumerate(sizes)])]))
+
+    assert [len(one.value) for one in module.seen] == sizes
+
+
+def test_rows_of_a_topic_without_a_handler_are_refused(work: Any) -> None:
+    told, _ = work(BY_KEY)
+    with pytest.raises(PlanError, match="'elsewhere'"):
+        outcomes(told, iter([raw_batch([record(0, topic="elsewhere")])]))
+    with pytest.raises(PlanError, match="'elsewhere'"):
+        list(WithShards(told)(iter([raw_batch([record(0, topic="elsewhere")])])))
+
+
+def test_what_belongs_together_has_one_shard_and_moments_never_go_back(work: Any) -> None:
+    told, _ = work(
+        "def shard(record):\n"
+        "    if record.offset == 3:\n        raise ValueError\n"
+        "    return {0: None, 1: 'a', 2: 'a', 4: [], 5: 'b'}[record.offset]\n"
+        "@app.consume('orders', shard_by=shard)\nasync def handle(record: Record): ...\n"
+        "@app.consume('others', shard_by=lambda record: 'a')\nasync def other(record: Record): ...\n"
+    )
+    moments = [5.0, 4.0, 7.0, 6.0, 1.0, 8.0]
+    records = [record(n)._replace(timestamp=moment) for n, moment in enumerate(moments)]
+    records.append(record(0, topic="others")._replace(timestamp=2.0))
+
+    (batch,) = WithShards(told)(iter([raw_batch(records)]))
+
+    rows = batch.to_pylist()
+    shards = [row[SHARD] for row in rows]
+    assert shards[1] == shards[2]
+    assert len(set(shards)) == 6, "a function that fails or gives nothing of use asks for no order"
+    assert [row[MOMENT] for row in rows] == [5.0, 5.0, 7.0, 7.0, 7.0, 8.0, 2.0]
