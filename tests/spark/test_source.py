@@ -87,7 +87,7 @@ async def test_a_start_that_is_not_in_the_log_any_more_is_an_error(
     await kafka.delete_records(topic, {0: 20})
 
     with pytest.raises(Exception, match=rf"DataLossError: .*{topic}/0: from offset 5 on"):
-        read(spark, kafka, topic, start=json.dumps({topic: {"0": 5}})).collect()
+        read(spark, kafka, topic, tasks="1", start=json.dumps({topic: {"0": 5}})).collect()
 
 
 async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
