@@ -144,3 +144,29 @@ def test_a_fetch_task_that_is_called_back_and_cancelled_at_once_ends() -> None:
         assert task.cancelled()
 
     run(test())
+
+
+def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
+    """Records that come with places of their own, in place of the offsets of one log."""
+
+    async def test() -> None:
+        buffer = make_buffer(records=100)
+        feed = Feed(lambda record: record.key, [Shards()], fixed=False, workers=1, unkeyed=never)
+        epoch, _ = make_epoch([], buffer=buffer)
+        epoch.open()
+        fetchers = {epoch.topic_partition: Fetcher(epoch, feed, lambda: 0.0)}
+        records = [Record(*epoch.topic_partition, 99 - offset, b"k", b"", (), 0.0) for offset in range(50)]
+        fetchers[epoch.topic_partition].accept(
+            FetchedBatch(epoch.topic_partition, records, [10] * 50, 50, places=range(50))
+        )
+        overdue = Admission(buffer, fetchers, lambda: 100.0, 60.0)
+        pump = Pump(buffer, fetchers, lambda: 100.0, overdue, lambda *_: None)
+        client = Client()
+
+        pump._make_room(client)  # type: ignore[arg-type]
+
+        assert overdue.stuck(epoch)
+        assert (client.sought, len(epoch.shed)) == ([], 0)
+        assert [(one.offset, one.record.offset) for one in epoch.tracker.values()] == [(n, 99 - n) for n in range(50)]
+
+    run(test())
