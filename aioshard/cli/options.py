@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["app_dir", "as_json", "bootstrap_servers", "target"]
+__all__ = ["app_dir", "as_json", "bootstrap_servers", "master", "run_directory", "target"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,6 +17,11 @@ app_dir = click.option(
     default=".",
     show_default=True,
     help="Where MODULE is looked for first.",
+)
+
+run_directory = click.argument("directory", metavar="DIR")
+master = click.option(
+    "--master", default="local[*,4]", show_default=True, help="Where Spark runs, as spark-submit takes it."
 )
 
 

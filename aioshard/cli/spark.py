@@ -2,7 +2,7 @@
 
 import click
 
-from aioshard.cli.spark_ends import handover, verify
+from aioshard.cli.spark_ends import handover, redrive, verify
 from aioshard.cli.spark_plan import plan
 from aioshard.cli.spark_runs import drain, follow, status, stop
 
@@ -17,5 +17,5 @@ def command() -> None:
     """
 
 
-for _command in (plan, drain, follow, status, stop, verify, handover):
+for _command in (plan, drain, follow, status, stop, verify, handover, redrive):
     command.add_command(_command)

@@ -1,4 +1,4 @@
-"""`aioshard spark verify|handover`: the end of a run."""
+"""`aioshard spark verify|handover|redrive`: the end of a run, and what comes after it."""
 
 import dataclasses
 import json
@@ -9,20 +9,20 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.sides import run
-from aioshard.cli.spark_runs import directory_argument, master_option, session
+from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
 from aioshard.spark.directory import RunDirectory
 from aioshard.spark.handover import handover as hand_over
 from aioshard.spark.letters import letters_owed, send_letters
 
-__all__ = ["handover", "verify"]
+__all__ = ["handover", "redrive", "verify"]
 
 _NOT_VERIFIED = 3
 
 
 @click.command()
-@directory_argument
-@master_option
+@options.run_directory
+@options.master
 @options.app_dir
 @options.as_json("what was found")
 def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
@@ -45,7 +45,7 @@ def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
 
 
 @click.command()
-@directory_argument
+@options.run_directory
 @click.option(
     "--wait",
     type=click.FloatRange(0),
@@ -54,7 +54,7 @@ def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
 )
 @click.option("--dry-run", is_flag=True, help="Check what can be checked without a commit.")
 @click.option("--force", is_flag=True, help="Also when the group has moved since the plan was made.")
-@master_option
+@options.master
 @options.app_dir
 @options.as_json("what was done")
 def handover(
@@ -85,3 +85,47 @@ def handover(
     print_table(("topic", "partition", "before", "now"), rows)
     for name in done.new_partitions:
         click.echo(f"{name} is new since the plan: the live app reads it from its start")
+
+
+@click.command()
+@options.run_directory
+@click.option("--out", required=True, metavar="OUT", help="New directory of the rows, as Parquet.")
+@click.option(
+    "--status",
+    "statuses",
+    type=click.Choice(["dead_lettered", "skipped"]),
+    multiple=True,
+    default=("dead_lettered",),
+    show_default=True,
+    help="Records that came to this end; may be repeated.",
+)
+@click.option("--app", metavar="MODULE:APP", help="Another app than that of the run.")
+@click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Instead of the handlers' own policies.")
+@options.master
+@options.app_dir
+@options.as_json("what became of them")
+def redrive(
+    directory: str,
+    *,
+    out: str,
+    statuses: tuple[str, ...],
+    app: str | None,
+    on_failure: str | None,
+    master: str,
+    app_dir: str,
+    as_json: bool,
+) -> None:
+    """Run the handlers once more over records of the run in DIR, such as its dead letters, from its own rows.
+
+    The topic is not read and nothing is committed to the group. What fails again is a row in OUT.
+    """
+    from aioshard.spark.redriving import redrive as run_again  # noqa: PLC0415 - pyspark is imported on use
+
+    with session(master, app_dir) as spark:
+        rows = run_again(spark, directory, out=out, status=statuses, app=app, on_failure=on_failure)
+        counts = {row["status"]: int(row["count"]) for row in rows.groupBy("status").count().collect()}
+    if as_json:
+        click.echo(json.dumps({"out": out, "statuses": counts}))
+        return
+    said = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in sorted(counts.items()))
+    click.echo(f"{sum(counts.values()):,} record(s) once more: {said}")

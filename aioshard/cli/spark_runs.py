@@ -6,16 +6,15 @@ import functools
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from aioshard.cli import options
 from aioshard.cli.main import INTERRUPTED
 from aioshard.cli.progress import Progress
+from aioshard.cli.spark_session import session
 from aioshard.spark.directory import RunDirectory
 from aioshard.spark.drain import Progress as DrainProgress
 from aioshard.spark.drain import drain as drain_run
@@ -23,33 +22,13 @@ from aioshard.spark.drain import follow as follow_run
 from aioshard.spark.drain import status as status_of
 from aioshard.spark.drain import stop as stop_run
 from aioshard.spark.drain import until_stopped
-from aioshard.spark.session import DEFAULT_MASTER, local_session
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-__all__ = ["directory_argument", "drain", "follow", "master_option", "session", "status", "stop"]
-
-directory_argument = click.argument("directory", metavar="DIR")
-master_option = click.option(
-    "--master", default=DEFAULT_MASTER, show_default=True, help="Where Spark runs, as spark-submit takes it."
-)
-
-
-@contextlib.contextmanager
-def session(master: str, app_dir: str) -> "Iterator[SparkSession]":
-    """A Spark session for one command, in which the app's module is found."""
-    sys.path.insert(0, str(Path(app_dir).resolve()))
-    spark = local_session(master)
-    try:
-        yield spark
-    finally:
-        spark.stop()
+__all__ = ["drain", "follow", "status", "stop"]
 
 
 @click.command()
-@directory_argument
-@master_option
+@options.run_directory
+@options.master
 @options.app_dir
 @options.as_json("how it ended")
 def drain(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
@@ -131,8 +110,8 @@ def _ends_at_a_border(place: RunDirectory) -> Iterator[None]:
 
 
 @click.command()
-@directory_argument
-@master_option
+@options.run_directory
+@options.master
 @click.option("--trigger", default="10 seconds", show_default=True, help="How often a micro-batch begins.")
 @options.app_dir
 def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
@@ -148,7 +127,7 @@ def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
 
 
 @click.command()
-@directory_argument
+@options.run_directory
 @options.as_json("how far it is")
 def status(directory: str, *, as_json: bool) -> None:
     """Show how far the run in DIR is; from its files alone."""
@@ -172,7 +151,7 @@ def status(directory: str, *, as_json: bool) -> None:
 
 
 @click.command()
-@directory_argument
+@options.run_directory
 def stop(directory: str) -> None:
     """Ask the run in DIR to end at the next border of a micro-batch."""
     stop_run(directory)
