@@ -1,12 +1,13 @@
 """Every offset of a drained range is found exactly once, or named; what the log does not hold is no error."""
 
 import asyncio
+import dataclasses
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -262,6 +263,48 @@ async def test_a_run_with_nothing_to_do_is_verified(run: HistoryRun) -> None:
 
     assert found.ok
     assert found.records == 0
+
+
+async def test_a_run_that_followed_the_log_is_verified_as_far_as_it_went(drained: HistoryRun, tmp_path: Path) -> None:
+    """Its planned ends lie before."""
+    following = dataclasses.replace(drained, directory=tmp_path / "following")
+    await following.plan(end={drained.topic: {0: 20, 1: 25}})
+    for name in ("outcomes", "checkpoint"):
+        (drained.directory / name).rename(following.directory / name)
+
+    found = await following.verify()
+
+    assert (found.ok, found.records) == (True, 60)
+    assert found.ends == {drained.topic: {"0": 30, "1": 30}}
+
+
+async def test_retention_that_overtakes_the_reader_is_no_error(
+    run: HistoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.plan()
+    _pretend_drained(run, {"0": 30, "1": 30})
+    ask, asked = HistoryBrokers.bounds, []
+
+    async def ask_before(brokers: HistoryBrokers, partitions: Collection[TopicPartition]) -> Any:
+        bounds = await ask(brokers, partitions)
+        asked.append(bounds)
+        if len(asked) == 1:
+            await run.kafka.delete_records(run.topic, {0: 7, 1: 30})
+        return bounds
+
+    monkeypatch.setattr(HistoryBrokers, "bounds", ask_before)
+    found = await run.verify()
+
+    assert len(asked) == 2
+    assert found.deleted_since == {f"{run.topic}/0": 7, f"{run.topic}/1": 30}
+    assert found.missing == {f"{run.topic}/0": Found(count=23, offsets=tuple(range(7, 27)))}
+
+
+def _pretend_drained(run: HistoryRun, ends: dict[str, int]) -> None:
+    """As Spark notes it."""
+    for name, content in (("commits", "v1\n{}"), ("offsets", "v1\n{}\n" + json.dumps({run.topic: ends}))):
+        (run.directory / "checkpoint" / name).mkdir(parents=True)
+        (run.directory / "checkpoint" / name / "0").write_text(content)
 
 
 async def test_what_was_found_is_in_the_directory_as_json(drained: HistoryRun) -> None:
