@@ -35,7 +35,7 @@ _MEMBERSHIP = Membership("range", 1)
 
 
 class RangeTransport:
-    """Reads ranges of offsets as if they were the whole logs of their partitions; implements `aioshard.ports.Transport`.
+    """Reads ranges of offsets as if they were whole logs; implements `aioshard.ports.Transport`.
 
     All partitions are assigned at the start and stay so. A commit is kept here and nowhere else: whoever planned the
     ranges takes note of how far they were done. One instance is one life of the client.

@@ -85,13 +85,13 @@ class AioshardSource(DataSource):
         raw = not options.get("app") and ("plan" not in options or options.get("app") == "")
         return RAW_COLUMNS if raw else OUTCOME_COLUMNS
 
-    def reader(self, schema: StructType) -> "RangeReader":  # noqa: ARG002 - Spark's signature
+    def reader(self, schema: StructType) -> "_RangeReader":  # noqa: ARG002 - Spark's signature
         """Reads ranges that are asked for now."""
-        return RangeReader(request_of(self.options))
+        return _RangeReader(request_of(self.options))
 
-    def streamReader(self, schema: StructType) -> "RangeStreamReader":  # noqa: ARG002, N802 - Spark's signature
+    def streamReader(self, schema: StructType) -> "_RangeStreamReader":  # noqa: ARG002, N802 - Spark's signature
         """Reads a planned range in micro-batches, or follows the log."""
-        return RangeStreamReader(request_of(self.options))
+        return _RangeStreamReader(request_of(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> TopicWriter:
         """Appends to topics."""
@@ -102,7 +102,7 @@ class AioshardSource(DataSource):
         return StreamTopicWriter(schema, self.options, overwrite=overwrite)
 
 
-class Task(InputPartition):
+class _Task(InputPartition):
     """What one task of Spark reads."""
 
     def __init__(self, ranges: TaskRanges) -> None:
@@ -121,7 +121,7 @@ class _Reading:
         from aioshard.spark.raw import read_raw  # noqa: PLC0415 - pyarrow is not needed on the driver
         from aioshard.spark.runtime import run_handlers  # noqa: PLC0415
 
-        assert isinstance(partition, Task)  # noqa: S101 - made below
+        assert isinstance(partition, _Task)  # noqa: S101 - made below
         ranges, request = partition.ranges, self._request
         if request.work is None:
             return read_raw(request.connection(), ranges.bounds, ranges.done)
@@ -131,11 +131,11 @@ class _Reading:
 
         return run_handlers(request.work, transport)
 
-    def _tasks(self, start: Vector, end: Vector) -> Sequence[Task]:
-        return [Task(one) for one in self._request.task_ranges(ranges_between(start, end))]
+    def _tasks(self, start: Vector, end: Vector) -> Sequence[_Task]:
+        return [_Task(one) for one in self._request.task_ranges(ranges_between(start, end))]
 
 
-class RangeReader(_Reading, DataSourceReader):
+class _RangeReader(_Reading, DataSourceReader):
     """All ranges at once."""
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -144,7 +144,7 @@ class RangeReader(_Reading, DataSourceReader):
         return self._tasks(starts_of(ranges), ends_of(ranges))
 
 
-class RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class _RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Micro-batches up to the planned ends, or for ever. The offset that Spark keeps is a `Vector`."""
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name

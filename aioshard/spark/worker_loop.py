@@ -10,7 +10,7 @@ from typing import Any
 
 from aioshard.loops import loop_factory
 
-__all__ = ["WorkerLoop", "worker_loop"]
+__all__ = ["Submitted", "WorkerLoop", "worker_loop"]
 
 
 class WorkerLoop:

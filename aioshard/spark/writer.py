@@ -27,7 +27,7 @@ _PLACE = ("topic", "partition", "offset")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent(WriterCommitMessage):
+class _Sent(WriterCommitMessage):
     """What a task has sent, all of it acknowledged."""
 
     messages: int
@@ -105,7 +105,7 @@ class _Writing:
                 sent += len(wave)
         finally:
             asyncio.run_coroutine_threadsafe(producer.close(), loop).result()
-        return Sent(sent)
+        return _Sent(sent)
 
 
 class TopicWriter(_Writing, DataSourceArrowWriter):
