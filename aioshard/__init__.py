@@ -10,7 +10,7 @@ from aioshard.core.recourse import Budget, DeadLetter, Park
 from aioshard.core.retry import Retry
 from aioshard.errors import AioshardError, BatchError
 from aioshard.handlers import BatchContext, Context, Handlers
-from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.records import Record, TopicPartition
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ __all__ = [
     "DeadLetter",
     "HandlerStatistics",
     "Handlers",
+    "JournalStatistics",
     "Park",
     "PartitionStatistics",
     "RateLimit",
