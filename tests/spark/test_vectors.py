@@ -1,0 +1,59 @@
+"""Micro-batches and tasks as plain values: nothing left out, nothing twice, never more than asked."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshard.spark.plan import PlannedRange
+from aioshard.spark.vectors import advanced, ends_of, packed, ranges_between, split, starts_of
+
+RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 300)), min_size=1, max_size=8).map(
+    lambda sizes: [
+        PlannedRange(topic="ab"[number % 2], partition=number, start=start, end=start + size)
+        for number, (start, size) in enumerate(sizes)
+    ]
+)
+
+
+def offsets(ranges: list[PlannedRange]) -> Counter[tuple[str, int, int]]:
+    return Counter((one.topic, one.partition, offset) for one in ranges for offset in range(one.start, one.end))
+
+
+@given(RANGES, st.integers(1, 200))
+def test_batches_cover_everything_once_and_none_is_larger_than_asked(ranges: list[PlannedRange], most: int) -> None:
+    at, end = starts_of(ranges), ends_of(ranges)
+    found: Counter[tuple[str, int, int]] = Counter()
+    batches = 0
+    while at != end:
+        following = advanced(at, end, most)
+        batch = offsets(ranges_between(at, following))
+        assert 0 < batch.total() <= most
+        found += batch
+        at = following
+        batches += 1
+
+    assert found == offsets(ranges)
+    assert batches == -(-offsets(ranges).total() // most)  # as few as there can be
+
+
+@given(RANGES, st.integers(1, 10))
+def test_tasks_of_whole_partitions_divide_none(ranges: list[PlannedRange], tasks: int) -> None:
+    found = packed(ranges, tasks)
+
+    assert len(found) == min(tasks, len(ranges))
+    assert sorted((one.topic, one.partition) for task in found for one in task) == sorted(
+        (one.topic, one.partition) for one in ranges
+    )
+    assert sum((offsets(task) for task in found), Counter()) == offsets(ranges)
+
+
+@given(RANGES, st.integers(1, 10))
+def test_divided_tasks_are_about_equal_and_hold_a_partition_once(ranges: list[PlannedRange], tasks: int) -> None:
+    found = split(ranges, tasks)
+    total = offsets(ranges).total()
+
+    assert sum((offsets(task) for task in found), Counter()) == offsets(ranges)
+    for task in found:
+        assert offsets(task).total() <= -(-total // tasks)
+        assert len({(one.topic, one.partition) for one in task}) == len(task)
