@@ -125,7 +125,7 @@ def write_journal(
         metadata: What the file says of the app, beside the format.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    told = json.dumps({"format": 1, "group": "shop", **metadata}).encode()
+    told = json.dumps({"format": 1, "group": "shop"} | metadata).encode()
     table = pa.Table.from_pylist([dataclasses.asdict(row) for row in rows], SCHEMA.with_metadata({b"aioshard": told}))
     pq.write_table(table, directory / f"20261101T00000{number}.000000Z-{member}-0000000{number}.parquet")
     return directory

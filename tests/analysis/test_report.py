@@ -1,0 +1,165 @@
+"""`aioshard report`: what it prints, the page that it writes, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import SparkSession
+
+from aioshard.cli.main import main
+from tests.support.chromium import ChromiumUnavailableError, browser, dump_page, take_screenshot
+from tests.support.journals import Row, seeded_rows, write_journal
+from tests.support.kafka_libs import in_ci
+
+pytestmark = pytest.mark.timeout(600)  # a busy machine starts Spark slowly
+
+RECORDS = 300
+DANGEROUS = b"<script>alert(1)</script>"
+VOCABULARIES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+"""Names, which nothing fetches."""
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = seeded_rows(2, RECORDS, rate=100, show_keys=True)
+    rows.append(Row(offset=RECORDS, key=DANGEROUS, key_hash=1, shard=1, duration=30.0))
+    handlers = {"on_order": {"concurrency": 8, "shards": None}}
+    return write_journal(tmp_path_factory.mktemp("journal"), rows, handlers=handlers)
+
+
+@pytest.fixture(scope="module")
+def page(spark: SparkSession, journal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert spark.version
+    page = tmp_path_factory.mktemp("page") / "report.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "html", str(journal), "--out", str(page), "--title", "Orders & returns"])
+    assert ended.value.code == 0
+    return page
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *arguments])
+    assert isinstance(ended.value.code, int)
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    code, out, err = asked(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_json_has_everything(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert spark.version
+    skew = answered(capsys, "skew", str(journal), "--top", "1")
+    tail = answered(capsys, "tail", str(journal))
+    lag = answered(capsys, "lag", str(journal), "--moments", "3")
+    what_if = answered(capsys, "what-if", str(journal), "-c", "concurrency=4")
+
+    assert skew["records"] == RECORDS + 1
+    assert [len(one["top"]) for one in skew["spread"]] == [1, 1, 1]
+    assert tail["keys"][0]["name"] == DANGEROUS.decode()
+    assert [len(one["moments"]) for one in lag["partitions"]] == [4, 4, 4, 4]
+    assert what_if["answers"][0]["candidate"]["concurrency"] == 4
+    assert what_if["hottest_key"] == DANGEROUS.decode()
+
+
+def test_tables_are_for_people(spark: SparkSession, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert spark.version
+    code, out, _ = asked(capsys, "what-if", str(journal), "-c", "concurrency=4", "-c", "shards=2")
+
+    assert code == 0
+    assert "on demand, concurrency 4" in out
+    assert "No number of shards, workers or members takes less than 30.00 s" in out
+
+
+def test_the_page_fetches_nothing(page: Path) -> None:
+    text = page.read_text()
+
+    assert set(re.findall(r"https?://[^\"'\s)<]+", text)) <= VOCABULARIES
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", text)
+    assert text.count("<svg") == 6
+
+
+def test_what_somebody_has_sent_stays_text(page: Path) -> None:
+    assert "&lt;script&gt;" in page.read_text()
+    assert "Orders &amp; returns" in page.read_text()
+
+
+def test_a_real_browser_opens_the_page_offline(page: Path, tmp_path: Path) -> None:
+    try:
+        browser()
+    except ChromiumUnavailableError as missing:
+        if in_ci():
+            pytest.fail(f"no Chromium, which CI must have: {missing}", pytrace=False)
+        pytest.skip(f"no Chromium: {missing}")
+    seen = dump_page(page)
+    pictures = [tmp_path / "day.png", tmp_path / "night.png"]
+    for picture, dark in zip(pictures, (False, True), strict=True):
+        take_screenshot(page, picture, width=400, height=1_200, dark=dark)
+
+    assert "What if" in seen
+    day, night = (picture.read_bytes() for picture in pictures)
+    assert min(len(day), len(night)) > 10_000
+    assert day != night
+
+
+def test_what_is_no_journal_is_refused_before_spark_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    pq.write_table(pa.table({"topic": ["t"]}), other / "rows.parquet")
+    text = tmp_path / "text.parquet"
+    text.write_text("hello")
+
+    for path, told in (
+        (tmp_path / "missing", "there is nothing at"),
+        (empty, "has no Parquet files"),
+        (other, "has no column"),
+        (text, "is no Parquet file"),
+    ):
+        code, out, err = asked(capsys, "skew", str(path))
+        assert (code, out) == (2, "")
+        assert told in err
+        assert "Starting Spark" not in err
+
+
+def test_a_later_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_journal(tmp_path, [Row()], format=2)
+
+    code, _, err = asked(capsys, "tail", str(tmp_path))
+
+    assert code == 2
+    assert "is of format 2" in err
+
+
+def test_usage_is_told_as_a_sentence(journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        (["what-if", str(journal), "-c", "shards=many"], "a number was expected"),
+        (["html", str(journal), "--out", str(tmp_path / "no" / "page.html")], "was expected to exist"),
+    ):
+        code, _, err = asked(capsys, *arguments)
+        assert code == 2
+        assert told in err
+
+
+@pytest.mark.parametrize(("package", "extra"), [("pyspark", "spark"), ("matplotlib", "report")])
+def test_a_missing_extra_is_named(
+    package: str, extra: str, journal: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util  # noqa: PLC0415 - patched
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == package else find(name, *more))
+
+    code, _, err = asked(capsys, "html", str(journal))
+
+    assert code == 2
+    assert f"aioshard[{extra}]" in err
