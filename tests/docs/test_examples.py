@@ -14,6 +14,7 @@ from types import ModuleType
 
 import httpx
 import psycopg
+import pyarrow.dataset
 import pytest
 
 from aioshard import App, Record
@@ -214,3 +215,11 @@ async def test_flight_delays_tells_a_cancelled_flight_from_one_on_time() -> None
         assert client.committed("flights", 0) == 1
     found = [example.delay_class(delay) for delay in (None, -3, 15, 16, 120, 121)]
     assert found == ["cancelled", "on time", "on time", "late", "late", "very late"]
+
+
+async def test_flights_journal_has_a_row_for_each_flight(tmp_path: Path) -> None:
+    """The reports in the documentation are made of it."""
+    example = load("flights_journal")
+    await example.main(str(tmp_path), 500)
+
+    assert pyarrow.dataset.dataset(tmp_path).count_rows() == 500
