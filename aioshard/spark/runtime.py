@@ -178,7 +178,7 @@ class _Task:
         app, collected = self._app, self._collected
         return app.started(
             lambda: _Paced(self._make_transport(app), collected.room),
-            lambda: KafkaProducer(app.settings),
+            (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
             adapt=functools.partial(_adapted, self._work),
             observe=collected.observe,
             replay=True,

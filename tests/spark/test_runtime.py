@@ -1,0 +1,244 @@
+"""The engine inside a task, without Spark and without Kafka: rows out, obstacles named, nothing left running."""
+
+import importlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from aioshard import App
+from aioshard.errors import HaltedError, PlanError, StuckError
+from aioshard.ports import Transport
+from aioshard.records import TopicPartition
+from aioshard.spark.rows import OUTCOMES
+from aioshard.spark.runtime import Work, run_handlers
+from aioshard.testing import InMemoryBroker
+from aioshard.testing.transport import InMemoryTransport
+
+Make = Callable[..., "Task"]
+
+HEAD = """
+import asyncio, threading, time
+from aioshard import App, Budget, Context, DeadLetter, Park, RateLimit, Record, Retry
+
+app = App("history", stuck_after=0.5)
+seen = []
+release = threading.Event()
+"""
+
+
+class Task:
+    """A module with an app, and a topic with records of its own."""
+
+    def __init__(self, name: str, records: int) -> None:
+        self.module = importlib.import_module(name)
+        self.name = name
+        self.broker = InMemoryBroker(partitions=2)
+        self.broker.create_topic("orders", 2)
+        for number in range(records):
+            self.broker.publish("orders", b"%d" % number, key=b"k%d" % (number % 5), partition=number % 2)
+        start: dict[TopicPartition, int | None] = {TopicPartition("orders", number): 0 for number in (0, 1)}
+        self.broker.group("history").commit_from_outside(start)
+
+    def run(self, **work: Any) -> Iterator[pa.RecordBatch]:
+        def transport(app: App) -> Transport:
+            return InMemoryTransport(self.broker, app.group_id, isolation_level="read_committed")
+
+        return run_handlers(Work(f"{self.name}:app", **work), transport)
+
+    def rows(self, **work: Any) -> list[dict[str, Any]]:
+        batches = list(self.run(**work))
+        assert all(batch.schema == OUTCOMES for batch in batches)
+        rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
+        return sorted(rows, key=lambda row: (row["partition"], row["offset"]))
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def made(handler: str, records: int = 20) -> Task:
+        name = f"task_{uuid.uuid4().hex[:8]}"
+        (tmp_path / f"{name}.py").write_text(HEAD + handler)
+        return Task(name, records)
+
+    return made
+
+
+def alive() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_each_record_has_a_row(make: Make) -> None:
+    task = make("""
+@app.consume("orders", retry=Retry(attempts=2, initial=0.001), on_failure="skip")
+async def handle(record: Record, context: Context) -> object:
+    number = int(record.value)
+    if number == 3 or (number == 4 and context.attempt == 1):
+        raise LookupError("no such customer")
+    return {0: None, 1: b"raw", 2: "text"}.get(number, {"replay": context.replay})
+""")
+    rows = {int(2 * row["offset"] + row["partition"]): row for row in task.rows()}
+
+    assert sorted(rows) == list(range(20))
+    assert [rows[n]["result"] for n in (0, 1, 2, 4)] == [None, b"raw", b'"text"', b'{"replay":true}']
+    assert [(rows[n]["status"], rows[n]["attempts"]) for n in (3, 4, 5)] == [
+        ("skipped", 2),
+        ("processed", 2),
+        ("processed", 1),
+    ]
+    assert (rows[3]["error_type"], rows[3]["error"], rows[3]["value"]) == ("LookupError", "no such customer", b"3")
+    assert rows[5]["value"] is rows[5]["headers"] is rows[5]["timestamp"] is None
+    assert rows[5]["shard"] == rows[15]["shard"] != rows[6]["shard"]  # of the same key, and of another one
+    assert all(row["duration"] >= 0 and row["started"] is not None for row in rows.values())
+
+
+def test_a_result_is_that_of_the_moment_when_the_record_was_complete(make: Make) -> None:
+    task = make("""
+kept = {}
+
+@app.consume("orders")
+async def handle(record: Record) -> object:
+    kept["number"] = int(record.value)
+    return kept
+""")
+    assert sorted(row["result"] for row in task.rows()) == sorted(b'{"number":%d}' % n for n in range(20))
+
+
+def test_a_halted_record_is_an_error_or_a_row(make: Make) -> None:
+    handler = """
+@app.consume("orders", retry=Retry(attempts=1))
+async def handle(record: Record) -> None:
+    if record.value == b"7":
+        raise LookupError("no such customer")
+"""
+    with pytest.raises(HaltedError, match=r"orders/1/3 \(key b'k2', LookupError: no such customer\)"):
+        make(handler).rows()
+    (row,) = [row for row in make(handler).rows(halted_rows=True) if row["status"] == "halted"]
+    assert (row["partition"], row["offset"], row["attempts"], row["value"]) == (1, 3, 1, b"7")
+
+
+def test_a_spent_budget_is_an_obstacle(make: Make) -> None:
+    task = make("""
+@app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("letters", budget=Budget(burst=2)))
+async def handle(record: Record) -> None:
+    raise ConnectionError("down")
+""")
+    rows = task.rows(halted_rows=True)
+
+    assert [row["status"] for row in rows].count("dead_lettered") == 2
+    assert "the dead-letter budget of handler handle is spent" in next(
+        row["error"] for row in rows if row["status"] == "halted"
+    )
+    assert task.broker.topics().keys() == {"orders"}  # no letter is sent from a task
+
+
+HANGING = """
+@app.consume("orders")
+async def handle(record: Record) -> None:
+    seen.append(record.offset)
+    if record.value == b"7":
+        await asyncio.sleep(60)
+"""
+
+
+def test_a_record_that_hangs_ends_the_task_after_stuck_after_and_is_named(make: Make) -> None:
+    began = time.monotonic()
+    (row,) = [row for row in make(HANGING).rows(halted_rows=True) if row["status"] == "halted"]
+
+    assert time.monotonic() - began < 30
+    assert (row["partition"], row["offset"], row["error_type"]) == (1, 3, "StuckError")
+    assert "asyncio.tasks.sleep" in row["error"]
+    with pytest.raises(HaltedError, match=r"orders/1/3 .*StuckError: nothing came to its end for stuck_after=0.5 s"):
+        make(HANGING).rows()
+
+
+def test_a_handler_that_keeps_the_loop_costs_the_task_and_not_the_next_one(make: Make) -> None:
+    task = make("""
+@app.consume("orders")
+async def handle(record: Record) -> None:
+    release.wait(30)
+""")
+    try:
+        with pytest.raises(StuckError, match="has kept the event loop"):
+            task.rows()
+        assert (
+            len(
+                make("""
+@app.consume("orders")
+async def handle(record: Record) -> None:
+    pass
+""").rows()
+            )
+            == 20
+        )
+    finally:
+        task.module.release.set()
+
+
+def test_rows_that_nobody_takes_hold_up_the_reading(make: Make) -> None:
+    task = make(
+        """
+app.configure(max_buffered_records=1_000, stuck_after=30.0)
+
+@app.consume("orders")
+async def handle(record: Record) -> None:
+    seen.append(record.offset)
+""",
+        records=60_000,
+    )
+    rows = task.run()
+    first = next(rows)
+    at_rest = _until_at_rest(task.module.seen)
+
+    assert at_rest < 50_000
+    assert first.num_rows + sum(batch.num_rows for batch in rows) == 60_000
+
+
+def _until_at_rest(seen: list[int]) -> int:
+    """How many records ran, once no more do."""
+    before = -1
+    while len(seen) != before:
+        before = len(seen)
+        time.sleep(0.5)  # what is looked for is that nothing happens
+    return before
+
+
+def test_a_task_that_spark_gives_up_leaves_nothing_running(make: Make) -> None:
+    task = make(
+        HANGING.replace('if record.value == b"7":\n        await asyncio.sleep(60)', "await asyncio.sleep(0.01)"), 5_000
+    )
+    app: App = task.module.app
+    rows = task.run()
+    next(rows)
+    rows.close()  # type: ignore[attr-defined]  # it is a generator
+
+    assert app.statistics().state == "stopped"
+    assert len(make(HANGING.replace("60", "0")).rows()) == 20  # the loop serves the next one
+
+
+def test_tasks_share_what_the_whole_job_may_have(make: Make) -> None:
+    task = make("""
+running = 0
+
+@app.consume("orders", concurrency=16)
+async def handle(record: Record) -> int:
+    global running
+    running += 1
+    most = running
+    await asyncio.sleep(0.005)
+    most = max(most, running)
+    running -= 1
+    return most
+""")
+    assert max(int(row["result"]) for row in task.rows(total_concurrency=6, at_once=3)) == 2
+
+
+def test_an_app_that_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(PlanError, match="there is no module 'no_such_module' where the tasks of Spark run"):
+        next(run_handlers(Work("no_such_module:app"), lambda _: None))  # type: ignore[arg-type, return-value]
