@@ -17,7 +17,7 @@ from tests.support.shared_kafka import SharedKafka
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
+pytestmark = pytest.mark.timeout(600)  # a session of Spark starts in it, and the machine may be busy
 
 RECORDS = 200
 HANDLERS = """

@@ -17,12 +17,12 @@ from tests.spark.apps import write_app
 from tests.support.kafka_libs import PROJECT, in_ci
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a server of Spark Connect starts in each of them
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them
 
 NEEDED = ("grpc", "grpc_status", "google.rpc", "yaml", "zstandard")
 """What the extra `connect` installs."""
 EXAMPLE = PROJECT / "examples" / "sdp"
-TIMEOUT = 400.0
+TIMEOUT = 1000.0
 RECORDS = 40
 
 HANDLERS = """
@@ -115,6 +115,8 @@ async def test_the_example_runs_as_a_declarative_pipeline(kafka: SharedKafka, to
     await kafka.produce(topic, [*messages, (b"c0", b"no order")])
     project = tmp_path / "sdp"
     shutil.copytree(EXAMPLE, project)
+    spec = project / "spark-pipeline.yml"
+    spec.write_text(spec.read_text().replace("file:///var/tmp/aioshard-orders", (tmp_path / "storage").as_uri()))
     app = project / "orders_app.py"
     app.write_text(app.read_text().replace('consume("orders"', f"consume({topic!r}"))
     pipelines = Path(sys.executable).with_name("spark-pipelines")

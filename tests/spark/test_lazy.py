@@ -16,7 +16,7 @@ from tests.support.shared_kafka import SharedKafka
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
+pytestmark = pytest.mark.timeout(600)  # a session of Spark starts in it, and the machine may be busy
 
 RECORDS = 60
 

@@ -18,9 +18,9 @@ from tests.support.connector_jars import ConnectorUnavailableError, connector_ja
 from tests.support.kafka_libs import PROJECT, in_ci
 from tests.support.shared_kafka import SharedKafka
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a session of its own starts, and jars may be fetched
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched
 
-TIMEOUT = 400.0
+TIMEOUT = 1000.0
 HANDLER = """
 @app.consume({topic!r}, shard_by=lambda record: record.value)
 async def handle(record: Record):
