@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from aioshard.spark.checkpoint import CHECKPOINT, Border, last_border
 from aioshard.spark.directory import STOP, RunDirectory
 from aioshard.spark.plan import Plan
 from aioshard.spark.request import places, request_of
+from aioshard.spark.told import raised_by_task
 from aioshard.spark.vectors import ends_of, ranges_between, starts_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ logger = logging.getLogger("aioshard.spark.drain")
 _LOOK_INTERVAL = 0.5
 _LOOK_SECONDS = 1
 """Spark takes whole ones."""
-_NAMED = re.compile(r"aioshard\.errors\.(\w+): (.*?)(?:\n SQLSTATE|\n\s*\tat |\n\n|$)", re.DOTALL)
-"""An error of ours in what Spark says of a task."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,15 +329,13 @@ def _translated(error: Exception, place: RunDirectory) -> AioshardError:
     halted = read_halted(place)
     if halted:
         return HaltedError(map(str, halted))
-    named = _NAMED.findall(str(error))
-    if not named:
+    raised = raised_by_task(error)
+    if raised is None:
         first = str(error).strip().partition("\n")[0]
         return DrainError(f"the run in {place} ended: {first or type(error).__name__}")
-    kind, message = named[-1]
-    message = message.strip()
-    if kind == DataLossError.__name__:
-        return DataLossError([message], "Drain what is left with a new plan")
-    return DrainError(f"the run in {place} ended: {kind}: {message}")
+    if raised.kind == DataLossError.__name__:
+        return DataLossError([raised.message], "Drain what is left with a new plan")
+    return DrainError(f"the run in {place} ended: {raised.kind}: {raised.message}")
 
 
 def _place(directory: str | PathLike[str] | RunDirectory) -> RunDirectory:

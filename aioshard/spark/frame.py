@@ -1,15 +1,14 @@
 """Handlers over any DataFrame of records: shuffled so that the order they ask for holds, and run once."""
 
 import logging
-import re
 from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Literal
 
-from aioshard import errors
 from aioshard.app import App
-from aioshard.errors import AioshardError, DrainError, HaltedError, PlanError
+from aioshard.errors import DrainError, HaltedError, PlanError
 from aioshard.spark.directory import RunDirectory
+from aioshard.spark.told import raised_by_task
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -33,8 +32,6 @@ _PARTIAL = ".partial"
 """Ends the name under which rows are written that are not complete; nobody else reads there."""
 _MOST_NAMED = 100
 """Halted records that are named; there may be more."""
-_NAMED = re.compile(r"aioshard\.errors\.(\w+): (.*?)(?:\n SQLSTATE|\n\s*\tat |\n\n|$)", re.DOTALL)
-"""An error of ours in what Spark says of a task."""
 
 
 def shuffled_outcomes(rows: "DataFrame", work: "Work", tasks: int, *, in_offset_order: bool = True) -> "DataFrame":
@@ -208,11 +205,9 @@ def _named(action: Callable[[], object]) -> None:
     try:
         action()
     except Exception as error:
-        found = _NAMED.findall(str(error))
-        if not found:
+        raised = raised_by_task(error)
+        if raised is None:
             raise
-        kind, message = found[-1]
-        text = message.strip()
-        raised: AioshardError = PlanError(text) if kind == PlanError.__name__ else DrainError(f"{kind}: {text}")
-        assert hasattr(errors, kind)  # noqa: S101 - the expression found one of ours
-        raise raised from error
+        if raised.kind == PlanError.__name__:
+            raise PlanError(raised.message) from error
+        raise DrainError(f"the job ended: {raised.kind}: {raised.message}") from error
