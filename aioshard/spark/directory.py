@@ -88,6 +88,11 @@ class RunDirectory:
         """Remove a file; returns whether it was there."""
         return self._files.remove(name)
 
+    @property
+    def moves_at_once(self) -> bool:
+        """Whether a directory is moved in one step; object stores copy and delete its files one by one."""
+        return self._files.moves_at_once
+
     def move(self, name: str, to: str) -> None:
         """Move a directory of the run to where nothing is yet."""
         self._files.move(name, to)
@@ -157,6 +162,8 @@ class RunDirectory:
 
 
 class _Files(Protocol):
+    @property
+    def moves_at_once(self) -> bool: ...
     def exists(self, name: str) -> bool: ...
     def read(self, name: str) -> bytes | None: ...
     def write(self, name: str, content: bytes) -> None: ...
@@ -169,6 +176,10 @@ class _Files(Protocol):
 class _LocalFiles:
     def __init__(self, base: Path) -> None:
         self._base = base
+
+    @property
+    def moves_at_once(self) -> bool:
+        return True
 
     def exists(self, name: str) -> bool:
         return (self._base / name).exists()
@@ -227,6 +238,10 @@ class _ArrowFiles:
             raise PlanError(
                 f"{uri} is no place that can be reached: {error}. A local path or a URI of Arrow's was expected"
             ) from None
+
+    @property
+    def moves_at_once(self) -> bool:
+        return self._system.type_name in {"local", "hdfs"}
 
     def _found(self, name: str) -> "fs.FileInfo":
         return self._system.get_file_info(f"{self._base}/{name}")

@@ -219,6 +219,11 @@ class _Run:
         self.spark = spark
         self.place = _place(directory)
         self.plan = self.place.plan()
+        if not self.place.moves_at_once:
+            raise PlanError(
+                f"{self.place} is in an object store, where a micro-batch cannot appear as a whole: plan the run in a "
+                "directory of a file system, local or HDFS, and copy the outcomes when it has ended"
+            )
         self._foreach = foreach
         self._began = time.monotonic()
         check_speculation({"spark.speculation": spark.conf.get("spark.speculation", "false") or "false"})

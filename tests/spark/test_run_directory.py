@@ -183,3 +183,9 @@ def test_names_of_the_package_are_functions_also_after_their_modules_were_import
     assert spark.Plan is Plan
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         spark.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_an_object_store_does_not_move_a_directory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert RunDirectory("runs/7").moves_at_once
+    assert not RunDirectory("s3://bucket/runs/7?region=eu-central-1").moves_at_once
