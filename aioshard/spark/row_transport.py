@@ -11,6 +11,7 @@ from typing import NoReturn
 import anyio
 import pyarrow as pa
 
+from aioshard.core.flow import Usage
 from aioshard.errors import DrainError, PlanError
 from aioshard.handlers import Registration
 from aioshard.ports import (
@@ -33,12 +34,12 @@ _MEMBERSHIP = Membership("rows", 1)
 """Nobody else takes part, and nothing is ever taken away."""
 _ENDLESS = 1 << 62
 """The end of what has no known end yet."""
-_PART = 2_000
-"""Records that a batch of rows is divided into."""
+_PART = Usage(2_000, 4 * 1024 * 1024)
+"""What a batch of rows is divided into: at most so many records, and bytes by their average."""
 _PARTS = 8
 """So many wait between Spark's rows and the event loop."""
-_IN_HAND = 10_000
-"""Records that may wait for room in the engine before no more rows are read."""
+_IN_HAND = Usage(10_000, 32 * 1024 * 1024)
+"""What may wait for room in the engine before no more rows are read."""
 
 
 class RowFeed:
@@ -46,7 +47,7 @@ class RowFeed:
 
     Invariants:
         * Every record that was read is taken, in the order of the rows, unless the feed is finished before.
-        * At most `_PARTS` parts of `_PART` records are read ahead.
+        * At most `_PARTS` parts of about `_PART` are read ahead, beside one batch of Spark's.
     """
 
     def __init__(self, rows: Iterator[pa.RecordBatch]) -> None:
@@ -68,10 +69,10 @@ class RowFeed:
     def _read(self, rows: Iterator[pa.RecordBatch]) -> None:
         try:
             for batch in rows:
-                for begin in range(0, len(batch), _PART):
+                for part in _parts(batch):
                     if self._unwanted.is_set():
                         break  # what is left is read all the same: Spark's worker is used again after this
-                    self._put(records_of(batch.slice(begin, _PART)))
+                    self._put(records_of(part))
         except BaseException as error:  # noqa: BLE001 - it is raised where the records are taken
             self._error = error
         finally:
@@ -105,6 +106,12 @@ class RowFeed:
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 self._ready.get(timeout=0.1)
+
+
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch in pieces that are no more than may be read ahead."""
+    size = max(min(_PART.records, _PART.bytes * len(batch) // max(batch.nbytes, 1)), 1)
+    return (batch.slice(begin, size) for begin in range(0, len(batch), size))
 
 
 class _Lane:
@@ -171,6 +178,7 @@ class RowTransport:
         self._lanes: dict[str, _Lane] = {}
         self._lane_of: dict[str, _Lane] = {}
         self._unassigned: list[_Lane] = []
+        self._records = self._bytes = 0  # that wait in the lanes
         self._listener: GroupListener | None = None
         self._exhausted = False
         self._woken = False
@@ -237,6 +245,9 @@ class RowTransport:
                 taken = lane.take(allowance)
                 if taken is not None:
                     self._lanes[name] = self._lanes.pop(name)
+                    if isinstance(taken, FetchedBatch):
+                        self._records -= len(taken.records)
+                        self._bytes -= sum(taken.sizes)
                     return [taken]
             remaining = deadline - loop.time()
             if self._woken or remaining <= 0:
@@ -245,14 +256,14 @@ class RowTransport:
                 await self._arrived.wait()
 
     def _read_on(self) -> None:
-        waiting = sum(len(lane.waiting) for lane in self._lanes.values())
-        while not self._exhausted and waiting < _IN_HAND and not self._feed.empty:
+        while not self._exhausted and not self._feed.empty:
+            if self._records >= _IN_HAND.records or self._bytes >= _IN_HAND.bytes:
+                break
             records = self._feed.take()
             if records is None:
                 self._exhausted = True
             else:
                 self._sort(records)
-                waiting += len(records)
         if self._unassigned and all(lane.settled for lane in self._lanes.values() if lane not in self._unassigned):
             self._assign()
 
@@ -261,7 +272,10 @@ class RowTransport:
         lanes = self._lane_of
         for record in records:
             lane = lanes.get(record.topic) or self._find_lane(record.topic)
-            lane.waiting.append((record, record_size(record.key, record.value, record.headers)))
+            size = record_size(record.key, record.value, record.headers)
+            lane.waiting.append((record, size))
+            self._bytes += size
+        self._records += len(records)
 
     def _find_lane(self, topic: str) -> _Lane:
         handler = next((one for one in self._handlers if one.takes(topic)), None)

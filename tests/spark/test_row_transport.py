@@ -183,3 +183,20 @@ def test_what_belongs_together_has_one_shard_and_moments_never_go_back(work: Any
     assert shards[1] == shards[2]
     assert len(set(shards)) == 6, "a function that fails or gives nothing of use asks for no order"
     assert [row[MOMENT] for row in rows] == [5.0, 5.0, 7.0, 7.0, 7.0, 8.0, 2.0]
+
+
+def test_rows_are_read_no_further_ahead_than_memory_allows(work: Any) -> None:
+    told, module = work(
+        "@app.consume('orders', concurrency=1)\nasync def handle(record: Record):\n"
+        "    await asyncio.sleep(0.01)\n    seen.append(0)\n    ahead.append(read[0] - len(seen))\n"
+        "ahead, read = [], [0]\n",
+        max_buffered_bytes=1_048_576,
+    )
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        for number in range(100):
+            module.read[0] += 1
+            yield raw_batch([record(number, size=4_000_000)])
+
+    assert len(outcomes(told, rows())) == 100
+    assert max(module.ahead) <= 8 + 8 + 4, "between the threads, in the transport, and on the way"
