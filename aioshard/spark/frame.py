@@ -9,11 +9,11 @@ from aioshard.app import App
 from aioshard.errors import DrainError, HaltedError, PlanError
 from aioshard.spark.directory import RunDirectory
 from aioshard.spark.told import raised_by_task
+from aioshard.spark.work import Work
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from aioshard.spark.runtime import Work
 
 __all__ = ["apply_handlers", "shuffled_outcomes", "slots_of"]
 
@@ -127,7 +127,6 @@ def apply_handlers(
         ```
     """
     from aioshard.spark.request import places  # noqa: PLC0415 - pyarrow is imported on use
-    from aioshard.spark.runtime import Work  # noqa: PLC0415
     from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
 
     target = _checked(app, on_failure)

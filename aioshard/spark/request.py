@@ -19,8 +19,8 @@ from aioshard.settings import Settings
 from aioshard.spark.directory import RunDirectory
 from aioshard.spark.loading import resolve_app
 from aioshard.spark.plan import Layout, PlannedRange
-from aioshard.spark.runtime import Work
 from aioshard.spark.vectors import packed, split
+from aioshard.spark.work import Work
 
 __all__ = ["OPTIONS", "Request", "TaskRanges", "check_options", "layout_of", "log_ends", "places", "request_of"]
 

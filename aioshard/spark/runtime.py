@@ -26,12 +26,10 @@ from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Message, Oversized,
 from aioshard.records import TopicPartition
 from aioshard.spark.collecting import Collected
 from aioshard.spark.loading import resolve_app
+from aioshard.spark.work import DEAD_LETTER, Work
 from aioshard.spark.worker_loop import WorkerLoop, worker_loop
 
 __all__ = ["DEAD_LETTER", "Arriving", "Work", "run_handlers"]
-
-DEAD_LETTER = "dead-letter:"
-"""Begins an `on_failure` that names a dead-letter topic."""
 
 _LOOK_INTERVAL = 0.1
 """Seconds between looks at whether the handlers go on."""
@@ -41,25 +39,6 @@ _SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
 """Nobody waits for a task's readiness, and what a task that is given up leaves is done again."""
 _END_TIMEOUT = 30.0
 """Seconds that a task which is given up has to end, before its loop is left to itself."""
-
-
-class Work(NamedTuple):
-    """What every task of a job is told; it goes over the wire, and holds no secret."""
-
-    app: str
-    """`MODULE:APP`."""
-    places: tuple[str, ...] = ()
-    """Directories of the driver in which modules are looked for, where a task has them too."""
-    settings: Mapping[str, Any] = {}
-    """Those of the plan; all others come from the task's environment and the app's own code."""
-    on_failure: str | None = None
-    """In place of the handlers' own: `skip` or `dead-letter:TOPIC`."""
-    total_concurrency: int | None = None
-    """Runs of handlers at the same time in the whole job."""
-    at_once: int = 1
-    """Tasks that run at the same time: they share the total concurrency and the rates."""
-    halted_rows: bool = False
-    """Whether a halted record becomes a row, and ends the task well; else it is an error."""
 
 
 class _Obstacle(NamedTuple):

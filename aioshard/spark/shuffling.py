@@ -14,7 +14,8 @@ from aioshard.records import Record
 from aioshard.spark.loading import resolve_app
 from aioshard.spark.row_records import records_of
 from aioshard.spark.row_transport import RowFeed, RowTransport
-from aioshard.spark.runtime import Work, run_handlers
+from aioshard.spark.runtime import run_handlers
+from aioshard.spark.work import Work
 
 __all__ = ["MOMENT", "SHARD", "HandlersOverRows", "WithShards"]
 

@@ -12,8 +12,8 @@ from aioshard.errors import DrainError, HaltedError, PlanError, StuckError
 from aioshard.records import Record
 from aioshard.spark.row_records import records_of
 from aioshard.spark.rows import RAW, raw_batch
-from aioshard.spark.runtime import Work
 from aioshard.spark.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards
+from aioshard.spark.work import Work
 from tests.spark.apps import write_module
 
 HEAD = """

@@ -16,7 +16,8 @@ from aioshard.errors import HaltedError, PlanError, StuckError
 from aioshard.ports import Transport
 from aioshard.records import TopicPartition
 from aioshard.spark.rows import OUTCOMES
-from aioshard.spark.runtime import Work, run_handlers
+from aioshard.spark.runtime import run_handlers
+from aioshard.spark.work import Work
 from aioshard.testing import InMemoryBroker
 from aioshard.testing.transport import InMemoryTransport
 

@@ -1,0 +1,33 @@
+"""What is large is imported on use."""
+
+import subprocess
+import sys
+
+import pytest
+
+LARGE = ("pyspark", "pyarrow", "pandas", "matplotlib", "starlette", "uvicorn")
+
+
+@pytest.mark.parametrize("module", ["aioshard", "aioshard.spark", "aioshard.cli.main", "aioshard.cli.spark"])
+def test_nothing_large_comes_with_an_import(module: str) -> None:
+    script = f"import sys, {module}; print([name for name in {LARGE!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert found.stdout == "[]\n"
+
+
+def test_without_the_extra_a_command_says_so_and_a_plan_needs_none() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['pyarrow'] = sys.modules['pyspark'] = None\n"
+        "from aioshard.cli.main import main\n"
+        "main({arguments!r})"
+    )
+    for arguments, code, sentence in (
+        (["spark", "status", "no-such-directory"], 2, "there is no plan.json"),
+        (["spark", "plan", "no_such_module:app", "--out", "runs/1"], 2, "there is no module 'no_such_module'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(arguments=arguments)], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
