@@ -4,7 +4,7 @@ Costs nothing where nobody observes: the epochs and the attempts of an engine ar
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aioshard.engine.batches.batch_worker import InvokeBatch
 from aioshard.engine.batches.delivery_batch import DeliveryBatch
@@ -12,7 +12,7 @@ from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.worker import Invoke
-from aioshard.records import TopicPartition
+from aioshard.records import Record, TopicPartition
 
 __all__ = ["Completed", "Observe", "ObservedEpoch", "noted"]
 
@@ -45,7 +45,7 @@ class ObservedEpoch(Epoch):
 
     def complete(self, delivery: Delivery) -> bool:
         """See `Epoch.complete`."""
-        if not super().complete(delivery):
+        if not Epoch.complete(self, delivery):  # super() would make an object per record
             return False
         self._completed(delivery)
         return True
@@ -57,7 +57,25 @@ def noted(spec: HandlerSpec, clock: Callable[[], float]) -> HandlerSpec:
         clock = time.monotonic  # uvloop's counts whole milliseconds
     if spec.batched is not None:
         return spec._replace(batched=spec.batched._replace(invoke=_noted_batch(spec.batched.invoke, clock)))
+    if spec.call is not None:
+        return spec._replace(call=None, invoke=_noted_call(spec.call, clock))
     return spec._replace(call=None, invoke=_noted_record(spec.attempt, clock))
+
+
+def _noted_call(call: Callable[[Record], Awaitable[object]], clock: Callable[[], float]) -> Invoke:
+    """As `_noted_record`, without a call in between."""
+
+    async def run(delivery: Delivery) -> object:
+        began = clock()
+        try:
+            result = await call(delivery.record)
+        except BaseException:
+            delivery.run = (began, clock(), None)
+            raise
+        delivery.run = (began, clock(), result)
+        return result
+
+    return run
 
 
 def _noted_record(attempt: Invoke, clock: Callable[[], float]) -> Invoke:

@@ -1,8 +1,10 @@
 """What has ended in the event loop, on its way to Spark's thread: in batches, and no faster than Spark takes them."""
 
 import asyncio
+import functools
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,14 +14,15 @@ from aioshard.engine.observed import Completed
 from aioshard.engine.outcomes import Outcome
 from aioshard.serde.results import encoded_result
 from aioshard.serde.side_headers import as_text
-from aioshard.spark.rows import Ended, WallClock, outcome_batch
+from aioshard.spark.rows import PROCESSED_WIDTH, Ended, WallClock, outcome_batch, processed_batch
 
 __all__ = ["Collected"]
 
-_ROWS = 2_000
+_ROWS = 5_000
 """Of one Arrow batch."""
-_BATCHES = 16
+_BATCHES = 6
 """So many may wait for Spark; nothing is read meanwhile."""
+_VALUES = _ROWS * PROCESSED_WIDTH
 _NO_RUN = (0.0, 0.0, None)
 
 
@@ -45,12 +48,15 @@ class Collected:
         self._clock = WallClock(loop.time())
         self._fixed = fixed
         self._flushed = 0
+        self._processed: dict[str, list[Any]] = {name: [] for name in fixed}
+        """Records that were processed, `PROCESSED_WIDTH` values for each; by handler."""
         self._open: dict[str, list[Ended]] = {name: [] for name in fixed}
-        self._ready: queue.SimpleQueue[tuple[list[Ended], bool] | None] = queue.SimpleQueue()
+        """All others."""
+        self._ready: queue.SimpleQueue[Callable[[], pa.RecordBatch] | None] = queue.SimpleQueue()
 
     def observe(self, spec: HandlerSpec) -> Completed:
         """What adds the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
-        name, chunks = spec.name, self._open
+        name, rows = spec.name, self._processed[spec.name]
 
         def completed(delivery: Delivery) -> None:
             if delivery.outcome is not Outcome.PROCESSED:
@@ -58,20 +64,21 @@ class Collected:
                 error, message = (None, None) if note is None else (note.error, note.message)
                 self.add(spec, delivery, delivery.outcome.value, error, message)
                 return
-            began, ended, result = delivery.run
-            # Encoded now, because whoever else has it may change it.
-            run = (began, ended, None if result is None else encoded_result(result))
-            rows = chunks[name]
-            rows.append((delivery.record, name, "processed", delivery.failures + 1, None, None, run, delivery.key))
-            if len(rows) >= _ROWS:
-                self._flush(name)
+            run = delivery.run
+            if run[2] is not None:
+                # Encoded now, because whoever else has it may change it.
+                run = (run[0], run[1], encoded_result(run[2]))
+            rows.extend((delivery.record, run, delivery.key, delivery.failures))
+            if len(rows) >= _VALUES:
+                self._flush_processed(name)
 
         return completed
 
     @property
     def ended(self) -> int:
         """Records so far."""
-        return self._flushed + sum(map(len, self._open.values()))
+        processed = sum(map(len, self._processed.values())) // PROCESSED_WIDTH
+        return self._flushed + processed + sum(map(len, self._open.values()))
 
     def add(self, spec: HandlerSpec, delivery: Delivery, status: str, error: str | None, message: str | None) -> None:
         """Add a record that was not processed."""
@@ -86,6 +93,7 @@ class Collected:
     def close(self) -> None:
         """No more comes."""
         for name in self._open:
+            self._flush_processed(name)
             self._flush(name)
         self._ready.put(None)
 
@@ -93,10 +101,21 @@ class Collected:
         rows = self._open[name]
         if rows:
             self._open[name] = []
-            self._flushed += len(rows)
-            self._ready.put((rows, self._fixed[name]))
-            if self._ready.qsize() > _BATCHES:
-                self.room.clear()
+            self._put(len(rows), functools.partial(outcome_batch, rows, self._clock, numbered=self._fixed[name]))
+
+    def _flush_processed(self, name: str) -> None:
+        rows = self._processed[name]
+        if rows:
+            taken = rows.copy()
+            rows.clear()  # the same list goes on: those who add to it have it at hand
+            count = len(taken) // PROCESSED_WIDTH
+            self._put(count, functools.partial(processed_batch, taken, name, self._clock, numbered=self._fixed[name]))
+
+    def _put(self, rows: int, make: Callable[[], pa.RecordBatch]) -> None:
+        self._flushed += rows
+        self._ready.put(make)
+        if self._ready.qsize() > _BATCHES:
+            self.room.clear()
 
     def _make_room(self) -> None:
         if self._ready.qsize() <= _BATCHES:
@@ -110,10 +129,9 @@ class Collected:
         Raises:
             Empty: There were none for *timeout* seconds.
         """
-        ready = self._ready.get(timeout=timeout)
-        if ready is None:
+        make = self._ready.get(timeout=timeout)
+        if make is None:
             return None
         if not self.room.is_set():
             self._loop.call_soon_threadsafe(self._make_room)
-        rows, numbered = ready
-        return outcome_batch(rows, self._clock, numbered=numbered)
+        return make()

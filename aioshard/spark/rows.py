@@ -1,8 +1,8 @@
 """Outcome rows: what became of each record, as Arrow; and records as the official connector gives them."""
 
-import functools
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,7 +11,7 @@ from aioshard.core.key_hash import key_hash
 from aioshard.core.sharding import ShardKey
 from aioshard.records import Record
 
-__all__ = ["OUTCOMES", "RAW", "Ended", "WallClock", "outcome_batch", "raw_batch"]
+__all__ = ["OUTCOMES", "PROCESSED_WIDTH", "RAW", "Ended", "WallClock", "outcome_batch", "processed_batch", "raw_batch"]
 
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _MOMENT = pa.timestamp("us", tz="UTC")
@@ -54,7 +54,14 @@ RAW = pa.schema(
 
 _CREATE_TIME = 0
 _MICROSECONDS = 1_000_000
-_shard_hash = functools.lru_cache(maxsize=100_000)(key_hash)
+_MOST_HASHES = 20_000
+
+PROCESSED_WIDTH = 4
+"""How many values are noted of a record that was processed: record, attempt, shard, failed attempts; see `Ended`.
+
+They are kept in one flat list, row after row: a tuple for each would be one more object to make, to look through and
+to take apart, and nearly all rows are of this kind.
+"""
 
 
 class WallClock:
@@ -66,48 +73,83 @@ class WallClock:
 
 
 Ended = tuple[Record, str, str, int, str | None, str | None, tuple[float, float, bytes | None], ShardKey]
-"""A record that has come to its end: record, handler, status, attempts, name and message of the error, last attempt,
-shard. Of the attempt: begin and end in loop time, 0 where none ran, and the encoded result. The shard is the number of
-a fixed one, or the shard key. A plain tuple: one is made of each record.
+"""A record that has come to another end: record, handler, status, attempts, name and message of the error, last
+attempt, shard. Of the attempt: begin and end in loop time, 0 where none ran, and the encoded result. The shard is the
+number of a fixed one, or the shard key.
 """
 
 
+def processed_batch(flat: Sequence[Any], handler: str, clock: WallClock, *, numbered: bool) -> pa.RecordBatch:
+    """Outcome rows of some records that were processed.
+
+    Args:
+        flat: `PROCESSED_WIDTH` values for each; at least one record.
+        handler: Its name.
+        clock: For `started`.
+        numbered: Whether shards are fixed, so that `shard` is a number already; else it is the hash of the shard key.
+    """
+    records, runs, shards, failures = (flat[number::PROCESSED_WIDTH] for number in range(PROCESSED_WIDTH))
+    count = len(records)
+    topics, partitions, offsets, keys, *_ = zip(*records, strict=True)
+    begins, ends, results = zip(*runs, strict=True)
+    attempts = [failed + 1 for failed in failures] if any(failures) else [1]
+    none = pa.nulls(count, pa.binary())
+    return pa.RecordBatch.from_arrays(
+        [
+            _column(topics, pa.string()),
+            _column(partitions, pa.int32()),
+            pa.array(offsets, pa.int64()),
+            pa.array(keys, pa.binary()),
+            pa.repeat("processed", count),
+            pa.array(attempts, pa.int32()) if len(attempts) == count else pa.repeat(pa.scalar(1, pa.int32()), count),
+            pa.nulls(count, pa.string()),
+            pa.nulls(count, pa.string()),
+            _started(pa.array(begins, pa.float64()), clock),
+            pc.subtract(pa.array(ends, pa.float64()), pa.array(begins, pa.float64())),
+            _numbers(shards, numbered=numbered),
+            none if results.count(None) == count else pa.array(results, pa.binary()),
+            pa.repeat(handler, count),
+            none,
+            pa.nulls(count, _HEADERS),
+            pa.nulls(count, _MOMENT),
+        ],
+        schema=OUTCOMES,
+    )
+
+
 def outcome_batch(ended: Sequence[Ended], clock: WallClock, *, numbered: bool) -> pa.RecordBatch:
-    """Outcome rows of some records.
+    """Outcome rows of some records that were not processed.
 
     Args:
         ended: At least one.
         clock: For `started`.
-        numbered: Whether shards are fixed, so that `shard` is a number already; else it is the hash of the shard key.
+        numbered: As in `processed_batch`.
     """
     records, handlers, statuses, attempts, kinds, errors, runs, shards = zip(*ended, strict=True)
     topics, partitions, offsets, keys, values, headers, timestamps = zip(*records, strict=True)
     begins, ends, results = zip(*runs, strict=True)
-    columns = [
-        _column(topics, pa.string()),
-        _column(partitions, pa.int32()),
-        pa.array(offsets, pa.int64()),
-        pa.array(keys, pa.binary()),
-        _column(statuses, pa.string()),
-        _column(attempts, pa.int32()),
-        _column(kinds, pa.string()),
-        _column(errors, pa.string()),
-        _started(begins, clock),
-        pc.subtract(pa.array(ends, pa.float64()), pa.array(begins, pa.float64())),
-        pa.array(shards if numbered else map(_shard_hash, shards), pa.int64()),
-        pa.array(results, pa.binary()),
-        _column(handlers, pa.string()),
-    ]
-    if statuses.count("processed") == len(statuses):
-        columns += [pa.nulls(len(ended), kind) for kind in (pa.binary(), _HEADERS, _MOMENT)]
-    else:
-        left_out = [status == "processed" for status in statuses]
-        columns += [
-            pa.array([None if out else value for out, value in zip(left_out, values, strict=True)], pa.binary()),
-            pa.array([None if out else _pairs(pairs) for out, pairs in zip(left_out, headers, strict=True)], _HEADERS),
-            _moments([None if out else moment for out, moment in zip(left_out, timestamps, strict=True)]),
-        ]
-    return pa.RecordBatch.from_arrays(columns, schema=OUTCOMES)
+    began = pa.array([begin or None for begin in begins], pa.float64())
+    return pa.RecordBatch.from_arrays(
+        [
+            _column(topics, pa.string()),
+            _column(partitions, pa.int32()),
+            pa.array(offsets, pa.int64()),
+            pa.array(keys, pa.binary()),
+            _column(statuses, pa.string()),
+            _column(attempts, pa.int32()),
+            _column(kinds, pa.string()),
+            pa.array(errors, pa.string()),
+            _started(began, clock),
+            pc.subtract(pa.array(ends, pa.float64()), pa.array(begins, pa.float64())),
+            _numbers(shards, numbered=numbered),
+            pa.array(results, pa.binary()),
+            _column(handlers, pa.string()),
+            pa.array(values, pa.binary()),
+            pa.array([_pairs(pairs) for pairs in headers], _HEADERS),
+            _moments(timestamps),
+        ],
+        schema=OUTCOMES,
+    )
 
 
 def raw_batch(records: Sequence[Record]) -> pa.RecordBatch:
@@ -135,11 +177,27 @@ def _column(values: Sequence[object], kind: pa.DataType) -> pa.Array:
     return pa.array(values, kind)
 
 
-def _started(begins: Sequence[float], clock: WallClock) -> pa.Array:
+def _started(began: pa.Array, clock: WallClock) -> pa.Array:
     """When runs began, in the time of day; null where none ran."""
-    began = pa.array(begins, pa.float64())
-    began = pc.if_else(pc.equal(began, 0.0), None, began)
-    return pc.multiply(pc.add(began, clock.ahead), _MICROSECONDS).cast(pa.int64(), safe=False).cast(_MOMENT)
+    return pc.multiply(pc.add(began, clock.ahead), _MICROSECONDS).cast(pa.int64(), safe=False).view(_MOMENT)
+
+
+class _Hashes(dict[ShardKey, int | None]):
+    """The hashes of shard keys; a dictionary, because looking one up is not to cost a call."""
+
+    def __missing__(self, key: ShardKey) -> int | None:
+        if len(self) >= _MOST_HASHES:
+            self.clear()
+        found = self[key] = key_hash(key)
+        return found
+
+
+_hashes = _Hashes()
+
+
+def _numbers(shards: Sequence[ShardKey], *, numbered: bool) -> pa.Array:
+    """The number of a fixed shard, else the hash of the shard key."""
+    return pa.array(shards if numbered else map(_hashes.__getitem__, shards), pa.int64(), size=len(shards))
 
 
 def _moments(seconds: Iterable[float | None]) -> pa.Array:
