@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import duckdb
 import psycopg
 import pyarrow.dataset as ds
 import pytest
@@ -267,6 +268,6 @@ async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_onc
     read = ds.dataset(run.directory / "outcomes", partitioning="hive").to_table().to_pandas()
     assert sorted(zip(read["partition"], read["offset"], strict=True)) == expected
     assert set(read["batch"]) == {0, 1}
-    duckdb = pytest.importorskip("duckdb")
     files = f"{run.directory}/outcomes/*/*.parquet"
-    assert duckdb.sql(f"SELECT partition, \"offset\" FROM '{files}' ORDER BY ALL").fetchall() == expected
+    query = f"SELECT partition, \"offset\" FROM '{files}' ORDER BY ALL"
+    assert duckdb.execute(query).fetchall() == expected
