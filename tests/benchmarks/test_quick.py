@@ -107,7 +107,7 @@ def test_a_job_that_fails_is_told_with_what_its_process_said(kafka: SharedKafka)
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "p10", "--quick", "--bootstrap-servers", kafka.bootstrap],
         cwd=PROJECT,
-        env=os.environ | {"AIOSHARD_FETCH_MIN_BYTES": "nonsense"},
+        env=os.environ | {"AIOSHARD_FETCH_MAX_WAIT": "nonsense"},
         capture_output=True,
         text=True,
         check=False,
