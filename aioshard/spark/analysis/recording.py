@@ -41,8 +41,8 @@ class Recorded(NamedTuple):
 def recorded(journal: Journal, handler: str | None, limit: int) -> Recorded:
     """Prepare what a handler did.
 
-    A record could be fetched when it was produced, as its timestamp says, but not before the app took in the first one
-    of its partition, and no later than it was taken in.
+    A record could be fetched when it was produced, as its timestamp says, but not before its process took in its first
+    one, and no later than it was taken in. (The first one of its partition says less: it may have waited for room.)
 
     Args:
         journal: What to look at.
@@ -51,20 +51,18 @@ def recorded(journal: Journal, handler: str | None, limit: int) -> Recorded:
     """
     told = journal.handler(handler)
     rows = journal.of_handler(told.name)
-    firsts = rows.groupBy("topic", "partition").agg(sql.min("arrived_us").alias("first")).collect()
-    firsts.sort(key=lambda row: (row["topic"], row["partition"]))
-    topics = tuple(sorted({row["topic"] for row in firsts}))
+    names = sorted(tuple(row) for row in rows.select("topic", "partition").distinct().collect())
+    topics = tuple(sorted({topic for topic, _ in names}))
     numbers = rows.sparkSession.createDataFrame(
-        [
-            (row["topic"], row["partition"], number, row["first"], topics.index(row["topic"]))
-            for number, row in enumerate(firsts)
-        ],
-        "topic string, partition int, part bigint, first bigint, topic_number bigint",
+        [(topic, partition, number, topics.index(topic)) for number, (topic, partition) in enumerate(names)],
+        "topic string, partition int, part bigint, topic_number bigint",
     )
+    firsts = rows.groupBy("member").agg(sql.min("arrived_us").alias("first"))
     key, splits = _shard_key(rows, told)
     place, places = _place(rows)
     fetchable = sql.least("arrived_us", sql.greatest("produced_us", "first")) - sql.lit(journal.start)
-    work = rows.join(sql.broadcast(numbers), ["topic", "partition"]).select(
+    placed = rows.join(sql.broadcast(numbers), ["topic", "partition"]).join(sql.broadcast(firsts), ["member"])
+    work = placed.select(
         "part",
         "offset",
         fetchable.alias("available"),
