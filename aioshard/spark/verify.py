@@ -37,7 +37,9 @@ _BLOCK = 10_000
 """Offsets that are counted together: the log is read again only where a block has fewer rows than offsets."""
 _MOST_BLOCKS = 20_000
 _TASKS = 8
-"""That read the log."""
+"""That read the log, at most."""
+_OF_A_TASK = 50_000
+"""Offsets for which another task is worth its connection."""
 _ATTEMPTS = 3
 """Retention may overtake a reader, which then begins behind it."""
 
@@ -224,9 +226,10 @@ class _Verifying:
 
     def _in_log(self, ranges: list[PlannedRange]) -> "DataFrame":
         """Every offset of some ranges whose record is in the log now."""
-        parts = [(one.topic, one.partition, one.start, one.end) for task in split(ranges, _TASKS) for one in task]
+        tasks = min(1 + sum(one.end - one.start for one in ranges) // _OF_A_TASK, _TASKS)
+        parts = [(one.topic, one.partition, one.start, one.end) for task in split(ranges, tasks) for one in task]
         schema = "topic string, partition int, start long, end long"
-        frame = self._spark.createDataFrame(parts, schema).repartition(min(len(parts), _TASKS))
+        frame = self._spark.createDataFrame(parts, schema).repartition(tasks)
         return frame.mapInArrow(_reader(self._plan.to_json(), places()), "topic string, partition int, offset long")
 
 
