@@ -351,8 +351,11 @@ class Engine:
 
     # Consuming to the end -----------------------------------------------------------------------
 
-    async def caught_up(self) -> None:
+    async def caught_up(self, interval: float = _CHECK_INTERVAL) -> None:
         """Wait until everything up to the ends seen at the start is complete.
+
+        Args:
+            interval: Seconds between looks at that.
 
         Raises:
             HaltedError: What is left is halted, or waits behind what is.
@@ -365,7 +368,7 @@ class Engine:
             halted = self.halted
             if halted and self._nothing_moves():
                 raise HaltedError(repr(delivery) for delivery in halted)
-            await asyncio.wait([self.failed], timeout=_CHECK_INTERVAL)
+            await asyncio.wait([self.failed], timeout=interval)
 
     @property
     def halted(self) -> list[Delivery]:

@@ -33,6 +33,8 @@ __all__ = ["DEAD_LETTER", "Arriving", "Work", "run_handlers"]
 
 _LOOK_INTERVAL = 0.1
 """Seconds between looks at whether the handlers go on."""
+_END_INTERVAL = 0.01
+"""Seconds between looks at whether all is done: a job has many tasks, and each waits for the last look."""
 _SILENCE = 1.0
 """Seconds for which Spark's thread waits for rows before it looks whether the loop is alive."""
 _SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
@@ -165,7 +167,7 @@ class _Task:
 
     async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[_Obstacle]:
         """Wait until all is done, or cannot be: what stands in the way then."""
-        done = asyncio.create_task(engine.caught_up(), name="caught up")
+        done = asyncio.create_task(engine.caught_up(_END_INTERVAL), name="caught up")
         seen = -1
         try:
             while True:
