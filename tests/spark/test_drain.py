@@ -138,6 +138,17 @@ async def test_every_offset_has_one_row_and_no_batch_is_larger_than_asked(scenar
     assert again.done == RECORDS
     assert len(scenario.calls) == RECORDS
 
+    # As when the driver dies after the rows have moved, and before Spark has noted that the batch is complete.
+    commits, last = scenario.run.directory / "checkpoint" / "commits", report.batches - 1
+    for name in (f"{last}", f".{last}.crc"):
+        (commits / name).unlink()
+    assert history.status(scenario.run.directory)["done"] < RECORDS
+    again = await scenario.run.drain()
+
+    assert again.done == RECORDS
+    assert len(scenario.calls) == RECORDS
+    scenario.assert_each_offset_has_one_row()
+
 
 @with_handler(PLAIN)
 async def test_it_stops_at_a_border_and_goes_on_without_a_call_twice(scenario: Scenario) -> None:
