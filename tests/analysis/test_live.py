@@ -23,6 +23,10 @@ from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport
 RECORDS = 3_000
 PARTITIONS = 8
 LIVE_RUNS = 3
+MEAN_SLEEP = 0.031
+"""Seconds."""
+QUIET = 0.02
+"""By so much may the same sleeps differ from run to run: else the machine has too much to do to say anything."""
 
 
 class Load(NamedTuple):
@@ -39,6 +43,10 @@ class Live(NamedTuple):
     makespan: float
     within: float
     """99 % of the records, from being taken in to their end."""
+    late: float
+    """How much longer than asked handlers slept, on average: what the machine does besides, and no model knows."""
+    later: float
+    """The same of 99 %."""
 
 
 def work(seed: int, rate: float | None) -> list[Load]:
@@ -61,13 +69,14 @@ def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, conc
     broker = InMemoryBroker(partitions=PARTITIONS)
     broker.create_topic("orders", PARTITIONS)
     done = asyncio.Event()
-    left = len(loads)
+    late: list[float] = []
 
     async def on_order(record: Record) -> None:
-        nonlocal left
-        await asyncio.sleep(float(record.value or b"0"))
-        left -= 1
-        if not left:
+        clock, asked = asyncio.get_running_loop().time, float(record.value or b"0")
+        began = clock()
+        await asyncio.sleep(asked)
+        late.append(clock() - began - asked)
+        if len(late) == len(loads):
             done.set()
 
     if shards is None:
@@ -94,7 +103,9 @@ def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, conc
     assert len(rows) == len(loads)
     ends = [row["started"] + row["duration"] for row in rows]
     stays = sorted(round((end - row["arrived"]) * 1e6) for end, row in zip(ends, rows, strict=True))
-    return Live(max(ends) - min(row["arrived"] for row in rows), quantile(stays, 0.99) / 1e6)
+    makespan = max(ends) - min(row["arrived"] for row in rows)
+    late.sort()
+    return Live(makespan, quantile(stays, 0.99) / 1e6, statistics.mean(late), late[99 * len(late) // 100])
 
 
 @pytest.mark.chaos
@@ -103,7 +114,7 @@ def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, conc
 def test_other_configurations_take_what_was_predicted(spark: SparkSession, tmp_path: Path, rate: float | None) -> None:
     loads = work(1, rate)
     run(work(2, None)[:100], tmp_path / "warm", concurrency=16)
-    run(loads, tmp_path / "recorded", concurrency=16)
+    journal = run(loads, tmp_path / "recorded", concurrency=16)
     asked = [Candidate(shards=0, concurrency=48), Candidate(shards=48), Candidate(shards=0, concurrency=24)]
     found = ask(read_journal(spark, str(tmp_path / "recorded")), asked)
     told = {}
@@ -119,13 +130,18 @@ def test_other_configurations_take_what_was_predicted(spark: SparkSession, tmp_p
             )
             for again in range(LIVE_RUNS)
         ]
-        makespans, withins = zip(*lives, strict=True)
+        makespans, withins, late, later = zip(*lives, strict=True)
         told[candidate.label] = {
             "makespan": prediction.makespan / 1e6 / statistics.median(makespans) - 1,
             "makespan spread": (max(makespans) - min(makespans)) / statistics.median(makespans),
             "99 %": prediction.total[1] / 1e6 / statistics.median(withins) - 1,
             "99 % spread": (max(withins) - min(withins)) / statistics.median(withins),
+            "sleeps": (statistics.median(late) - journal.late) / MEAN_SLEEP,
+            "99 % of sleeps": (statistics.median(later) - journal.later) / statistics.median(withins),
         }
     print(json.dumps({label: {name: f"{off:+.1%}" for name, off in one.items()} for label, one in told.items()}))
+    noise = max(max(abs(one["sleeps"]), abs(one["99 % of sleeps"]) / 3) for one in told.values())
+    if noise > QUIET:
+        pytest.skip(f"the machine is too busy: the same sleeps take {noise:.1%} more or less; {told}")
     assert all(abs(one["makespan"]) <= 0.05 for one in told.values()), told
     assert all(abs(one["99 %"]) <= 0.15 for one in told.values()), told
