@@ -130,6 +130,11 @@ def apply_handlers(
     from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
 
     target = _checked(app, on_failure)
+    if df.isStreaming:
+        raise PlanError(
+            "a stream was found, a DataFrame with an end was expected: call apply_handlers in foreachBatch, with an "
+            "out of its own for each batch, or drain a planned run"
+        )
     spark = df.sparkSession
     _refuse_speculation(spark)
     place, name = _parent(out)

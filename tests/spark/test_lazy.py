@@ -135,4 +135,7 @@ async def test_rows_that_are_no_records_are_refused(
             counting.target,
             out=tmp_path / "out",
         )
+    stream = await asyncio.to_thread(records.sparkSession.readStream.format("rate").load)
+    with pytest.raises(PlanError, match="a stream was found"):
+        await asyncio.to_thread(apply_handlers, stream, counting.target, out=tmp_path / "out")
     assert not names(calls)
