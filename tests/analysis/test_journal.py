@@ -3,11 +3,12 @@
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow.compute as pc
 import pytest
+from aiokafka.partitioner import murmur2
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
@@ -17,6 +18,7 @@ from aioshard.spark.analysis.candidate import Candidate
 from aioshard.spark.analysis.fleet import predict
 from aioshard.spark.analysis.journal import Journal, read_journal
 from aioshard.spark.analysis.lag import find_lag
+from aioshard.spark.analysis.partitioner import Keyed, partitioner_of, place_of_key, recognised
 from aioshard.spark.analysis.recording import recorded
 from aioshard.spark.analysis.simulation import Engine, simulate
 from aioshard.spark.analysis.skew import find_skew
@@ -193,6 +195,28 @@ def test_asking_what_if(journal: Journal) -> None:
     assert len(members.member_work) == 3
     assert found.hottest_key == "key-0"
     assert all(prediction.makespan >= found.best_possible for prediction in (windows, events, members))
+
+
+@pytest.mark.parametrize("partitioner", ["murmur2", "crc32"])
+def test_the_producers_hash_is_found_in_what_it_did(spark: SparkSession, partitioner: str) -> None:
+    keys = [b"customer-%d" % number for number in range(60)]
+    hashes: dict[str, Callable[[bytes], int]] = {"murmur2": lambda key: murmur2(key) & 0x7FFFFFFF, "crc32": zlib.crc32}
+    hashed = hashes[partitioner]
+    rows = [("orders", hashed(key) % 7, bytearray(key)) for key in keys]
+    table = spark.createDataFrame(rows, "topic string, partition int, key binary")
+
+    assert recognised(table) == partitioner
+    seen = table.select(place_of_key(partitioner).alias("place")).toArrow().column("place").to_pylist()
+    assert seen == [hashed(key) for key in keys]
+
+
+def test_murmur2_is_that_of_java() -> None:
+    """The vectors of Kafka's own tests."""
+    assert [murmur2(key) - 2**32 for key in (b"21", b"foobar")] == [-973932308, -790332482]
+
+
+def test_another_hash_is_not_taken_for_one_of_them() -> None:
+    assert partitioner_of([Keyed("t", number % 3, b"%d" % number) for number in range(50)]) is None
 
 
 def test_fixed_shards_that_are_those_of_the_keys_can_be_split_anew(spark: SparkSession, tmp_path: Path) -> None:

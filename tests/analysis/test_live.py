@@ -19,6 +19,7 @@ from aioshard.spark.analysis.fleet import quantile
 from aioshard.spark.analysis.journal import read_journal
 from aioshard.spark.analysis.what_if import ask
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport
+from tests.support.shared_kafka import SharedKafka
 
 RECORDS = 3_000
 PARTITIONS = 8
@@ -63,11 +64,27 @@ def work(seed: int, rate: float | None) -> list[Load]:
     return loads
 
 
-def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, concurrency: int = 64) -> Live:
-    """Run an app on the broker in memory, in the loop of production, and read its journal."""
-    app = App("g", bootstrap_servers="unused", auto_offset_reset="earliest", journal=str(journal))
-    broker = InMemoryBroker(partitions=PARTITIONS)
-    broker.create_topic("orders", PARTITIONS)
+def run(
+    loads: Sequence[Load],
+    journal: Path,
+    *,
+    shards: int | None = None,
+    concurrency: int = 64,
+    kafka: str | None = None,
+    topic: str = "orders",
+) -> Live:
+    """Run an app in the loop of production, and read its journal.
+
+    Args:
+        loads: What there is to process.
+        journal: Where the journal is written; its name is the group's.
+        shards: Fixed ones; None is on demand.
+        concurrency: With shards on demand.
+        kafka: Brokers that have the records already; without it, they are published to a broker in memory.
+        topic: Where they are.
+    """
+    servers = kafka or "unused"
+    app = App(f"{topic}-{journal.name}", bootstrap_servers=servers, auto_offset_reset="earliest", journal=str(journal))
     done = asyncio.Event()
     late: list[float] = []
 
@@ -80,21 +97,27 @@ def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, conc
             done.set()
 
     if shards is None:
-        app.consume("orders", concurrency=concurrency)(on_order)
+        app.consume(topic, concurrency=concurrency)(on_order)
     else:
-        app.consume("orders", shards=shards)(on_order)
+        app.consume(topic, shards=shards)(on_order)
 
     async def process() -> None:
+        if kafka is not None:
+            async with app:
+                await done.wait()
+            return
+        broker = InMemoryBroker(partitions=PARTITIONS)
+        broker.create_topic(topic, PARTITIONS)
         begin = asyncio.get_running_loop().time()
-        backlog = [one for one in loads if not one.after]
-        paced = [one for one in loads if one.after]
-        for one in backlog:
-            broker.publish("orders", b"%f" % one.seconds, key=one.key)
-        async with app.started(lambda: InMemoryTransport(broker, "g"), lambda: InMemoryProducer(broker)):
-            for one in paced:
-                # The loads have moments of their own: nothing waits for nothing.
-                await asyncio.sleep(max(begin + one.after - asyncio.get_running_loop().time(), 0))
-                broker.publish("orders", b"%f" % one.seconds, key=one.key)
+        for one in loads:
+            if not one.after:
+                broker.publish(topic, b"%f" % one.seconds, key=one.key)
+        async with app.started(lambda: InMemoryTransport(broker, app.group_id), lambda: InMemoryProducer(broker)):
+            for one in loads:
+                if one.after:
+                    # The loads have moments of their own: nothing waits for nothing.
+                    await asyncio.sleep(max(begin + one.after - asyncio.get_running_loop().time(), 0))
+                    broker.publish(topic, b"%f" % one.seconds, key=one.key)
             await done.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -112,9 +135,30 @@ def run(loads: Sequence[Load], journal: Path, *, shards: int | None = None, conc
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rate", [None, 400.0], ids=["backlog", "stream"])
 def test_other_configurations_take_what_was_predicted(spark: SparkSession, tmp_path: Path, rate: float | None) -> None:
-    loads = work(1, rate)
+    compare(spark, tmp_path, work(1, rate))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_other_configurations_take_what_was_predicted_on_a_real_broker(
+    spark: SparkSession, tmp_path: Path, kafka: SharedKafka, topic: str
+) -> None:
+    loads = work(1, None)
+
+    async def produce() -> None:
+        await kafka.create_topic(topic, partitions=PARTITIONS)
+        await kafka.produce(topic, [(one.key, b"%f" % one.seconds) for one in loads])
+
+    asyncio.run(produce())
+    compare(spark, tmp_path, loads, kafka=kafka.bootstrap, topic=topic)
+
+
+def compare(
+    spark: SparkSession, tmp_path: Path, loads: Sequence[Load], *, kafka: str | None = None, topic: str = "orders"
+) -> None:
+    """Record one run, ask about three others, and run each of these three times."""
     run(work(2, None)[:100], tmp_path / "warm", concurrency=16)
-    journal = run(loads, tmp_path / "recorded", concurrency=16)
+    journal = run(loads, tmp_path / "recorded", concurrency=16, kafka=kafka, topic=topic)
     asked = [Candidate(shards=0, concurrency=48), Candidate(shards=48), Candidate(shards=0, concurrency=24)]
     found = ask(read_journal(spark, str(tmp_path / "recorded")), asked)
     told = {}
@@ -127,6 +171,8 @@ def test_other_configurations_take_what_was_predicted(spark: SparkSession, tmp_p
                 tmp_path / f"{number}-{again}",
                 shards=candidate.shards or None,
                 concurrency=candidate.concurrency or 1,
+                kafka=kafka,
+                topic=topic,
             )
             for again in range(LIVE_RUNS)
         ]

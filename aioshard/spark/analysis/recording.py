@@ -8,6 +8,7 @@ from pyspark.sql import functions as sql
 from aioshard.core.key_hash import SHARD_BITS
 from aioshard.spark.analysis.fleet import NO_TURN, Recording
 from aioshard.spark.analysis.journal import Journal, RecordedHandler
+from aioshard.spark.analysis.partitioner import place_of_key, recognised
 from aioshard.spark.analysis.simulation import NO_KEY, Work
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Recorded(NamedTuple):
     splits: bool
     """Whether the shard keys are known, so that other numbers of shards can be asked about."""
     places: str
-    """What another number of partitions is taken of: `crc32` of the keys, or a `hash`, which is a stand-in for it."""
+    """What another number of partitions is taken of: `murmur2` or `crc32` of the keys, as the producers did; else a
+    stand-in, because that is `unknown` or the keys are `hidden`."""
     left_out: int
     """Records that are not asked about, because there are too many."""
     retried: int
@@ -100,11 +102,12 @@ def _shard_key(rows: "DataFrame", told: RecordedHandler) -> "tuple[Column, bool]
 
 
 def _place(rows: "DataFrame") -> "tuple[Column, str]":
-    """What a number of partitions is taken of."""
+    """What a number of partitions is taken of, and what that is."""
     hidden = rows.where(sql.col("key_hash").isNotNull() & sql.col("key").isNull()).limit(1).count()
     if hidden:
-        return sql.col("key_hash").bitwiseAND(sql.lit(_LOW_BITS)), "hash"
-    return sql.crc32("key"), "crc32"
+        return sql.col("key_hash").bitwiseAND(sql.lit(_LOW_BITS)), "hidden"
+    partitioner = recognised(rows)
+    return place_of_key(partitioner or "crc32"), partitioner or "unknown"
 
 
 def _is_by_partition(rows: "DataFrame", told: RecordedHandler) -> bool:

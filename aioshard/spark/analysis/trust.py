@@ -15,6 +15,12 @@ CPU_BOUND = 0.6
 _UNEXPLAINED = 0.15
 """By so much of its time may a run have been slower than what its own configuration comes to."""
 _STUCK_AFTER = 60_000_000
+_PLACES = {
+    "hidden": "The journal has no keys, so another number of partitions is dealt out by a stand-in for the producers' "
+    "hash: as unequal, and not the same keys together. Write it with show_keys=True.",
+    "unknown": "Neither murmur2 nor crc32 of the keys puts them where they are, so another number of partitions is "
+    "dealt out by crc32: as unequal, and not the same keys together.",
+}
 
 
 class Answer(NamedTuple):
@@ -74,10 +80,9 @@ def remarks(found: Recorded, journal: Journal, answers: Sequence[Answer]) -> Ite
             f"{journal.members} processes wrote the journal: what they did is dealt out anew to the members of a "
             "candidate."
         )
-    if found.places == "hash" and any(one.candidate.partitions is not None for one in answers):
-        yield (
-            "The journal has no keys, so another number of partitions is dealt out by a stand-in for the producers' "
-            "hash: as unequal, and not the same keys together. Write it with show_keys=True for librdkafka's crc32."
+    if any(one.candidate.partitions is not None for one in answers):
+        yield _PLACES.get(
+            found.places, f"Other partitions are chosen by the {found.places} of the keys, as these were."
         )
     late = sum(one.prediction is not None and one.prediction.longest_in_hand > _STUCK_AFTER for one in answers)
     if late:
