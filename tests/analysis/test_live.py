@@ -26,7 +26,7 @@ PARTITIONS = 8
 LIVE_RUNS = 3
 MEAN_SLEEP = 0.031
 """Seconds."""
-QUIET = 0.02
+QUIET = 0.03
 """By so much may the same sleeps differ from run to run: else the machine has too much to do to say anything."""
 
 
