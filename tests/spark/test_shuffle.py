@@ -276,3 +276,27 @@ async def test_what_the_group_recorded_as_finished_is_not_run_again(
     await run.drain()
 
     assert places(run.rows()) == [(0, offset) for offset in (2, 3, 4, 7, 8, 9)]
+
+
+async def test_a_worker_that_is_killed_costs_its_task_and_no_record(
+    kafka: SharedKafka, topic: str, begin: Begin, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic, partitions=2)
+    for partition in (0, 1):
+        await kafka.produce(topic, [(None, b"%d" % n) for n in range(200)], partition)
+    killed = tmp_path / "killed"
+    run = begin(
+        f"import os, pathlib, signal\n"
+        f"@app.consume({topic!r}, shard_by=lambda record: record.value[-1:])\n"
+        f"async def handle(record):\n"
+        f"    if (record.partition, record.offset) == (1, 100) and not pathlib.Path({str(killed)!r}).exists():\n"
+        f"        pathlib.Path({str(killed)!r}).touch()\n"
+        f"        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    await run.plan(tasks=2)
+
+    report = await run.drain()
+
+    assert killed.exists()
+    assert dict(report.statuses) == {"processed": 400}
+    assert places(run.rows()) == [(partition, offset) for partition in (0, 1) for offset in range(200)]
