@@ -28,6 +28,7 @@ __all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop", "unti
 logger = logging.getLogger("aioshard.spark.drain")
 
 _LOOK_INTERVAL = 0.5
+_TOO_BUSY = "Python worker failed to connect back"
 _LOOK_SECONDS = 1
 """Spark takes whole ones."""
 
@@ -337,6 +338,9 @@ def _translated(error: Exception, place: RunDirectory) -> AioshardError:
     raised = raised_by_task(error)
     if raised is None:
         first = str(error).strip().partition("\n")[0]
+        if _TOO_BUSY in str(error):
+            # Spark gives the process in which a source plans ten seconds to start, whatever its settings say.
+            first = f"{first}; the machine was too busy to start a process of Python in time: start the same again"
         return DrainError(f"the run in {place} ended: {first or type(error).__name__}")
     if raised.kind == DataLossError.__name__:
         return DataLossError([raised.message], "Drain what is left with a new plan")
