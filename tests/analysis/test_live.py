@@ -186,8 +186,8 @@ def compare(
             "99 % of sleeps": (statistics.median(later) - journal.later) / statistics.median(withins),
         }
     print(json.dumps({label: {name: f"{off:+.1%}" for name, off in one.items()} for label, one in told.items()}))
+    good = all(abs(one["makespan"]) <= 0.05 and abs(one["99 %"]) <= 0.15 for one in told.values())
     noise = max(max(abs(one["sleeps"]), abs(one["99 % of sleeps"]) / 3) for one in told.values())
-    if noise > QUIET:
+    if not good and noise > QUIET:
         pytest.skip(f"the machine is too busy: the same sleeps take {noise:.1%} more or less; {told}")
-    assert all(abs(one["makespan"]) <= 0.05 for one in told.values()), told
-    assert all(abs(one["99 %"]) <= 0.15 for one in told.values()), told
+    assert good, told
