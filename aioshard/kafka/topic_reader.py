@@ -13,6 +13,7 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import TransportError
 from aioshard.kafka.connecting import connected
+from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import consumer_options
 from aioshard.kafka.translate import request_error
 from aioshard.ports import LogRange
@@ -90,6 +91,8 @@ class TopicReader:
     async def _take_note_of_ends(self) -> None:
         try:
             async with asyncio.timeout(_STALLED):
+                # A client that does not know the topic yet would look for it and wait 0.1 s before it asks.
+                await Internals(self._consumer, "").client.add_topic(self.topic)
                 # One after the other: a start never lies behind an end that was asked for before it.
                 starts = await self._consumer.beginning_offsets(self._partitions)
                 ends = await self._consumer.end_offsets(self._partitions)
