@@ -58,17 +58,19 @@ class Collected:
         """What adds the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
         name, rows = spec.name, self._processed[spec.name]
 
+        processed = Outcome.PROCESSED  # to get at a member costs a call each time in Python 3.11
+
         def completed(delivery: Delivery) -> None:
-            if delivery.outcome is not Outcome.PROCESSED:
+            if delivery.outcome is not processed:
                 note = delivery.failure
                 error, message = (None, None) if note is None else (note.error, note.message)
                 self.add(spec, delivery, delivery.outcome.value, error, message)
                 return
-            run = delivery.run
-            if run[2] is not None:
-                # Encoded now, because whoever else has it may change it.
-                run = (run[0], run[1], encoded_result(run[2]))
-            rows.extend((delivery.record, run, delivery.key, delivery.failures))
+            began, ended, result = delivery.run
+            if result is not None:
+                result = encoded_result(result)  # now, because whoever else has it may change it
+            rows.extend(delivery.record[:4])
+            rows.extend((began, ended, result, delivery.key, delivery.failures))
             if len(rows) >= _VALUES:
                 self._flush_processed(name)
 

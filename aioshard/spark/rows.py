@@ -56,11 +56,12 @@ _CREATE_TIME = 0
 _MICROSECONDS = 1_000_000
 _MOST_HASHES = 20_000
 
-PROCESSED_WIDTH = 4
-"""How many values are noted of a record that was processed: record, attempt, shard, failed attempts; see `Ended`.
+PROCESSED_WIDTH = 9
+"""How many values are noted of a record that was processed: topic, partition, offset and key; begin and end of its last
+attempt in loop time, and the encoded result; its shard as in `Ended`; how many attempts failed.
 
-They are kept in one flat list, row after row: a tuple for each would be one more object to make, to look through and
-to take apart, and nearly all rows are of this kind.
+They are kept in one flat list, row after row. Nearly all rows are of this kind: a tuple of each would be one more
+object to make, and with the record its value would stay in memory, where the next ones are then not put.
 """
 
 
@@ -88,10 +89,9 @@ def processed_batch(flat: Sequence[Any], handler: str, clock: WallClock, *, numb
         clock: For `started`.
         numbered: Whether shards are fixed, so that `shard` is a number already; else it is the hash of the shard key.
     """
-    records, runs, shards, failures = (flat[number::PROCESSED_WIDTH] for number in range(PROCESSED_WIDTH))
-    count = len(records)
-    topics, partitions, offsets, keys, *_ = zip(*records, strict=True)
-    begins, ends, results = zip(*runs, strict=True)
+    topics, partitions, offsets, keys, *rest = (flat[number::PROCESSED_WIDTH] for number in range(PROCESSED_WIDTH))
+    begins, ends, results, shards, failures = rest
+    count = len(offsets)
     attempts = [failed + 1 for failed in failures] if any(failures) else [1]
     none = pa.nulls(count, pa.binary())
     return pa.RecordBatch.from_arrays(
