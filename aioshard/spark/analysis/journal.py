@@ -38,6 +38,8 @@ class RecordedHandler(NamedTuple):
     shards: int | None
     """None also for shards on demand."""
     shard_by: str | None
+    batch: int | None = None
+    """How many records a batch has at most; None for single records."""
 
 
 class Journal:
@@ -51,6 +53,7 @@ class Journal:
         start: When its first record arrived, in microseconds since the epoch.
         end: When its last record was finished.
         records: How many rows there are.
+        handlers: How many have rows.
     """
 
     def __init__(self, path: str, rows: "DataFrame", metadata: Iterable[Mapping[str, Any]]) -> None:
@@ -58,7 +61,11 @@ class Journal:
         self.rows = rows.cache()
         self._metadata = tuple(metadata)
         found = self.rows.agg(
-            sql.min("arrived_us"), sql.max("finished_us"), sql.count("*"), sql.count_distinct("member")
+            sql.min("arrived_us"),
+            sql.max("finished_us"),
+            sql.count("*"),
+            sql.count_distinct("member"),
+            sql.count_distinct("handler"),
         ).first()
         assert found is not None  # noqa: S101 - an aggregate without groups has one row
         if found[0] is None:
@@ -68,6 +75,7 @@ class Journal:
         self.records: int = found[2]
         self.members: int = found[3]
         """Processes that wrote it."""
+        self.handlers: int = found[4]
 
     @property
     def wall(self) -> int:
@@ -109,6 +117,7 @@ class Journal:
             _number(told.get("concurrency")),
             _number(told.get("shards")),
             shard_by if isinstance(shard_by, str) else None,
+            _number(told.get("batch")),
         )
 
     def of_handler(self, name: str) -> "DataFrame":

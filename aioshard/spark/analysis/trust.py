@@ -33,7 +33,13 @@ class Answer(NamedTuple):
 
 
 def judged(
-    candidate: Candidate, prediction: Prediction, check: Prediction | None, makespan: int, cpu: float | None
+    candidate: Candidate,
+    prediction: Prediction,
+    check: Prediction | None,
+    makespan: int,
+    cpu: float | None,
+    *,
+    batch: int | None = None,
 ) -> Answer:
     """A prediction, unless the processor would decide.
 
@@ -48,7 +54,12 @@ def judged(
         check: The same for the configuration of the run itself; None where that is not known.
         makespan: How long the run took, in microseconds.
         cpu: Of one core; None where that is not known.
+        batch: Records of a batch; None for a handler of single records.
     """
+    if batch is not None:
+        return Answer(
+            candidate, None, "not predicted: the journal has the time of a whole batch with each of its records"
+        )
     if cpu is not None and prediction.makespan:
         needed = cpu * makespan / (prediction.makespan * candidate.members)
         if cpu > CPU_BOUND:
@@ -75,6 +86,9 @@ def remarks(found: Recorded, journal: Journal, answers: Sequence[Answer]) -> Ite
         )
     if found.never_ran:
         yield f"For {found.never_ran:,} record(s) no handler ran; they are left out."
+    if journal.handlers > 1:
+        others = journal.handlers - 1
+        yield f"The app's other handlers ({others}) shared its memory and its event loop; here they do not."
     if journal.members > 1:
         yield (
             f"{journal.members} processes wrote the journal: what they did is dealt out anew to the members of a "

@@ -88,7 +88,7 @@ def ask(
     cpu = journal.cpu
     check = predictions.pop() if own is not None else None
     answers = tuple(
-        judged(one, prediction, check, measured.makespan, cpu)
+        judged(one, prediction, check, measured.makespan, cpu, batch=told.batch)
         for one, prediction in zip(asked, predictions, strict=True)
     )
     least, key = best_possible(found.recording.work)
