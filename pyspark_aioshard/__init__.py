@@ -11,7 +11,7 @@ __all__ = ["DefaultSource"]
 
 
 class DefaultSource(DataSource):
-    """Stands for `aioshard.spark.source.AioshardSource`."""
+    """Stands for `aioshard.spark.source.data_source.AioshardSource`."""
 
     @classmethod
     def name(cls) -> str:
@@ -19,7 +19,7 @@ class DefaultSource(DataSource):
         return "aioshard"
 
     def _source(self) -> DataSource:
-        from aioshard.spark.source import AioshardSource  # noqa: PLC0415 - on use only
+        from aioshard.spark.source.data_source import AioshardSource  # noqa: PLC0415 - on use only
 
         return AioshardSource(self.options)
 

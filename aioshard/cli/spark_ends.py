@@ -11,9 +11,9 @@ from aioshard.cli import options
 from aioshard.cli.sides import run
 from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.handover import handover as hand_over
-from aioshard.spark.letters import letters_owed, send_letters
+from aioshard.spark.ending.handover import handover as hand_over
+from aioshard.spark.ending.letters import letters_owed, send_letters
+from aioshard.spark.runs.directory import RunDirectory
 
 __all__ = ["handover", "redrive", "verify"]
 
@@ -27,7 +27,7 @@ _NOT_VERIFIED = 3
 @options.as_json("what was found")
 def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
     """Find out whether each record of the run in DIR has exactly one outcome; exit code 3 when not."""
-    from aioshard.spark.verify import verify as verify_run  # noqa: PLC0415 - pyspark is imported on use
+    from aioshard.spark.ending.verify import verify as verify_run  # noqa: PLC0415 - pyspark is imported on use
 
     place = RunDirectory(directory)
     place.plan()
@@ -119,7 +119,7 @@ def redrive(
 
     The topic is not read and nothing is committed to the group. What fails again is a row in OUT.
     """
-    from aioshard.spark.redriving import redrive as run_again  # noqa: PLC0415 - pyspark is imported on use
+    from aioshard.spark.draining.redriving import redrive as run_again  # noqa: PLC0415 - pyspark is imported on use
 
     with session(master, app_dir) as spark:
         rows = run_again(spark, directory, out=out, status=statuses, app=app, on_failure=on_failure)

@@ -13,10 +13,10 @@ from aioshard.cli.loading import load_app
 from aioshard.cli.sides import run
 from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
-from aioshard.spark.plan import Plan
-from aioshard.spark.planning import plan as make_plan
-from aioshard.spark.sampling import Sample
-from aioshard.spark.sampling import sample as take_sample
+from aioshard.spark.draining.sampling import Sample
+from aioshard.spark.draining.sampling import sample as take_sample
+from aioshard.spark.planning.planning import plan as make_plan
+from aioshard.spark.runs.plan import Plan
 
 __all__ = ["plan"]
 

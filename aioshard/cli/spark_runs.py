@@ -15,13 +15,13 @@ from aioshard.cli import options
 from aioshard.cli.main import INTERRUPTED
 from aioshard.cli.progress import Progress
 from aioshard.cli.spark_session import session
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.drain import Progress as DrainProgress
-from aioshard.spark.drain import drain as drain_run
-from aioshard.spark.drain import follow as follow_run
-from aioshard.spark.drain import status as status_of
-from aioshard.spark.drain import stop as stop_run
-from aioshard.spark.drain import until_stopped
+from aioshard.spark.draining.drain import Progress as DrainProgress
+from aioshard.spark.draining.drain import drain as drain_run
+from aioshard.spark.draining.drain import follow as follow_run
+from aioshard.spark.draining.drain import status as status_of
+from aioshard.spark.draining.drain import stop as stop_run
+from aioshard.spark.draining.drain import until_stopped
+from aioshard.spark.runs.directory import RunDirectory
 
 __all__ = ["drain", "follow", "status", "stop"]
 

@@ -114,7 +114,7 @@ def register(spark: "SparkSession") -> None:
         spark.read.format("aioshard").options(bootstrap_servers="localhost:9092", topics="orders").load().show()
         ```
     """
-    from aioshard.spark.source import AioshardSource  # noqa: PLC0415 - imported on use
+    from aioshard.spark.source.data_source import AioshardSource  # noqa: PLC0415 - imported on use
 
     spark.dataSource.register(AioshardSource)
 

@@ -123,10 +123,10 @@ def _raw(spark: "SparkSession", spec: Spec) -> "DataFrame":
 
 
 def _mapped(spark: "SparkSession", spec: Spec) -> "DataFrame":
-    from aioshard.spark.request import places  # noqa: PLC0415 - as above
-    from aioshard.spark.runtime import Work  # noqa: PLC0415
-    from aioshard.spark.shuffling import HandlersOverRows  # noqa: PLC0415
-    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.source.request import places  # noqa: PLC0415 - as above
+    from aioshard.spark.tasks.runtime import Work  # noqa: PLC0415
+    from aioshard.spark.tasks.shuffling import HandlersOverRows  # noqa: PLC0415
 
     spark.conf.set(ROWS_PER_BATCH, DEFAULT_ROWS)
     work = Work(app=APP, places=places())

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from aioshard import spark as history
-from aioshard.spark.drain import DrainReport, drain
-from aioshard.spark.plan import Plan
-from aioshard.spark.verification import Verification
-from aioshard.spark.verify import verify
+from aioshard.spark.draining.drain import DrainReport, drain
+from aioshard.spark.ending.verify import verify
+from aioshard.spark.runs.plan import Plan
+from aioshard.spark.runs.verification import Verification
 from tests.spark.apps import AppModule
 from tests.support.shared_kafka import SharedKafka
 

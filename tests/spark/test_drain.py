@@ -15,7 +15,7 @@ import pytest
 
 from aioshard import spark as history
 from aioshard.errors import DataLossError, HaltedError
-from aioshard.spark.drain import Progress
+from aioshard.spark.draining.drain import Progress
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.kafka_libs import PROJECT

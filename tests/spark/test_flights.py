@@ -12,8 +12,8 @@ import pytest
 from aioshard import App
 from aioshard import spark as history
 from aioshard.cli.flights import read_flights
-from aioshard.spark.drain import drain
-from aioshard.spark.verify import verify
+from aioshard.spark.draining.drain import drain
+from aioshard.spark.ending.verify import verify
 from tests.spark.apps import QUICK
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import PROJECT

@@ -35,7 +35,7 @@ from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from aioshard.spark.plan import Plan
+from aioshard.spark.runs.plan import Plan
 from tests.spark.apps import AppModule, write_app
 from tests.support.cluster import DEADLINE
 from tests.support.shared_kafka import SharedKafka

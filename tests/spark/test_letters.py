@@ -19,10 +19,10 @@ from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_headers import MESSAGE_ID
 from aioshard.serde.side_records import dead_letter, read_dead_letter
-from aioshard.spark import publishing
-from aioshard.spark.blocking import blocking
-from aioshard.spark.handover import verified_ends
-from aioshard.spark.letters import send_letters
+from aioshard.spark.ending.handover import verified_ends
+from aioshard.spark.ending.letters import send_letters
+from aioshard.spark.runs.blocking import blocking
+from aioshard.spark.source import publishing
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.shared_kafka import SharedKafka

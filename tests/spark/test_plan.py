@@ -18,8 +18,8 @@ from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from aioshard.spark.plan import FinishedBeyond, Plan
-from aioshard.spark.versions import app_version
+from aioshard.spark.runs.plan import FinishedBeyond, Plan
+from aioshard.spark.runs.versions import app_version
 from tests.spark.apps import AppModule, produce_at, write_app
 from tests.support.access import allow
 from tests.support.kafka_properties import SCRAM_USER, SUPER_USER
@@ -531,7 +531,7 @@ async def test_the_version_of_an_app_is_the_same_in_every_process_and_changes_wi
     )
     script = (
         "import importlib, sys\n"
-        "from aioshard.spark.versions import app_version\n"
+        "from aioshard.spark.runs.versions import app_version\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "print(app_version(importlib.import_module(sys.argv[2]).app))\n"
     )

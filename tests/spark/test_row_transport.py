@@ -10,10 +10,10 @@ import pytest
 
 from aioshard.errors import DrainError, HaltedError, PlanError, StuckError
 from aioshard.records import Record
-from aioshard.spark.row_records import records_of
-from aioshard.spark.rows import RAW, raw_batch
-from aioshard.spark.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards
-from aioshard.spark.work import Work
+from aioshard.spark.tasks.row_records import records_of
+from aioshard.spark.tasks.rows import RAW, raw_batch
+from aioshard.spark.tasks.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards
+from aioshard.spark.tasks.work import Work
 from tests.spark.apps import write_module
 
 HEAD = """

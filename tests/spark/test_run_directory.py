@@ -1,6 +1,5 @@
 """The directory of a run and the plan in it: whole or not there, and never another one than was made."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -9,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from aioshard import spark
 from aioshard.errors import PlanError
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
 
 PLAN = Plan(
     id="7f3a",
@@ -55,7 +53,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Run
 
 def _through_arrow(path: Path) -> RunDirectory:
     """As a URI of another scheme would be, of which this machine has none."""
-    from aioshard.spark.directory import _ArrowFiles  # noqa: PLC0415 - needs an extra
+    from aioshard.spark.runs.directory import _ArrowFiles  # noqa: PLC0415 - needs an extra
 
     directory = RunDirectory(path)
     directory._files = _ArrowFiles(f"file://{path}")
@@ -173,16 +171,6 @@ def test_spark_is_given_an_absolute_uri(given: str) -> None:
 
     assert uri.startswith("file:///")
     assert uri.endswith("/runs/7/checkpoint")
-
-
-def test_names_of_the_package_are_functions_also_after_their_modules_were_imported() -> None:
-    for name in ("handover", "lease", "plan", "planning"):
-        importlib.import_module(f"aioshard.spark.{name}")
-
-    assert all(callable(getattr(spark, name)) for name in ("plan", "handover", "lease"))
-    assert spark.Plan is Plan
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        spark.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_an_object_store_does_not_move_a_directory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

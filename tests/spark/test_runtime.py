@@ -15,9 +15,9 @@ from aioshard import App
 from aioshard.errors import HaltedError, PlanError, StuckError
 from aioshard.ports import Transport
 from aioshard.records import TopicPartition
-from aioshard.spark.rows import OUTCOMES
-from aioshard.spark.runtime import run_handlers
-from aioshard.spark.work import Work
+from aioshard.spark.tasks.rows import OUTCOMES
+from aioshard.spark.tasks.runtime import run_handlers
+from aioshard.spark.tasks.work import Work
 from aioshard.testing import InMemoryBroker
 from aioshard.testing.transport import InMemoryTransport
 

@@ -103,7 +103,7 @@ async def test_offsets_of_a_partition_stay_in_order_where_the_clocks_of_its_prod
 
 CLUSTER = """
 import sys
-from aioshard.spark.drain import drain
+from aioshard.spark.draining.drain import drain
 from aioshard.spark.session import local_session
 
 settings = {"spark.executorEnv.PYTHONPATH": sys.argv[1], "spark.executor.memory": "600m"}

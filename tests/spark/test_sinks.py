@@ -17,8 +17,8 @@ from pyspark.sql.types import StructType
 from aioshard.errors import DrainError, PlanError
 from aioshard.records import Record
 from aioshard.spark.sinks import PostgresqlTable
-from aioshard.spark.source import OUTCOME_COLUMNS
-from aioshard.spark.writer import StreamTopicWriter, TopicWriter
+from aioshard.spark.source.data_source import OUTCOME_COLUMNS
+from aioshard.spark.source.writer import StreamTopicWriter, TopicWriter
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.shared_kafka import SharedKafka

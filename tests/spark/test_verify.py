@@ -20,10 +20,10 @@ from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from aioshard.spark.blocking import blocking
-from aioshard.spark.drain import stop
-from aioshard.spark.handover import verified_ends
-from aioshard.spark.verification import Found
+from aioshard.spark.draining.drain import stop
+from aioshard.spark.ending.handover import verified_ends
+from aioshard.spark.runs.blocking import blocking
+from aioshard.spark.runs.verification import Found
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.cluster import DEADLINE

@@ -13,8 +13,7 @@ from aioshard.errors import GroupBusyError, GroupMovedError, PlanError, Transpor
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-from aioshard.spark.access import settings_of
-from aioshard.spark.bounds import (
+from aioshard.spark.planning.bounds import (
     End,
     Facts,
     Start,
@@ -25,13 +24,20 @@ from aioshard.spark.bounds import (
     start_of,
     timestamp_of,
 )
-from aioshard.spark.commits import after, noted
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.lease import take_lease
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
-from aioshard.spark.planned_handlers import Tell, check_dead_letters, check_policies, planned_handlers, target_of
-from aioshard.spark.versions import versions_of
+from aioshard.spark.planning.commits import after, noted
+from aioshard.spark.planning.lease import take_lease
+from aioshard.spark.planning.planned_handlers import (
+    Tell,
+    check_dead_letters,
+    check_policies,
+    planned_handlers,
+    target_of,
+)
+from aioshard.spark.runs.access import settings_of
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
+from aioshard.spark.runs.versions import versions_of
+from aioshard.spark.tasks.loading import resolve_app
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings

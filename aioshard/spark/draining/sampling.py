@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import PlanError
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.plan import Plan
-from aioshard.spark.vectors import advanced, ends_of, ranges_between, starts_of
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import Plan
+from aioshard.spark.source.vectors import advanced, ends_of, ranges_between, starts_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -97,8 +97,8 @@ def sample(spark: "SparkSession", plan: Plan, records: int) -> Sample:
 
 def _outcomes(spark: "SparkSession", place: RunDirectory, plan: Plan) -> "DataFrame":
     """Outcome rows of a plan, lazy."""
-    from aioshard.spark.frame import shuffled_outcomes, slots_of  # noqa: PLC0415 - imported on use
-    from aioshard.spark.request import places, request_of  # noqa: PLC0415
+    from aioshard.spark.draining.frame import shuffled_outcomes, slots_of  # noqa: PLC0415 - imported on use
+    from aioshard.spark.source.request import places, request_of  # noqa: PLC0415
 
     slots = slots_of(spark)
     where = os.pathsep.join(places())

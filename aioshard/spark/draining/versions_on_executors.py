@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import PlanError
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.plan import Plan
-from aioshard.spark.request import places
-from aioshard.spark.versions import versions_of
+from aioshard.spark.runs.plan import Plan
+from aioshard.spark.runs.versions import versions_of
+from aioshard.spark.source.request import places
+from aioshard.spark.tasks.loading import resolve_app
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioshard.errors import MissingExtraError, PlanError
-from aioshard.spark.plan import Plan
+from aioshard.spark.runs.plan import Plan
 
 if TYPE_CHECKING:
     from pyarrow import fs

@@ -20,10 +20,10 @@ from aioshard.errors import (
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-from aioshard.spark.access import settings_for
-from aioshard.spark.commits import after, moved, then_of
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.plan import Plan
+from aioshard.spark.planning.commits import after, moved, then_of
+from aioshard.spark.runs.access import settings_for
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import Plan
 
 __all__ = ["HANDED_OVER", "LETTERS", "VERIFIED", "Handover", "handover", "verified_ends"]
 

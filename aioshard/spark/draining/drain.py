@@ -11,13 +11,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import AioshardError, DataLossError, DrainError, HaltedError, PlanError
-from aioshard.spark.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
-from aioshard.spark.checkpoint import CHECKPOINT, Border, last_border
-from aioshard.spark.directory import STOP, RunDirectory
-from aioshard.spark.plan import Plan
-from aioshard.spark.request import places, request_of
-from aioshard.spark.told import raised_by_task
-from aioshard.spark.vectors import ends_of, ranges_between, starts_of
+from aioshard.spark.draining.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
+from aioshard.spark.runs.checkpoint import CHECKPOINT, Border, last_border
+from aioshard.spark.runs.directory import STOP, RunDirectory
+from aioshard.spark.runs.plan import Plan
+from aioshard.spark.runs.told import raised_by_task
+from aioshard.spark.source.request import places, request_of
+from aioshard.spark.source.vectors import ends_of, ranges_between, starts_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -214,8 +214,8 @@ class _Run:
         foreach: Foreach | None,
         tell: Callable[[str], None],
     ) -> None:
+        from aioshard.spark.draining.versions_on_executors import check_versions  # noqa: PLC0415
         from aioshard.spark.session import check_speculation  # noqa: PLC0415 - pyspark is imported on use
-        from aioshard.spark.versions_on_executors import check_versions  # noqa: PLC0415
 
         self.spark = spark
         self.place = _place(directory)
@@ -248,7 +248,7 @@ class _Run:
         if follow:
             options["follow"] = "true"
         if any(handler.layout == "shuffle" for handler in self.plan.handlers):
-            from aioshard.spark.frame import shuffled_outcomes  # noqa: PLC0415 - only where it is needed
+            from aioshard.spark.draining.frame import shuffled_outcomes  # noqa: PLC0415 - only where it is needed
 
             work = request_of(options).work
             assert work is not None  # noqa: S101 - a plan has an app

@@ -12,8 +12,8 @@ from aioshard.kafka.ranges import RangeTransport
 from aioshard.ports import Allowance, Fault, FetchedBatch, LogRange, Membership
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
-from aioshard.spark.rows import raw_batch
-from aioshard.spark.worker_loop import worker_loop
+from aioshard.spark.tasks.rows import raw_batch
+from aioshard.spark.tasks.worker_loop import worker_loop
 
 __all__ = ["read_raw"]
 

@@ -24,10 +24,10 @@ from aioshard.errors import HaltedError, NotDrainedError, StuckError
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Message, Oversized, Transport
 from aioshard.records import TopicPartition
-from aioshard.spark.collecting import Collected
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.work import DEAD_LETTER, Work
-from aioshard.spark.worker_loop import WorkerLoop, worker_loop
+from aioshard.spark.tasks.collecting import Collected
+from aioshard.spark.tasks.loading import resolve_app
+from aioshard.spark.tasks.work import DEAD_LETTER, Work
+from aioshard.spark.tasks.worker_loop import WorkerLoop, worker_loop
 
 __all__ = ["DEAD_LETTER", "Arriving", "Work", "run_handlers"]
 

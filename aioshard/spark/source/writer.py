@@ -93,8 +93,8 @@ class _Writing:
         """Send the rows of one task, in their order, and wait until all are acknowledged."""
         from aioshard.kafka.producer import KafkaProducer  # noqa: PLC0415 - in a worker
         from aioshard.settings import Settings  # noqa: PLC0415
-        from aioshard.spark.publishing import publish_wave, waves  # noqa: PLC0415
-        from aioshard.spark.worker_loop import worker_loop  # noqa: PLC0415
+        from aioshard.spark.source.publishing import publish_wave, waves  # noqa: PLC0415
+        from aioshard.spark.tasks.worker_loop import worker_loop  # noqa: PLC0415
 
         target, loop = self._target, worker_loop().loop
         producer = KafkaProducer(Settings(**target.settings))

@@ -26,7 +26,7 @@ from aioshard.ports import (
     record_size,
 )
 from aioshard.records import Record, TopicPartition
-from aioshard.spark.row_records import records_of
+from aioshard.spark.tasks.row_records import records_of
 
 __all__ = ["RowFeed", "RowTransport"]
 

@@ -13,13 +13,13 @@ from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_headers import MESSAGE_ID, as_text
 from aioshard.serde.side_records import Coordinates, Failure, dead_letter
-from aioshard.spark.access import settings_for
-from aioshard.spark.batches import OUTCOMES, counts_of
-from aioshard.spark.blocking import blocking
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.handover import LETTERS, VERIFIED
-from aioshard.spark.plan import Plan
-from aioshard.spark.publishing import publish_wave, waves
+from aioshard.spark.draining.batches import OUTCOMES, counts_of
+from aioshard.spark.ending.handover import LETTERS, VERIFIED
+from aioshard.spark.runs.access import settings_for
+from aioshard.spark.runs.blocking import blocking
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import Plan
+from aioshard.spark.source.publishing import publish_wave, waves
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -149,7 +149,7 @@ def _topics(plan: Plan) -> Mapping[str, str]:
 def _rows(spark: "SparkSession", files: str) -> "DataFrame":
     from pyspark.sql import functions  # noqa: PLC0415 - pyspark is imported on use
 
-    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
 
     rows = spark.read.schema(OUTCOME_COLUMNS).parquet(files).where("status = 'dead_lettered'")
     # As numbers: Spark gives times in the zone of the machine, without saying so.

@@ -20,10 +20,10 @@ from pyspark.sql.types import (
 
 from aioshard.app import App
 from aioshard.kafka.ranges import RangeTransport
-from aioshard.spark.directory import STOP, RunDirectory
-from aioshard.spark.request import Request, TaskRanges, check_options, log_ends, request_of
-from aioshard.spark.vectors import Vector, advanced, ends_of, ranges_between, starts_of
-from aioshard.spark.writer import StreamTopicWriter, TopicWriter
+from aioshard.spark.runs.directory import STOP, RunDirectory
+from aioshard.spark.source.request import Request, TaskRanges, check_options, log_ends, request_of
+from aioshard.spark.source.vectors import Vector, advanced, ends_of, ranges_between, starts_of
+from aioshard.spark.source.writer import StreamTopicWriter, TopicWriter
 
 __all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "AioshardSource"]
 
@@ -49,7 +49,7 @@ OUTCOME_COLUMNS = StructType(
         StructField("timestamp", TimestampType()),
     ]
 )
-"""As `aioshard.spark.rows.OUTCOMES`."""
+"""As `aioshard.spark.tasks.rows.OUTCOMES`."""
 
 RAW_COLUMNS = StructType(
     [
@@ -118,8 +118,8 @@ class _Reading:
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Read one task's ranges, in a worker."""
-        from aioshard.spark.raw import read_raw  # noqa: PLC0415 - pyarrow is not needed on the driver
-        from aioshard.spark.runtime import run_handlers  # noqa: PLC0415
+        from aioshard.spark.tasks.raw import read_raw  # noqa: PLC0415 - pyarrow is not needed on the driver
+        from aioshard.spark.tasks.runtime import run_handlers  # noqa: PLC0415
 
         assert isinstance(partition, _Task)  # noqa: S101 - made below
         ranges, request = partition.ranges, self._request

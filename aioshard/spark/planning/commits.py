@@ -7,7 +7,7 @@ from aioshard.core.commit_metadata import CommitMetadata, Lease
 from aioshard.errors import PlanError
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-from aioshard.spark.plan import CommittedThen, Plan
+from aioshard.spark.runs.plan import CommittedThen, Plan
 
 __all__ = ["after", "leased", "moved", "noted", "then_of"]
 

@@ -16,11 +16,11 @@ from aioshard.kafka.topic_reader import TopicReader
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.plan import Layout, PlannedRange
-from aioshard.spark.vectors import packed, split
-from aioshard.spark.work import Work
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import Layout, PlannedRange
+from aioshard.spark.source.vectors import packed, split
+from aioshard.spark.tasks.loading import resolve_app
+from aioshard.spark.tasks.work import Work
 
 __all__ = ["OPTIONS", "Request", "TaskRanges", "check_options", "layout_of", "log_ends", "places", "request_of"]
 

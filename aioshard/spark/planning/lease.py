@@ -8,10 +8,10 @@ from aioshard.errors import CommitRefusedError, GroupBusyError, GroupMovedError,
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-from aioshard.spark.access import settings_for
-from aioshard.spark.commits import leased, moved, then_of
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.plan import Plan
+from aioshard.spark.planning.commits import leased, moved, then_of
+from aioshard.spark.runs.access import settings_for
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import Plan
 
 __all__ = ["lease", "take_lease"]
 

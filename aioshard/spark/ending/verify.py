@@ -10,17 +10,17 @@ from aioshard.errors import DataLossError, PlanError
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
-from aioshard.spark.access import settings_for
-from aioshard.spark.batches import OUTCOMES, read_halted
-from aioshard.spark.blocking import blocking
-from aioshard.spark.checkpoint import last_border
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.handover import VERIFIED
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.plan import Plan, PlannedRange
-from aioshard.spark.request import places
-from aioshard.spark.vectors import Vector, ends_of, split, starts_of
-from aioshard.spark.verification import NAMED, Found, Verification
+from aioshard.spark.draining.batches import OUTCOMES, read_halted
+from aioshard.spark.ending.handover import VERIFIED
+from aioshard.spark.runs.access import settings_for
+from aioshard.spark.runs.blocking import blocking
+from aioshard.spark.runs.checkpoint import last_border
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.plan import Plan, PlannedRange
+from aioshard.spark.runs.verification import NAMED, Found, Verification
+from aioshard.spark.source.request import places
+from aioshard.spark.source.vectors import Vector, ends_of, split, starts_of
+from aioshard.spark.tasks.loading import resolve_app
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -285,7 +285,7 @@ def _reader(
     """What a task runs: takes ranges, and yields the offsets of their records."""
 
     def read(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
-        from aioshard.spark.raw import read_raw  # noqa: PLC0415 - in a task
+        from aioshard.spark.tasks.raw import read_raw  # noqa: PLC0415 - in a task
 
         plan = Plan.from_json(plan_json)
         with contextlib.suppress(PlanError):

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 
-from aioshard.spark.plan import PlannedRange
+from aioshard.spark.runs.plan import PlannedRange
 
 __all__ = ["Vector", "advanced", "ends_of", "packed", "ranges_between", "split", "starts_of"]
 

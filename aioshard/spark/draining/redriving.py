@@ -5,8 +5,8 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from aioshard.errors import PlanError
-from aioshard.spark.batches import OUTCOMES
-from aioshard.spark.directory import RunDirectory
+from aioshard.spark.draining.batches import OUTCOMES
+from aioshard.spark.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,8 +58,8 @@ def redrive(
         again.groupBy("status").count().show()
         ```
     """
-    from aioshard.spark.frame import apply_handlers  # noqa: PLC0415 - imported on use
-    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.draining.frame import apply_handlers  # noqa: PLC0415 - imported on use
+    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
 
     place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
     plan = place.plan()

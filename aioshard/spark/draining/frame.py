@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from aioshard.app import App
 from aioshard.errors import DrainError, HaltedError, PlanError
-from aioshard.spark.directory import RunDirectory
-from aioshard.spark.told import raised_by_task
-from aioshard.spark.work import Work
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.told import raised_by_task
+from aioshard.spark.tasks.work import Work
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -48,15 +48,15 @@ def shuffled_outcomes(rows: "DataFrame", work: "Work", tasks: int, *, in_offset_
             made so first, with one more shuffle.
 
     Returns:
-        A frame in the columns of `aioshard.spark.source.OUTCOME_COLUMNS`.
+        A frame in the columns of `aioshard.spark.source.data_source.OUTCOME_COLUMNS`.
 
     Raises:
         PlanError: A column is missing.
     """
     from pyspark.sql.types import DoubleType, LongType, StructType  # noqa: PLC0415 - imported on use
 
-    from aioshard.spark.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards  # noqa: PLC0415
-    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.tasks.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards  # noqa: PLC0415
 
     records = _records(rows)
     if not in_offset_order:
@@ -126,8 +126,8 @@ def apply_handlers(
         outcomes.groupBy("status").count().show()
         ```
     """
-    from aioshard.spark.request import places  # noqa: PLC0415 - pyarrow is imported on use
-    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.source.request import places  # noqa: PLC0415 - pyarrow is imported on use
 
     target = _checked(app, on_failure)
     if df.isStreaming:
@@ -163,8 +163,8 @@ def apply_handlers(
 
 def _checked(app: str | App, on_failure: str | None) -> str:
     """`MODULE:APP` of an app that can run so."""
-    from aioshard.spark.loading import resolve_app  # noqa: PLC0415 - with the app's own modules
-    from aioshard.spark.planned_handlers import check_policies, target_of  # noqa: PLC0415
+    from aioshard.spark.planning.planned_handlers import check_policies, target_of  # noqa: PLC0415
+    from aioshard.spark.tasks.loading import resolve_app  # noqa: PLC0415 - with the app's own modules
 
     target, loaded = (app, resolve_app(app)) if isinstance(app, str) else (target_of(app), app)
     check_policies(loaded, on_failure)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from aioshard.app import App
 from aioshard.errors import PlanError
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.plan import Plan
+from aioshard.spark.runs.plan import Plan
+from aioshard.spark.tasks.loading import resolve_app
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import DrainError, HaltedError
-from aioshard.spark.directory import RunDirectory
+from aioshard.spark.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -112,7 +112,7 @@ class WriteBatch:
 
 
 def _columns() -> Any:
-    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415 - pyspark is imported on use
+    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415 - pyspark is imported on use
 
     return OUTCOME_COLUMNS
 

@@ -4,7 +4,7 @@ import json
 from typing import NamedTuple
 
 from aioshard.errors import PlanError
-from aioshard.spark.directory import RunDirectory
+from aioshard.spark.runs.directory import RunDirectory
 
 __all__ = ["CHECKPOINT", "Border", "last_border"]
 

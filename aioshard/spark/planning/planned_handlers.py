@@ -9,8 +9,8 @@ from aioshard.errors import PlanError
 from aioshard.handlers import Registration
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.records import TOPIC_NAME
-from aioshard.spark.plan import Layout, PlannedHandler
-from aioshard.spark.versions import on_failure_text
+from aioshard.spark.runs.plan import Layout, PlannedHandler
+from aioshard.spark.runs.versions import on_failure_text
 
 __all__ = ["Tell", "check_dead_letters", "check_policies", "planned_handlers", "target_of"]
 

@@ -11,11 +11,11 @@ from aioshard.core.sharding import ShardKey, check_usable, shard_key_of
 from aioshard.errors import PlanError
 from aioshard.handlers import Registration
 from aioshard.records import Record
-from aioshard.spark.loading import resolve_app
-from aioshard.spark.row_records import records_of
-from aioshard.spark.row_transport import RowFeed, RowTransport
-from aioshard.spark.runtime import run_handlers
-from aioshard.spark.work import Work
+from aioshard.spark.tasks.loading import resolve_app
+from aioshard.spark.tasks.row_records import records_of
+from aioshard.spark.tasks.row_transport import RowFeed, RowTransport
+from aioshard.spark.tasks.runtime import run_handlers
+from aioshard.spark.tasks.work import Work
 
 __all__ = ["MOMENT", "SHARD", "HandlersOverRows", "WithShards"]
 

@@ -1,0 +1,1 @@
+"""What a run is going to do, found out with the brokers."""

@@ -1,0 +1,1 @@
+"""`format("aioshard")`: what is read, as tasks, and written."""

@@ -1,0 +1,1 @@
+"""What runs in the workers of Spark: the engine, its loop, its rows."""
