@@ -46,9 +46,9 @@ COMMANDS = {
     "demo": ("aioshard.cli.demo", "Process a year of flights and check every figure."),
     "dlt": ("aioshard.cli.dlt", "Show, replay and drop dead letters."),
     "park": ("aioshard.cli.park", "Show, release and drop parked records."),
-    "spark": ("aioshard.cli.spark", "Run an app's handlers over history on Spark, and hand over."),
+    "spark": ("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": ("aioshard.cli.health", "Ask a running app for its health."),
-    "report": ("aioshard.cli.report", "Analyse the journal of an app on Spark."),
+    "report": ("aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, on Spark."),
     "explain": ("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
 }
 """Module and summary of each command; the module's `command` is imported when it is used."""

@@ -118,7 +118,11 @@ def _where(letters: list[Record]) -> list[tuple[int, int]]:
     return [(one.original.partition, one.original.offset) for one in found if one is not None]
 
 
-async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(sending: Sending) -> None:
+async def test_letters_are_those_of_the_live_app_with_a_message_id_behind(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the log says of half a surrogate pair cannot be sent by a worker process of the test run.
+    monkeypatch.setattr(logging.getLogger("aioshard.engine.settling"), "disabled", True)
     assert await sending.send() == len(BAD)
     letters = await sending.letters()
     sent = dict(zip(_where(letters), letters, strict=True))
