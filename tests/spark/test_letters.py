@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import uuid
