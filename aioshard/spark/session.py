@@ -19,7 +19,16 @@ from aioshard.errors import MissingExtraError, SettingsError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["DEFAULT_MASTER", "check_java", "check_packages", "check_speculation", "local_session", "register"]
+__all__ = [
+    "DEFAULT_MASTER",
+    "check_java",
+    "check_packages",
+    "check_speculation",
+    "local_session",
+    "register",
+    "shuffle_partitions",
+    "slots_of",
+]
 
 DEFAULT_MASTER = "local[*,4]"
 """Every core of this machine, and up to four attempts of a task: plain `local` gives up with the first lost worker."""
@@ -137,6 +146,19 @@ def _quiet() -> dict[str, str]:
 
 
 # What has to fit ----------------------------------------------------------------------
+
+
+def slots_of(spark: "SparkSession", otherwise: int) -> int:
+    """Tasks that run at the same time; *otherwise* in a remote session, which does not tell."""
+    try:
+        return max(int(spark.sparkContext.defaultParallelism), 1)
+    except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
+        return max(otherwise, 1)
+
+
+def shuffle_partitions(spark: "SparkSession") -> int:
+    """Into how many parts a session shuffles."""
+    return int(spark.conf.get("spark.sql.shuffle.partitions", "4") or 4)
 
 
 def check_packages() -> None:

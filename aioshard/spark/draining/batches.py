@@ -52,14 +52,14 @@ class WriteBatch:
     """What Spark calls with each micro-batch: runs the handlers, by writing, and then moves the rows to their place."""
 
     def __init__(
-        self, place: RunDirectory, foreach: Foreach | None, outcomes: "Callable[[DataFrame], DataFrame] | None" = None
+        self, place: RunDirectory, foreach: Foreach | None, outcomes: "Callable[[DataFrame], DataFrame]"
     ) -> None:
         """Make one.
 
         Args:
             place: Of the run.
             foreach: Told of the rows before they count as done.
-            outcomes: Makes outcome rows of what is read; None where it is that already.
+            outcomes: Makes outcome rows of what is read.
         """
         self._place = place
         self._foreach = foreach
@@ -75,8 +75,7 @@ class WriteBatch:
         if place.exists(f"{OUTCOMES}/{name}"):
             return  # it was complete when the driver was lost before Spark had noted that
         staged = place.uri(f"{STAGING}/{name}")
-        rows = frame if self._outcomes is None else self._outcomes(frame)
-        rows.write.mode("overwrite").parquet(staged)
+        self._outcomes(frame).write.mode("overwrite").parquet(staged)
         written = frame.sparkSession.read.schema(_columns()).parquet(staged)
         counts = {row["status"]: int(row["count"]) for row in written.groupBy("status").count().collect()}
         if "halted" in counts:

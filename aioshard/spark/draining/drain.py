@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import AioshardError, DataLossError, DrainError, HaltedError, PlanError
 from aioshard.spark.draining.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
+from aioshard.spark.draining.planned_source import planned_source
 from aioshard.spark.runs.checkpoint import CHECKPOINT, Border, last_border
 from aioshard.spark.runs.directory import STOP, RunDirectory
 from aioshard.spark.runs.plan import Plan
 from aioshard.spark.runs.told import raised_by_task
-from aioshard.spark.source.request import places, request_of
+from aioshard.spark.session import check_speculation, slots_of
 from aioshard.spark.source.vectors import ends_of, ranges_between, starts_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 __all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop", "until_stopped"]
@@ -152,7 +152,7 @@ def until_stopped(query: "StreamingQuery", directory: str | PathLike[str] | RunD
     Raises:
         AioshardError: What ended it before; as `drain`.
     """
-    place = _place(directory)
+    place = RunDirectory.of(directory)
     try:
         while not query.awaitTermination(_LOOK_SECONDS):
             if place.exists(STOP):
@@ -172,7 +172,7 @@ def stop(directory: str | PathLike[str] | RunDirectory) -> None:
     Raises:
         PlanError: There is no plan in *directory*.
     """
-    place = _place(directory)
+    place = RunDirectory.of(directory)
     place.plan()
     place.write(STOP, "")
 
@@ -183,7 +183,7 @@ def status(directory: str | PathLike[str] | RunDirectory) -> dict[str, Any]:
     Raises:
         PlanError: There is no plan, or its checkpoint cannot be read.
     """
-    place = _place(directory)
+    place = RunDirectory.of(directory)
     plan = place.plan()
     border = last_border(place)
     done = _done(plan, border)
@@ -215,10 +215,9 @@ class _Run:
         tell: Callable[[str], None],
     ) -> None:
         from aioshard.spark.draining.versions_on_executors import check_versions  # noqa: PLC0415
-        from aioshard.spark.session import check_speculation  # noqa: PLC0415 - pyspark is imported on use
 
         self.spark = spark
-        self.place = _place(directory)
+        self.place = RunDirectory.of(directory)
         self.plan = self.place.plan()
         if not self.place.moves_at_once:
             raise PlanError(
@@ -234,36 +233,14 @@ class _Run:
         """Start the query; *follow* is the trigger of one without end."""
         self.place.remove(STOP)
         self.place.remove(HALTED)
-        frame, keyed = self._frame(follow=follow is not None)
-        write = WriteBatch(self.place, self._foreach, keyed)
+        slots = slots_of(self.spark, len(self.plan.ranges))
+        reader = self.spark.readStream
+        frame, outcomes = planned_source(reader, self.place, self.plan, slots, follow=follow is not None)
+        write = WriteBatch(self.place, self._foreach, outcomes)
         stream = frame.writeStream.queryName(f"aioshard {self.plan.id}").foreachBatch(write)
         stream = stream.option("checkpointLocation", self.place.uri(CHECKPOINT))
         trigger = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
         return trigger.start()
-
-    def _frame(self, *, follow: bool) -> "tuple[DataFrame, Callable[[DataFrame], DataFrame] | None]":
-        """What is read, and what makes outcome rows of it where the source does not."""
-        where = os.pathsep.join(places())
-        options = {"plan": self.place.uri(), "halted": "row", "slots": str(self._slots()), "places": where}
-        if follow:
-            options["follow"] = "true"
-        if any(handler.layout == "shuffle" for handler in self.plan.handlers):
-            from aioshard.spark.draining.frame import shuffled_outcomes  # noqa: PLC0415 - only where it is needed
-
-            work = request_of(options).work
-            assert work is not None  # noqa: S101 - a plan has an app
-            tasks = self.plan.tasks or self._slots()
-            options["app"] = ""
-            frame = self.spark.readStream.format("aioshard").options(**options).load()
-            return frame, lambda rows: shuffled_outcomes(rows, work, tasks)
-        return self.spark.readStream.format("aioshard").options(**options).load(), None
-
-    def _slots(self) -> int:
-        """Tasks that run at the same time."""
-        try:
-            return int(self.spark.sparkContext.defaultParallelism)
-        except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
-            return len(self.plan.ranges) or 1
 
     # Waiting ---------------------------------------------------------------------------
 
@@ -345,10 +322,6 @@ def _translated(error: Exception, place: RunDirectory) -> AioshardError:
     if raised.kind == DataLossError.__name__:
         return DataLossError([raised.message], "Drain what is left with a new plan")
     return DrainError(f"the run in {place} ended: {raised.kind}: {raised.message}")
-
-
-def _place(directory: str | PathLike[str] | RunDirectory) -> RunDirectory:
-    return directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
 
 
 def _done(plan: Plan, border: Border | None) -> int:

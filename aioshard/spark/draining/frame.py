@@ -9,13 +9,14 @@ from aioshard.app import App
 from aioshard.errors import DrainError, HaltedError, PlanError
 from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.told import raised_by_task
+from aioshard.spark.session import shuffle_partitions, slots_of
 from aioshard.spark.tasks.work import Work
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-__all__ = ["apply_handlers", "shuffled_outcomes", "slots_of"]
+__all__ = ["apply_handlers", "shuffled_outcomes"]
 
 logger = logging.getLogger("aioshard.spark.frame")
 
@@ -140,7 +141,7 @@ def apply_handlers(
     place, name = _parent(out)
     if mode == "error" and place.exists(name):
         raise PlanError(f"{out} exists: its rows belong to another run. Name a new directory, or say mode='overwrite'")
-    slots = slots_of(spark)
+    slots = slots_of(spark, shuffle_partitions(spark))
     work = Work(
         app=target,
         places=places(),
@@ -181,14 +182,6 @@ def _parent(out: str | PathLike[str]) -> tuple[RunDirectory, str]:
     """The directory that a directory is in, and its name there."""
     parent, _, name = RunDirectory(out).uri().rpartition("/")
     return RunDirectory(parent), name
-
-
-def slots_of(spark: "SparkSession") -> int:
-    """Tasks that run at the same time."""
-    try:
-        return int(spark.sparkContext.defaultParallelism)
-    except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
-        return int(spark.conf.get("spark.sql.shuffle.partitions", "4") or 4)
 
 
 def _refuse_halted(written: "DataFrame") -> None:

@@ -61,7 +61,7 @@ def redrive(
     from aioshard.spark.draining.frame import apply_handlers  # noqa: PLC0415 - imported on use
     from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
 
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = RunDirectory.of(directory)
     plan = place.plan()
     statuses = [status] if isinstance(status, str) else list(status)
     unknown = [one for one in statuses if one not in _KEPT]

@@ -1,19 +1,20 @@
 """Some records of a planned run through its handlers, without a trace: how fast a run is, and what would fail."""
 
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import PlanError
+from aioshard.spark.draining.planned_source import planned_source
 from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.plan import Plan
+from aioshard.spark.session import check_speculation, shuffle_partitions, slots_of
 from aioshard.spark.source.vectors import advanced, ends_of, ranges_between, starts_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 __all__ = ["Sample", "sample"]
 
@@ -69,8 +70,6 @@ def sample(spark: "SparkSession", plan: Plan, records: int) -> Sample:
     """
     from pyspark.sql import functions  # noqa: PLC0415 - imported on use
 
-    from aioshard.spark.session import check_speculation  # noqa: PLC0415
-
     if records < 1:
         raise PlanError(f"a sample of {records} records was asked for, at least 1 was expected")
     if not plan.records:
@@ -83,32 +82,17 @@ def sample(spark: "SparkSession", plan: Plan, records: int) -> Sample:
     with tempfile.TemporaryDirectory(prefix="aioshard-sample-") as directory:
         place = RunDirectory(directory)
         place.begin(part)
+        rows, outcomes = planned_source(spark.read, place, part, slots_of(spark, shuffle_partitions(spark)))
         # One action: each record runs once.
-        frame = _outcomes(spark, place, part).select("status", "duration", "started", ended.alias("ended"))
+        frame = outcomes(rows).select("status", "duration", "started", ended.alias("ended"))
         found = frame.groupBy("status").agg(
             functions.count("*").alias("records"),
             functions.min("started").cast("double").alias("first"),
             functions.max("ended").alias("last"),
             functions.collect_list(functions.col("duration").cast("float")).alias("durations"),
         )
-        rows = found.collect()
-    return _sample(plan, rows, time.monotonic() - began)
-
-
-def _outcomes(spark: "SparkSession", place: RunDirectory, plan: Plan) -> "DataFrame":
-    """Outcome rows of a plan, lazy."""
-    from aioshard.spark.draining.frame import shuffled_outcomes, slots_of  # noqa: PLC0415 - imported on use
-    from aioshard.spark.source.request import places, request_of  # noqa: PLC0415
-
-    slots = slots_of(spark)
-    where = os.pathsep.join(places())
-    options = {"plan": place.uri(), "halted": "row", "slots": str(slots), "places": where}
-    if all(handler.layout != "shuffle" for handler in plan.handlers):
-        return spark.read.format("aioshard").options(**options).load()
-    work = request_of(options).work
-    assert work is not None  # noqa: S101 - a plan has an app
-    rows = spark.read.format("aioshard").options(**(options | {"app": ""})).load()
-    return shuffled_outcomes(rows, work, plan.tasks or slots)
+        told = found.collect()
+    return _sample(plan, told, time.monotonic() - began)
 
 
 def _sample(plan: Plan, rows: list[Any], seconds: float) -> Sample:

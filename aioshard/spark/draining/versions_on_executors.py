@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aioshard.errors import PlanError
 from aioshard.spark.runs.plan import Plan
 from aioshard.spark.runs.versions import versions_of
+from aioshard.spark.session import slots_of
 from aioshard.spark.source.request import places
 from aioshard.spark.tasks.loading import resolve_app
 
@@ -57,7 +58,7 @@ def check_versions(spark: "SparkSession", plan: Plan, tell: Callable[[str], None
             ]
         )
 
-    tasks = _executors(spark)
+    tasks = slots_of(spark, 1)
     frame = spark.range(0, tasks, numPartitions=tasks)
     for row in frame.mapInArrow(look, "host string, aioshard string, app string, problem string").collect():
         if row["problem"]:
@@ -68,11 +69,3 @@ def check_versions(spark: "SparkSession", plan: Plan, tell: Callable[[str], None
                     f"the tasks on {row['host']} have another version of {what} than the driver ({row[what]}, and "
                     f"{expected.get(what)} here): ship the same code to both"
                 )
-
-
-def _executors(spark: "SparkSession") -> int:
-    """So many tasks that each executor has one, with what the public API tells."""
-    try:
-        return max(int(spark.sparkContext.defaultParallelism), 1)
-    except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
-        return 1

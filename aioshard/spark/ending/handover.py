@@ -112,7 +112,7 @@ async def handover(
         print(done.offsets["orders"][0])
         ```
     """
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = RunDirectory.of(directory)
     plan = place.plan()
     ends = verified_ends(place, plan)
     then = then_of(plan)

@@ -20,13 +20,13 @@ from aioshard.spark.runs.blocking import blocking
 from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.plan import Plan
 from aioshard.spark.source.publishing import publish_wave, waves
+from aioshard.spark.tasks.work import DEAD_LETTER
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 __all__ = ["letters_owed", "send_letters"]
 
-_DEAD_LETTER = "dead-letter:"
 _BATCH = "batch="
 _NO_TIME = -0.001
 """What a record without a timestamp has."""
@@ -74,7 +74,7 @@ def send_letters(
         send_letters(spark, "runs/7", print)
         ```
     """
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = RunDirectory.of(directory)
     plan = place.plan()
     sent = _Sent.read(place, plan)
     before = sent.acknowledged
@@ -142,7 +142,7 @@ def _topics(plan: Plan) -> Mapping[str, str]:
     """Where the letters of each handler go."""
     policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
     return {
-        name: policy.removeprefix(_DEAD_LETTER) for name, policy in policies.items() if policy.startswith(_DEAD_LETTER)
+        name: policy.removeprefix(DEAD_LETTER) for name, policy in policies.items() if policy.startswith(DEAD_LETTER)
     }
 
 

@@ -66,7 +66,7 @@ def verify(spark: "SparkSession", directory: str | os.PathLike[str] | RunDirecto
             print(*found.problems, sep="\n")
         ```
     """
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = RunDirectory.of(directory)
     verifying = _Verifying(spark, place, place.plan())
     for attempt in range(1, _ATTEMPTS + 1):
         try:

@@ -40,7 +40,7 @@ async def lease(directory: str | os.PathLike[str] | RunDirectory, seconds: float
         await lease("runs/7", 0)     # given up: the apps may start
         ```
     """
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = RunDirectory.of(directory)
     plan = place.plan()
     async with HistoryBrokers(settings_for(plan)) as brokers:
         return await take_lease(brokers, plan, seconds)

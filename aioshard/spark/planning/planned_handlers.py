@@ -11,10 +11,10 @@ from aioshard.kafka.history import HistoryBrokers
 from aioshard.records import TOPIC_NAME
 from aioshard.spark.runs.plan import Layout, PlannedHandler
 from aioshard.spark.runs.versions import on_failure_text
+from aioshard.spark.tasks.work import DEAD_LETTER
 
 __all__ = ["Tell", "check_dead_letters", "check_policies", "planned_handlers", "target_of"]
 
-_DEAD_LETTER = "dead-letter:"
 
 Tell = Callable[[str], None]
 """Takes a sentence that the user should see, which is no reason to refuse."""
@@ -49,8 +49,8 @@ def check_policies(app: App, on_failure: str | None) -> None:
     if not app.handlers:
         raise PlanError(f"the app of group {app.group_id!r} has no handlers: decorate a function with @app.consume(…)")
     if on_failure is not None:
-        topic = on_failure.removeprefix(_DEAD_LETTER)
-        if on_failure != "skip" and not (on_failure.startswith(_DEAD_LETTER) and TOPIC_NAME.fullmatch(topic)):
+        topic = on_failure.removeprefix(DEAD_LETTER)
+        if on_failure != "skip" and not (on_failure.startswith(DEAD_LETTER) and TOPIC_NAME.fullmatch(topic)):
             raise PlanError(f"on_failure={on_failure!r} was found, 'skip' or 'dead-letter:TOPIC' was expected")
         return
     parking = [handler.name for handler in app.handlers if isinstance(handler.on_failure, Park)]
@@ -69,8 +69,8 @@ def check_dead_letters(handlers: Sequence[PlannedHandler], on_failure: str | Non
     """
     read = {topic: handler.name for handler in handlers for topic in handler.topics}
     for policy in [handler.on_failure for handler in handlers] if on_failure is None else [on_failure]:
-        topic = policy.removeprefix(_DEAD_LETTER)
-        if policy.startswith(_DEAD_LETTER) and topic in read:
+        topic = policy.removeprefix(DEAD_LETTER)
+        if policy.startswith(DEAD_LETTER) and topic in read:
             raise PlanError(
                 f"dead letters would go to topic {topic!r}, which handler {read[topic]!r} reads: name another"
             )

@@ -157,7 +157,7 @@ async def plan(
 
 
 def _new_run(directory: str | os.PathLike[str] | RunDirectory) -> RunDirectory:
-    place = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    place = RunDirectory.of(directory)
     place.refuse_used()
     return place
 

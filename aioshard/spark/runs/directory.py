@@ -59,6 +59,11 @@ class RunDirectory:
             self._base = text.rstrip("/")
             self._files = _ArrowFiles(self._base)
 
+    @classmethod
+    def of(cls, directory: "str | os.PathLike[str] | RunDirectory") -> "RunDirectory":
+        """The same, where it is one already."""
+        return directory if isinstance(directory, RunDirectory) else cls(directory)
+
     def __str__(self) -> str:
         """As it was given."""
         return self._given
