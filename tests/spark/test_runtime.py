@@ -124,6 +124,23 @@ async def handle(record: Record) -> None:
     assert (row["partition"], row["offset"], row["attempts"], row["value"]) == (1, 3, 1, b"7")
 
 
+def test_a_halt_ends_the_task_at_once(make: Make) -> None:
+    task = make("""
+app.configure(stuck_after=60.0)
+
+@app.consume("orders", retry=Retry(attempts=1))
+async def handle(record: Record) -> None:
+    if record.value == b"7":
+        raise LookupError("no such customer")
+    if record.value == b"0":
+        await asyncio.sleep(12)
+""")
+    rows = task.rows(halted_rows=True)
+
+    assert [row["offset"] for row in rows if row["status"] == "halted"] == [3]
+    assert (0, 0) not in {(row["partition"], row["offset"]) for row in rows}  # nobody waited for it
+
+
 def test_a_spent_budget_is_an_obstacle(make: Make) -> None:
     task = make("""
 @app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("letters", budget=Budget(burst=2)))
