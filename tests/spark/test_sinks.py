@@ -12,7 +12,7 @@ import psycopg
 import pyarrow.dataset as ds
 import pytest
 from pyspark.errors import PySparkException
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ArrayType, BinaryType, DataType, IntegerType, LongType, StringType, StructType
 
 from aioshard.errors import DrainError, PlanError
 from aioshard.records import Record
@@ -127,27 +127,49 @@ async def test_a_stream_is_written_whole(spark: "SparkSession", kafka: SharedKaf
     assert sorted(int(one.value or b"") for one in await kafka.read(topic)) == list(range(30))
 
 
+VALUE = {"value": BinaryType()}
+
+
 @pytest.mark.parametrize("kind", [TopicWriter, StreamTopicWriter])
 @pytest.mark.parametrize(
     ("columns", "options", "overwrite", "expected"),
     [
-        ("key binary", {"topic": "t"}, False, "no column value"),
-        ("value int", {"topic": "t"}, False, "column value is of type int, string or binary was expected"),
-        ("value binary", {}, False, "no column topic"),
-        ("value binary", {"topic": "no topic"}, False, "the name of a topic was expected"),
-        ("value binary", {"topic": "t"}, True, "only appended to"),
-        ("value binary", {"topic": "t", "acks": "0"}, False, "has no option 'acks'"),
-        ("value binary, partition string", {"topic": "t"}, False, "column partition is of type string"),
-        ("value binary, headers array<string>", {"topic": "t"}, False, "column headers is of type array<string>"),
-        ("value binary", {"topic": "t", "message_id": "id"}, False, "no column topic"),
-        ("value binary, topic string, partition int, offset long", {"message_id": "id"}, False, "name the topic"),
+        ({"key": BinaryType()}, {"topic": "t"}, False, "no column value"),
+        ({"value": IntegerType()}, {"topic": "t"}, False, "column value is of type int, string or binary was expected"),
+        (VALUE, {}, False, "no column topic"),
+        (VALUE, {"topic": "no topic"}, False, "the name of a topic was expected"),
+        (VALUE, {"topic": "t"}, True, "only appended to"),
+        (VALUE, {"topic": "t", "acks": "0"}, False, "has no option 'acks'"),
+        (VALUE | {"partition": StringType()}, {"topic": "t"}, False, "column partition is of type string"),
+        (
+            VALUE | {"headers": ArrayType(StringType())},
+            {"topic": "t"},
+            False,
+            "column headers is of type array<string>",
+        ),
+        (VALUE, {"topic": "t", "message_id": "id"}, False, "no column topic"),
+        (
+            VALUE | {"topic": StringType(), "partition": IntegerType(), "offset": LongType()},
+            {"message_id": "id"},
+            False,
+            "name the topic",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused_with_a_sentence(
-    kind: Callable[..., object], columns: str, options: dict[str, str], *, overwrite: bool, expected: str
+    kind: Callable[..., object],
+    columns: dict[str, DataType],
+    options: dict[str, str],
+    *,
+    overwrite: bool,
+    expected: str,
 ) -> None:
+    schema = StructType()
+    for name, of_type in columns.items():
+        schema = schema.add(name, of_type)
+
     with pytest.raises(PlanError, match=expected):
-        kind(StructType.fromDDL(columns), options, overwrite=overwrite)
+        kind(schema, options, overwrite=overwrite)
 
 
 # A table ------------------------------------------------------------------------------
