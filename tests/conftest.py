@@ -13,8 +13,9 @@ import hypothesis
 import pytest
 
 from tests.support.kafka import KafkaBroker
-from tests.support.kafka_libs import BrokerUnavailableError, in_ci
+from tests.support.kafka_libs import BrokerUnavailableError
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
+from tests.support.provision import in_ci
 from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
 from tests.support.spark import spark_session
 

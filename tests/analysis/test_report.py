@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from aioshard.cli.main import main
 from tests.support.chromium import ChromiumUnavailableError, browser, dump_page, take_screenshot
 from tests.support.journals import Row, seeded_rows, write_journal
-from tests.support.kafka_libs import in_ci
+from tests.support.provision import in_ci
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine starts Spark slowly
 

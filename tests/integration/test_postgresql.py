@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from tests.support import postgresql as harness
+from tests.support import provision
 from tests.support.kafka_libs import PROJECT
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 
@@ -105,8 +106,8 @@ def test_what_cannot_be_installed_is_said_and_is_an_error_only_in_ci(
         raise PostgresqlUnavailableError("there is no server")
 
     monkeypatch.setattr(harness, "server_programs", missing)
-    monkeypatch.setattr(harness, "INSTALL", ["false"])
-    monkeypatch.setattr(harness, "UPDATE", ["false"])
+    monkeypatch.setattr(provision, "INSTALL", ["false"])
+    monkeypatch.setattr(provision, "UPDATE", ["false"])
     monkeypatch.setenv("CI", ci)
 
     assert harness.main() == code

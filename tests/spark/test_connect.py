@@ -14,7 +14,8 @@ import pytest
 
 from aioshard import spark as history
 from tests.spark.apps import write_app
-from tests.support.kafka_libs import PROJECT, in_ci
+from tests.support.kafka_libs import PROJECT
+from tests.support.provision import in_ci
 from tests.support.shared_kafka import SharedKafka
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a server of Spark Connect starts in each of them

@@ -15,7 +15,8 @@ import pytest
 from aioshard import spark as history
 from tests.spark.apps import produce_at, write_app
 from tests.support.connector_jars import ConnectorUnavailableError, connector_jars
-from tests.support.kafka_libs import PROJECT, in_ci
+from tests.support.kafka_libs import PROJECT
+from tests.support.provision import in_ci
 from tests.support.shared_kafka import SharedKafka
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched

@@ -1,20 +1,17 @@
 """A real browser without a window, that opens a page with no network; and how it gets onto the machine."""
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.kafka_libs import in_ci
+from tests.support.provision import or_installed, provide
 
 __all__ = ["ChromiumFailedError", "ChromiumUnavailableError", "browser", "dump_page", "take_screenshot"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends", "chromium", "fonts-dejavu-core"]
-UPDATE = ["apt-get", "update", "--quiet=2"]
-INSTALL_TIMEOUT = 600.0
+PACKAGES = ("chromium", "fonts-dejavu-core")
 PAGE_TIMEOUT = 90.0
 OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update"]
 
@@ -86,33 +83,9 @@ def _run(options: list[str]) -> str:
 
 def main() -> int:
     """Installs the browser where it is missing and that is possible; says so where it is not, an error only in CI."""
-    try:
-        try:
-            program = browser()
-        except ChromiumUnavailableError:
-            if os.geteuid() != 0 or shutil.which("apt-get") is None:
-                raise
-            _install()
-            program = browser()
-    except ChromiumUnavailableError as missing:
-        consequence = "fail" if in_ci() else "be skipped"
-        print(f"NO CHROMIUM, tests that need it will {consequence}: {missing}", file=sys.stderr)
-        return 1 if in_ci() else 0
-    print(f"Chromium: {program}")
-    return 0
-
-
-def _install() -> None:
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    said = ""
-    for command in (INSTALL, UPDATE, INSTALL):  # lists of packages may be old, or missing
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=INSTALL_TIMEOUT, check=False
-        )
-        if command is INSTALL and done.returncode == 0:
-            return
-        said = done.stdout + done.stderr
-    raise ChromiumUnavailableError(f"`{' '.join(INSTALL)}` failed:\n{said}")
+    return provide(
+        "Chromium", lambda: or_installed(browser, PACKAGES, ChromiumUnavailableError), ChromiumUnavailableError
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT, in_ci
+from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT
+from tests.support.provision import provide
 
 __all__ = ["ConnectorUnavailableError", "connector_jars"]
 
@@ -68,13 +69,7 @@ def _fetch(artifact: str, path: Path) -> None:
 
 def main() -> int:
     """Fetches the jars; without Maven says so, which is an error only where `CI` is set."""
-    try:
-        print(f"connector's jars: {connector_jars()[0].parent}")
-    except ConnectorUnavailableError as missing:
-        what = "fail" if in_ci() else "be skipped"
-        print(f"NO KAFKA CONNECTOR, tests that need it will {what}: {missing}", file=sys.stderr)
-        return 1 if in_ci() else 0
-    return 0
+    return provide("Kafka connector", lambda: connector_jars()[0].parent, ConnectorUnavailableError)
 
 
 if __name__ == "__main__":

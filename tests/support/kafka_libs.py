@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["BrokerUnavailableError", "in_ci", "kafka_libs"]
+from tests.support.provision import provide
+
+__all__ = ["BrokerUnavailableError", "kafka_libs"]
 
 PROJECT = Path(__file__).resolve().parents[2]
 POM = PROJECT / "tests" / "kafka" / "pom.xml"
@@ -71,20 +73,7 @@ def _fetch(libs: Path) -> None:
 
 def main() -> int:
     """Fetches the jars; without Java or Maven says so, which is an error only where `CI` is set."""
-    try:
-        print(f"broker's jars: {kafka_libs()}")
-    except BrokerUnavailableError as missing:
-        print(
-            f"NO KAFKA BROKER, tests that need one will {'fail' if in_ci() else 'be skipped'}: {missing}",
-            file=sys.stderr,
-        )
-        return 1 if in_ci() else 0
-    return 0
-
-
-def in_ci() -> bool:
-    """Whether this runs where a missing broker is an error."""
-    return os.environ.get("CI", "").lower() in {"1", "true", "yes"}
+    return provide("Kafka broker", kafka_libs, BrokerUnavailableError)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ import psycopg
 from psycopg.sql import SQL, Identifier
 
 from tests.support.kafka import STOP_TIMEOUT, end_group
-from tests.support.kafka_libs import PROJECT, in_ci
+from tests.support.kafka_libs import PROJECT
+from tests.support.provision import or_installed, provide
 
 __all__ = ["PostgresqlFailedError", "PostgresqlServer", "PostgresqlUnavailableError", "server_programs"]
 
 DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")
 ACCOUNT = "postgres"
 """Who runs the server where the tests run as root, because PostgreSQL refuses that; Debian's package creates it."""
-INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends", "postgresql"]
-UPDATE = ["apt-get", "update", "--quiet=2"]
-INSTALL_TIMEOUT = 600.0
+PACKAGES = ("postgresql",)
 START_TIMEOUT = 60.0
 READY_INTERVAL = 0.05
 PORT_ATTEMPTS = 3
@@ -237,33 +236,11 @@ def _free_port() -> int:
 
 def main() -> int:
     """Installs the server where it is missing and that is possible; says so where it is not, an error only in CI."""
-    try:
-        try:
-            programs = server_programs()
-        except PostgresqlUnavailableError:
-            if os.geteuid() != 0 or shutil.which("apt-get") is None:
-                raise
-            _install()
-            programs = server_programs()
-    except PostgresqlUnavailableError as missing:
-        consequence = "fail" if in_ci() else "be skipped"
-        print(f"NO POSTGRESQL, tests that need it will {consequence}: {missing}", file=sys.stderr)
-        return 1 if in_ci() else 0
-    print(f"PostgreSQL: {programs}")
-    return 0
-
-
-def _install() -> None:
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    said = ""
-    for command in (INSTALL, UPDATE, INSTALL):  # lists of packages may be old, or missing
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=INSTALL_TIMEOUT, check=False
-        )
-        if command is INSTALL and done.returncode == 0:
-            return
-        said = done.stdout + done.stderr
-    raise PostgresqlUnavailableError(f"`{' '.join(INSTALL)}` failed:\n{said}")
+    return provide(
+        "PostgreSQL",
+        lambda: or_installed(server_programs, PACKAGES, PostgresqlUnavailableError),
+        PostgresqlUnavailableError,
+    )
 
 
 if __name__ == "__main__":
