@@ -91,7 +91,8 @@ async def handover(
         directory: Of the run.
         wait: Seconds to wait for members that were killed, or are static, to expire; the session time-out of the
             app's settings by default. A member that lives is waited for as long and then named.
-        dry_run: Check everything that can be checked without a commit, and change nothing.
+        dry_run: Check everything that can be checked without a commit, and change nothing. Dead letters that were not
+            sent are told, and are no error then.
         force: Hand over although the group has moved since the plan was made, or once more. Never over members.
         tell: Takes sentences for the user; by default they are logged.
 
@@ -114,7 +115,7 @@ async def handover(
     """
     place = RunDirectory.of(directory)
     plan = place.plan()
-    ends = verified_ends(place, plan)
+    ends = verified_ends(place, plan, tell if dry_run else None)
     then = then_of(plan)
     due = {one: after(then[one], end) for one, end in ends.items()}
     done = None if force else _done_already(place, plan)
@@ -148,12 +149,15 @@ async def handover(
 # Whether it may be --------------------------------------------------------------------
 
 
-def verified_ends(place: RunDirectory, plan: Plan) -> dict[TopicPartition, int]:
+def verified_ends(
+    place: RunDirectory, plan: Plan, tell_of_letters: Callable[[str], None] | None = None
+) -> dict[TopicPartition, int]:
     """Where a verified run ends.
 
     Args:
         place: Its directory.
         plan: Its plan.
+        tell_of_letters: Told of dead letters that were not sent, which are an error without it.
 
     Raises:
         NotVerifiedError: It was not verified, halted records are in it, or dead letters were not sent.
@@ -173,7 +177,11 @@ def verified_ends(place: RunDirectory, plan: Plan) -> dict[TopicPartition, int]:
         raise NotVerifiedError(
             f"the verification of the run in {place} failed: see {VERIFIED} there, then drain and verify again"
         )
-    _check_letters(place, plan, found.get("dead_lettered") or 0)
+    unsent = _unsent_letters(place, plan, int(found.get("dead_lettered") or 0))
+    if unsent:
+        if tell_of_letters is None:
+            raise NotVerifiedError(unsent)
+        tell_of_letters(unsent)
     starts = {TopicPartition(one.topic, one.partition): one.start for one in plan.ranges}
     ends = _flat(found.get("ends") or plan.ends)
     if ends.keys() != starts.keys() or any(ends[one] < starts[one] for one in starts):
@@ -181,16 +189,17 @@ def verified_ends(place: RunDirectory, plan: Plan) -> dict[TopicPartition, int]:
     return ends
 
 
-def _check_letters(place: RunDirectory, plan: Plan, due: int) -> None:
-    if not due:
-        return
+def _unsent_letters(place: RunDirectory, plan: Plan, due: int) -> str:
+    """What is left of the dead letters of a run, as a sentence; empty where nothing is."""
     letters = place.read_json(LETTERS)
     sent = letters.get("acknowledged", 0) if isinstance(letters, dict) and letters.get("plan") == plan.digest else 0
-    if sent < due:
-        raise NotVerifiedError(
-            f"{due - sent} of {due} dead letters of the run in {place} were not sent: the group does not go on before "
-            "the brokers have acknowledged them all"
-        )
+    if sent >= due:
+        return ""
+    return (
+        f"{due - sent} of {due} dead letters of the run in {place} were not sent: the group does not go on before the "
+        "brokers have acknowledged them all. The command  aioshard spark handover  sends them first, and so does "
+        "aioshard.spark.send_letters"
+    )
 
 
 def _done_already(place: RunDirectory, plan: Plan) -> Handover | None:
