@@ -11,7 +11,6 @@
 | 130 | interrupted, or left at a second signal |
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -19,6 +18,7 @@ from typing import NoReturn
 import click
 
 from aioshard import __version__
+from aioshard.cli.lazy import LazyCommand, LazyGroup
 from aioshard.errors import (
     AioshardError,
     DataLossError,
@@ -39,39 +39,22 @@ __all__ = ["COMMANDS", "INTERRUPTED", "cli", "exit_code", "main"]
 INTERRUPTED = 130
 
 COMMANDS = {
-    "run": ("aioshard.cli.run", "Run an app until a signal ends it."),
-    "check": ("aioshard.cli.check", "Check an app without a broker."),
-    "broker": ("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
-    "publish": ("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
-    "demo": ("aioshard.cli.demo", "Process a year of flights and check every figure."),
-    "dlt": ("aioshard.cli.dlt", "Show, replay and drop dead letters."),
-    "park": ("aioshard.cli.park", "Show, release and drop parked records."),
-    "spark": ("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
-    "health": ("aioshard.cli.health", "Ask a running app for its health."),
-    "report": ("aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, on Spark."),
-    "explain": ("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
+    "run": LazyCommand("aioshard.cli.run", "Run an app until a signal ends it."),
+    "check": LazyCommand("aioshard.cli.check", "Check an app without a broker."),
+    "broker": LazyCommand("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
+    "publish": LazyCommand("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
+    "demo": LazyCommand("aioshard.cli.demo", "Process a year of flights and check every figure."),
+    "dlt": LazyCommand("aioshard.cli.dlt", "Show, replay and drop dead letters."),
+    "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
+    "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
+    "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
+    "report": LazyCommand("aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, on Spark."),
+    "explain": LazyCommand("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
 }
 """Module and summary of each command; the module's `command` is imported when it is used."""
 
 
-class _Commands(click.Group):
-    """Commands that are imported when they are used, so that `--help` is quick."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (the signature is click's)
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
-
-
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="aioshard")
 def cli() -> None:
     """Consume each Kafka partition in parallel inside one asyncio process."""

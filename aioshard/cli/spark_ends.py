@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from aioshard.cli import options
+from aioshard.cli.publishing import silence_client
 from aioshard.cli.sides import run
 from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
@@ -26,7 +27,10 @@ _NOT_VERIFIED = 3
 @options.app_dir
 @options.as_json("what was found")
 def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
-    """Find out whether each record of the run in DIR has exactly one outcome; exit code 3 when not."""
+    """Find out whether each record of a run has exactly one outcome.
+
+    Exits with 3 when not, and says which.
+    """
     from aioshard.spark.ending.verify import verify as verify_run  # noqa: PLC0415 - pyspark is imported on use
 
     place = RunDirectory(directory)
@@ -60,14 +64,15 @@ def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
 def handover(
     directory: str, *, wait: float | None, dry_run: bool, force: bool, master: str, app_dir: str, as_json: bool
 ) -> None:
-    """Commit the ends of the verified run in DIR to its group, so that the live app goes on exactly there.
+    """Commit the ends of the verified run in DIR to its group.
 
-    Dead letters of the run are sent first; only for them it starts Spark. Refused, and no offset changed, with exit
-    code 4 when the group has members or has moved.
+    The live app then goes on exactly there. Dead letters of the run are sent first; only for them it starts Spark.
+    Refused, and no offset changed, with exit code 4 when the group has members or has moved.
     """
     sys.path.insert(0, str(Path(app_dir).resolve()))
     place = RunDirectory(directory)
     if letters_owed(place) and not dry_run:
+        silence_client()
         with session(master, app_dir) as spark:
             send_letters(spark, place, lambda text: click.echo(text, err=True))
     done = run(
@@ -78,13 +83,17 @@ def handover(
         return
     click.echo(f"{done.state}: group {done.group_id!r}")
     rows = [
-        (topic, str(partition), str(done.before.get(topic, {}).get(partition)), str(offset))
+        (topic, str(partition), _offset(done.before.get(topic, {}).get(partition)), _offset(offset))
         for topic, offsets in sorted(done.offsets.items())
         for partition, offset in sorted(offsets.items())
     ]
     print_table(("topic", "partition", "before", "now"), rows)
     for name in done.new_partitions:
         click.echo(f"{name} is new since the plan: the live app reads it from its start")
+
+
+def _offset(offset: int | None) -> str:
+    return "-" if offset is None else str(offset)
 
 
 @click.command()
@@ -115,12 +124,14 @@ def redrive(
     app_dir: str,
     as_json: bool,
 ) -> None:
-    """Run the handlers once more over records of the run in DIR, such as its dead letters, from its own rows.
+    """Run the handlers once more over failed records of a run.
 
-    The topic is not read and nothing is committed to the group. What fails again is a row in OUT.
+    They are taken from the rows of the run in DIR. The topic is not read and nothing is committed to the group.
+    What fails again is a row in OUT.
     """
     from aioshard.spark.draining.redriving import redrive as run_again  # noqa: PLC0415 - pyspark is imported on use
 
+    RunDirectory(directory).plan()
     with session(master, app_dir) as spark:
         rows = run_again(spark, directory, out=out, status=statuses, app=app, on_failure=on_failure)
         counts = {row["status"]: int(row["count"]) for row in rows.groupBy("status").count().collect()}

@@ -115,9 +115,10 @@ def _ends_at_a_border(place: RunDirectory) -> Iterator[None]:
 @click.option("--trigger", default="10 seconds", show_default=True, help="How often a micro-batch begins.")
 @options.app_dir
 def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
-    """Run the handlers from the planned starts on, and go on with whatever comes, until it is stopped.
+    """Run the handlers from the planned starts on, without an end.
 
-    The first SIGINT or SIGTERM, or `aioshard spark stop DIR`, ends it at the next border of a micro-batch.
+    Whatever comes is taken, until it is stopped. The first SIGINT or SIGTERM, or `aioshard spark stop DIR`, ends it
+    at the next border of a micro-batch.
     """
     place = RunDirectory(directory)
     place.plan()

@@ -75,7 +75,8 @@ def _with_subcommands(context: click.Context) -> list[click.Context]:
     group = context.command
     if not isinstance(group, click.Group):
         return [context]
-    return [context, *(_context(command, context, name) for name, command in group.commands.items())]
+    found = ((name, group.get_command(context, name)) for name in group.list_commands(context))
+    return [context, *(_context(command, context, name) for name, command in found if command is not None)]
 
 
 def context_of(name: str) -> click.Context:
