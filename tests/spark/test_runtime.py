@@ -150,9 +150,9 @@ async def handle(record: Record) -> None:
     rows = task.rows(halted_rows=True)
 
     assert [row["status"] for row in rows].count("dead_lettered") == 2
-    assert "the dead-letter budget of handler handle is spent" in next(
-        row["error"] for row in rows if row["status"] == "halted"
-    )
+    halted = next(row for row in rows if row["status"] == "halted")
+    assert "the dead-letter budget of handler handle is spent" in halted["error"]
+    assert halted["error_type"] == "ConnectionError"  # what it failed with, and not that nothing goes on
     assert task.broker.topics().keys() == {"orders"}  # no letter is sent from a task
 
 
@@ -228,9 +228,7 @@ def _until_at_rest(seen: list[int]) -> int:
 
 
 def test_a_task_that_spark_gives_up_leaves_nothing_running(make: Make) -> None:
-    task = make(
-        HANGING.replace('if record.value == b"7":\n        await asyncio.sleep(60)', "await asyncio.sleep(0.01)"), 5_000
-    )
+    task = make(HANGING.replace('record.value == b"7"', "record.offset >= 2_500"), 6_000)  # behind the first rows
     app: App = task.module.app
     rows = task.run()
     next(rows)
@@ -255,6 +253,83 @@ async def handle(record: Record) -> int:
     return most
 """)
     assert max(int(row["result"]) for row in task.rows(total_concurrency=6, at_once=3)) == 2
+
+
+SHARED = """
+from aioshard import Adaptive
+
+running = most = 0
+
+async def run() -> None:
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.002)
+    running -= 1
+
+@app.consume("orders", concurrency={concurrency})
+async def handle(record: Record) -> None:
+    await run()
+
+@app.consume("{other}", concurrency=16)
+async def others(record: Record) -> None:
+    await run()
+"""
+
+
+@pytest.mark.parametrize("concurrency", ["16", "Adaptive(4, 64)", "Adaptive(4, 64, initial=32)"])
+def test_the_total_holds_whatever_says_how_many_run(make: Make, concurrency: str) -> None:
+    task = make(SHARED.format(concurrency=concurrency, other="elsewhere"), records=200)
+    task.broker.create_topic("elsewhere", 1)
+    task.broker.group("history").commit_from_outside({TopicPartition("elsewhere", 0): 0})
+    task.rows(total_concurrency=6, at_once=2, topics=("orders",))
+
+    assert task.module.most == 3
+
+
+def test_handlers_of_one_task_share_its_part_of_the_total(make: Make) -> None:
+    task = make(SHARED.format(concurrency=16, other="invoices"))
+    task.broker.create_topic("invoices", 1)
+    for number in range(20):
+        task.broker.publish("invoices", b"x", key=b"i%d" % number)
+    task.broker.group("history").commit_from_outside({TopicPartition("invoices", 0): 0})
+    assert len(task.rows(total_concurrency=8, at_once=2)) == 40
+
+    assert task.module.most == 4
+
+
+def test_a_total_that_fixed_shards_would_break_is_refused(make: Make) -> None:
+    task = make("""
+@app.consume("orders", shards=8)
+async def handle(record: Record) -> None:
+    pass
+""")
+    with pytest.raises(PlanError, match="total_concurrency=4 was found, and handler 'handle' has shards=8"):
+        task.rows(total_concurrency=4)
+    assert len(task.rows()) == 20
+
+
+def test_tasks_share_the_rate_of_the_whole_job(make: Make) -> None:
+    task = make("""
+@app.consume("orders", rate_limit=RateLimit(80, burst=4))
+async def handle(record: Record) -> float:
+    return time.monotonic()
+""")
+    started = sorted(float(row["result"]) for row in task.rows(at_once=4))
+
+    assert started[-1] - started[0] > 0.85 * 19 / 20
+
+
+def test_what_a_run_says_of_failures_takes_the_place_of_the_policy(make: Make) -> None:
+    handler = """
+@app.consume("orders", retry=Retry(attempts=1), on_failure="halt")
+async def handle(record: Record) -> None:
+    raise LookupError("no such customer")
+"""
+    task = make(handler)
+    assert {row["status"] for row in make(handler).rows(on_failure="skip")} == {"skipped"}
+    assert {row["status"] for row in task.rows(on_failure="dead-letter:letters")} == {"dead_lettered"}
+    assert task.broker.topics().keys() == {"orders"}
 
 
 def test_an_app_that_is_not_there_is_a_sentence() -> None:

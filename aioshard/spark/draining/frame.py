@@ -10,7 +10,7 @@ from aioshard.errors import DrainError, HaltedError, PlanError
 from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.told import raised_by_task
 from aioshard.spark.session import shuffle_partitions, slots_of
-from aioshard.spark.tasks.work import Work
+from aioshard.spark.tasks.work import Work, check_concurrency
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -130,7 +130,7 @@ def apply_handlers(
     from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
     from aioshard.spark.source.request import places  # noqa: PLC0415 - pyarrow is imported on use
 
-    target = _checked(app, on_failure)
+    target = _checked(app, on_failure, total_concurrency)
     if df.isStreaming:
         raise PlanError(
             "a stream was found, a DataFrame with an end was expected: call apply_handlers in foreachBatch, with an "
@@ -162,13 +162,14 @@ def apply_handlers(
     return spark.read.schema(OUTCOME_COLUMNS).parquet(place.uri(name))
 
 
-def _checked(app: str | App, on_failure: str | None) -> str:
+def _checked(app: str | App, on_failure: str | None, total_concurrency: int | None) -> str:
     """`MODULE:APP` of an app that can run so."""
     from aioshard.spark.planning.planned_handlers import check_policies, target_of  # noqa: PLC0415
     from aioshard.spark.tasks.loading import resolve_app  # noqa: PLC0415 - with the app's own modules
 
     target, loaded = (app, resolve_app(app)) if isinstance(app, str) else (target_of(app), app)
     check_policies(loaded, on_failure)
+    check_concurrency(loaded.handlers, total_concurrency)
     return target
 
 

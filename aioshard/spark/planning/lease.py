@@ -13,7 +13,7 @@ from aioshard.spark.runs.access import settings_for
 from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.plan import Plan
 
-__all__ = ["lease", "take_lease"]
+__all__ = ["check_lease", "lease", "take_lease"]
 
 _LONGEST = 366 * 24 * 3600.0
 
@@ -46,6 +46,16 @@ async def lease(directory: str | os.PathLike[str] | RunDirectory, seconds: float
         return await take_lease(brokers, plan, seconds)
 
 
+def check_lease(seconds: float) -> None:
+    """Refuse a lease that cannot be meant.
+
+    Raises:
+        PlanError: *seconds* makes no sense.
+    """
+    if isinstance(seconds, bool) or not 0 <= seconds <= _LONGEST:
+        raise PlanError(f"lease={seconds!r} was found, seconds between 0 and {_LONGEST:g} were expected")
+
+
 async def take_lease(brokers: HistoryBrokers, plan: Plan, seconds: float) -> list[TopicPartition]:
     """Commit the group's own offsets once more, with a lease noted beside them.
 
@@ -76,8 +86,7 @@ async def take_lease(brokers: HistoryBrokers, plan: Plan, seconds: float) -> lis
         GroupMovedError: The group has committed something else since the plan was made. Nothing was changed.
         TransportError: It was not stored.
     """
-    if isinstance(seconds, bool) or not 0 <= seconds <= _LONGEST:
-        raise PlanError(f"lease={seconds!r} was found, seconds between 0 and {_LONGEST:g} were expected")
+    check_lease(seconds)
     then = then_of(plan)
     now = await brokers.group_commits(plan.group_id, then)
     changes = list(moved(then, now))

@@ -25,7 +25,7 @@ from aioshard.spark.planning.bounds import (
     timestamp_of,
 )
 from aioshard.spark.planning.commits import after, noted
-from aioshard.spark.planning.lease import take_lease
+from aioshard.spark.planning.lease import check_lease, take_lease
 from aioshard.spark.planning.planned_handlers import (
     Tell,
     check_dead_letters,
@@ -38,6 +38,7 @@ from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
 from aioshard.spark.runs.versions import versions_of
 from aioshard.spark.tasks.loading import resolve_app
+from aioshard.spark.tasks.work import check_concurrency
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -90,7 +91,8 @@ async def plan(
             that is not older. A mapping: exactly there, or at the end of the log where that comes first.
         tasks: How many tasks to make; None leaves it to the run.
         max_rows_per_batch: Records of one micro-batch at most: what a crash can repeat.
-        total_concurrency: Handlers running at the same time in the whole job.
+        total_concurrency: Handlers running at the same time in the whole job, and at least one of each in a task that
+            has records for it. Handlers with fixed shards cannot be bounded so, and are refused.
         on_failure: `skip` or `dead-letter:TOPIC`, in place of the handlers' own, `Park` among them.
         shuffle: Bring the records of a key together across topics and partitions, instead of one task per partition.
         lease: Seconds for which apps of the group are to keep off; see `aioshard.spark.lease.take_lease` for what
@@ -122,6 +124,9 @@ async def plan(
     settings = settings_of(loaded, servers)
     group_id = group if group is not None else loaded.group_id
     check_policies(loaded, on_failure)
+    check_concurrency(loaded.handlers, total_concurrency)
+    if lease is not None:
+        check_lease(lease)
     async with HistoryBrokers(settings) as brokers:
         handlers = await planned_handlers(loaded, brokers, shuffle=shuffle, tell=tell)
         check_dead_letters(handlers, on_failure)

@@ -129,7 +129,8 @@ class _Reading:
         def transport(app: App) -> RangeTransport:
             return RangeTransport(app.settings, ranges.bounds, ranges.done)
 
-        return run_handlers(request.work, transport)
+        topics = tuple({one.topic for one in ranges.ranges})
+        return run_handlers(request.work._replace(topics=topics), transport)
 
     def _tasks(self, start: Vector, end: Vector) -> Sequence[_Task]:
         return [_Task(one) for one in self._request.task_ranges(ranges_between(start, end))]

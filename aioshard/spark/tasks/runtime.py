@@ -5,6 +5,7 @@ does in an app: shards, workers, retries, time-outs and failure policies are the
 """
 
 import asyncio
+import dataclasses
 import functools
 import queue
 import time
@@ -16,6 +17,7 @@ import anyio
 import pyarrow as pa
 
 from aioshard.app import App
+from aioshard.core.adaptive import Adaptive
 from aioshard.core.recourse import DeadLetter
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import HandlerSpec
@@ -26,7 +28,7 @@ from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Message, Oversized,
 from aioshard.records import TopicPartition
 from aioshard.spark.tasks.collecting import Collected
 from aioshard.spark.tasks.loading import resolve_app
-from aioshard.spark.tasks.work import DEAD_LETTER, Work
+from aioshard.spark.tasks.work import DEAD_LETTER, Work, check_concurrency
 from aioshard.spark.tasks.worker_loop import WorkerLoop, worker_loop
 
 __all__ = ["DEAD_LETTER", "Arriving", "Work", "run_handlers"]
@@ -83,6 +85,7 @@ def run_handlers(
         AioshardError: The app cannot be imported, or cannot go on.
     """
     app = resolve_app(work.app, work.places)
+    check_concurrency(app.handlers, work.total_concurrency)
     app.configure(**work.settings, auto_offset_reset="error", **_SETTINGS)
     yield from _Task(app, work, make_transport, worker_loop(), arriving).run()
 
@@ -160,7 +163,7 @@ class _Task:
         return app.started(
             lambda: _Paced(self._make_transport(app), collected.room),
             (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
-            adapt=functools.partial(_adapted, self._work),
+            adapt=functools.partial(_adapted, self._work, self._work.concurrency_of(app.handlers)),
             observe=collected.observe,
             replay=True,
         )
@@ -237,11 +240,12 @@ class _Paced:
         return await self._transport.poll(allowance, timeout)
 
 
-def _adapted(work: Work, spec: HandlerSpec) -> HandlerSpec:
+def _adapted(work: Work, most: int | None, spec: HandlerSpec) -> HandlerSpec:
     """A handler as it runs in one of several tasks, which share what the handler may have."""
-    concurrency = spec.concurrency
-    if work.total_concurrency is not None and spec.shards is None:
-        concurrency = max(min(concurrency, work.total_concurrency // work.at_once), 1)
+    concurrency, adaptive = spec.concurrency, spec.adaptive
+    if most is not None:
+        concurrency = min(concurrency, most)
+        adaptive = adaptive and _bounded(adaptive, most)
         if spec.resized is not None:
             spec.resized(concurrency)
     policy = spec.on_failure
@@ -250,7 +254,13 @@ def _adapted(work: Work, spec: HandlerSpec) -> HandlerSpec:
     elif work.on_failure is not None:
         policy = DeadLetter(work.on_failure.removeprefix(DEAD_LETTER))
     rate = spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
-    return spec._replace(concurrency=concurrency, on_failure=policy, letters=_keep, rate_limit=rate)
+    return spec._replace(concurrency=concurrency, adaptive=adaptive, on_failure=policy, letters=_keep, rate_limit=rate)
+
+
+def _bounded(adaptive: Adaptive, most: int) -> Adaptive:
+    initial = adaptive.initial and min(adaptive.initial, most)
+    least, highest = min(adaptive.minimum, most), min(adaptive.maximum, most)
+    return dataclasses.replace(adaptive, minimum=least, maximum=highest, initial=initial)
 
 
 async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of one shape

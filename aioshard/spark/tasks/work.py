@@ -1,9 +1,12 @@
 """What every task of a job is told. Imports nothing of Spark or Arrow: a plan is made without them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["DEAD_LETTER", "Work"]
+from aioshard.errors import PlanError
+from aioshard.handlers import Registration
+
+__all__ = ["DEAD_LETTER", "Work", "check_concurrency"]
 
 DEAD_LETTER = "dead-letter:"
 """Begins an `on_failure` that names a dead-letter topic."""
@@ -26,3 +29,33 @@ class Work(NamedTuple):
     """Tasks that run at the same time: they share the total concurrency and the rates."""
     halted_rows: bool = False
     """Whether a halted record becomes a row, and ends the task well; else it is an error."""
+    topics: tuple[str, ...] | None = None
+    """Those of a task; None where any may come."""
+
+    def concurrency_of(self, handlers: Iterable[Registration]) -> int | None:
+        """How many runs of each handler a task may have at the same time; None where nothing bounds them all.
+
+        Args:
+            handlers: Of the app. Those that the task has records for share what is its part of the total.
+        """
+        if self.total_concurrency is None:
+            return None
+        topics = self.topics
+        serving = sum(topics is None or any(map(handler.takes, topics)) for handler in handlers)
+        return max(self.total_concurrency // (self.at_once * max(serving, 1)), 1)
+
+
+def check_concurrency(handlers: Iterable[Registration], total_concurrency: int | None) -> None:
+    """Refuse a total that could not be kept.
+
+    Raises:
+        PlanError: A handler has fixed shards: each is a worker, in every task.
+    """
+    fixed = [handler for handler in handlers if handler.shards is not None]
+    if total_concurrency is not None and fixed:
+        name, shards = fixed[0].name, fixed[0].shards
+        raise PlanError(
+            f"total_concurrency={total_concurrency} was found, and handler {name!r} has shards={shards}: each fixed "
+            "shard is a worker of its own in every task, so nothing would keep that total. Leave it out, or give the "
+            "handler concurrency= instead of shards="
+        )
