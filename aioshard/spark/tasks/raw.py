@@ -1,7 +1,9 @@
 """Records as they are, in the columns of Spark's own Kafka connector."""
 
+import asyncio
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -14,6 +16,8 @@ from aioshard.spark.tasks.rows import raw_batch
 from aioshard.spark.tasks.worker_loop import worker_loop
 
 __all__ = ["read_raw"]
+
+T = TypeVar("T")
 
 _ROWS = 2_000
 """Of one Arrow batch."""
@@ -39,16 +43,20 @@ def read_raw(
         DataLossError: Retention has deleted the start of a range.
         TransportError: They cannot be read.
     """
-    loop = worker_loop()
+    loop = worker_loop().loop
+
+    def wait_for(step: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(step, loop).result()
+
     reader = _Reader(settings, ranges, finished)
     try:
-        loop.submit(reader.open()).result()
+        wait_for(reader.open())
         while not reader.done:
-            records = loop.submit(reader.some()).result()
+            records = wait_for(reader.some())
             if records:
                 yield raw_batch(records)
     finally:
-        loop.submit(reader.close()).result()
+        wait_for(reader.close())
 
 
 class _Reader:
