@@ -13,8 +13,9 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.flights import FLIGHTS, Findings, Flight, carried_in_order, check, read_flights
 from aioshard.cli.progress import Progress
-from aioshard.cli.publishing import Publisher, silence_client
+from aioshard.cli.publishing import Publisher
 from aioshard.errors import TransportError
+from aioshard.kafka.connecting import silence_client
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.loops import loop_factory
 from aioshard.records import Record

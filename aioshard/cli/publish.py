@@ -14,9 +14,10 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.progress import Progress
-from aioshard.cli.publishing import Compression, Publisher, silence_client
+from aioshard.cli.publishing import Compression, Publisher
 from aioshard.cli.rows import BadLineError, CsvRows, Format, JsonRows, LineSplitter, Row, Rows
 from aioshard.errors import AioshardError
+from aioshard.kafka.connecting import silence_client
 from aioshard.loops import loop_factory
 from aioshard.settings import Settings
 

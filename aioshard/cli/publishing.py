@@ -1,7 +1,6 @@
 """Records to one topic in batches, each acknowledged once."""
 
 import asyncio
-import logging
 import random
 from collections.abc import Iterable
 from types import TracebackType
@@ -20,7 +19,7 @@ from aioshard.kafka.translate import missing_topic, nothing_acknowledged, publis
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["Compression", "Publisher", "silence_client"]
+__all__ = ["Compression", "Publisher"]
 
 _STALLED = 30.0
 """Seconds without an acknowledgement after which we give up. The idempotent producer itself tries for ever."""
@@ -185,8 +184,3 @@ class Publisher:
         if isinstance(error, RefusedError) and error.error is kafka.MessageSizeTooLargeError:
             return too_large(self._topic, None)
         return publish_error(error, self._topic)
-
-
-def silence_client() -> None:
-    """Keep the client's own log lines off the terminal where no logging is configured: errors are told as sentences."""
-    logging.getLogger("aiokafka").addHandler(logging.NullHandler())

@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar
 
 import click
 
-from aioshard.cli.publishing import silence_client
 from aioshard.kafka.administration import Administration
+from aioshard.kafka.connecting import silence_client
 from aioshard.kafka.topic_reader import TopicReader
 from aioshard.loops import loop_factory
 from aioshard.records import TOPIC_NAME

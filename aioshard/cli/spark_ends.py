@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from aioshard.cli import options
-from aioshard.cli.publishing import silence_client
 from aioshard.cli.sides import run
 from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
+from aioshard.kafka.connecting import silence_client
 from aioshard.spark.ending.handover import handover as hand_over
 from aioshard.spark.ending.letters import letters_owed, send_letters
 from aioshard.spark.runs.directory import RunDirectory

@@ -1,6 +1,7 @@
 """Which broker answers, and why none does, as a sentence: aiokafka itself only logs the causes."""
 
 import asyncio
+import logging
 import os
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -16,7 +17,7 @@ from aioshard.kafka.translate import reason
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["CONNECT_TIMEOUT", "advertised_by", "connected", "find_broker", "why_unreachable"]
+__all__ = ["CONNECT_TIMEOUT", "advertised_by", "connected", "find_broker", "silence_client", "why_unreachable"]
 
 C = TypeVar("C")
 
@@ -230,3 +231,8 @@ def _connection(error: Exception, settings: "Settings") -> str:
 
 def _tls_reason(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).replace("_", " ").lower()
+
+
+def silence_client() -> None:
+    """Keep the client's own log lines off the terminal where no logging is configured: errors are told as sentences."""
+    logging.getLogger("aiokafka").addHandler(logging.NullHandler())

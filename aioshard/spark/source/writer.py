@@ -1,6 +1,5 @@
 """`format("aioshard")` as a sink: rows become messages of a Kafka topic, sent by the tasks that have them."""
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -96,15 +95,15 @@ class _Writing:
         from aioshard.spark.source.publishing import publish_wave, waves  # noqa: PLC0415
         from aioshard.spark.tasks.worker_loop import worker_loop  # noqa: PLC0415
 
-        target, loop = self._target, worker_loop().loop
+        target, loop = self._target, worker_loop()
         producer = KafkaProducer(Settings(**target.settings))
         sent = 0
         try:
             for wave in waves(message for batch in iterator for message in target.messages(batch)):
-                asyncio.run_coroutine_threadsafe(publish_wave(producer, wave), loop).result()
+                loop.submit(publish_wave(producer, wave)).result()
                 sent += len(wave)
         finally:
-            asyncio.run_coroutine_threadsafe(producer.close(), loop).result()
+            loop.submit(producer.close()).result()
         return _Sent(sent)
 
 

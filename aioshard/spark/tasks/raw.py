@@ -1,9 +1,7 @@
 """Records as they are, in the columns of Spark's own Kafka connector."""
 
-import asyncio
 import time
-from collections.abc import Collection, Coroutine, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping
 
 import pyarrow as pa
 
@@ -16,8 +14,6 @@ from aioshard.spark.tasks.rows import raw_batch
 from aioshard.spark.tasks.worker_loop import worker_loop
 
 __all__ = ["read_raw"]
-
-T = TypeVar("T")
 
 _ROWS = 2_000
 """Of one Arrow batch."""
@@ -43,20 +39,16 @@ def read_raw(
         DataLossError: Retention has deleted the start of a range.
         TransportError: They cannot be read.
     """
-    loop = worker_loop().loop
-
-    def wait_for(step: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(step, loop).result()
-
+    loop = worker_loop()
     reader = _Reader(settings, ranges, finished)
     try:
-        wait_for(reader.open())
+        loop.submit(reader.open()).result()
         while not reader.done:
-            records = wait_for(reader.some())
+            records = loop.submit(reader.some()).result()
             if records:
                 yield raw_batch(records)
     finally:
-        wait_for(reader.close())
+        loop.submit(reader.close()).result()
 
 
 class _Reader:

@@ -6,11 +6,14 @@ import gc
 import os
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from aioshard.kafka.connecting import silence_client
 from aioshard.loops import loop_factory
 
 __all__ = ["Submitted", "WorkerLoop", "worker_loop"]
+
+T = TypeVar("T")
 
 
 class WorkerLoop:
@@ -30,24 +33,24 @@ class WorkerLoop:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> "Submitted":
-        """Run a coroutine there."""
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Submitted[T]":
+        """Run a coroutine there; `worker_loop().submit(coroutine).result()` waits for what it returns."""
         return Submitted(self, coroutine)
 
 
-class Submitted:
+class Submitted(Generic[T]):
     """A coroutine on its way through a loop of another thread; may be awaited by a thread."""
 
-    def __init__(self, loop: WorkerLoop, coroutine: Coroutine[Any, Any, None]) -> None:
+    def __init__(self, loop: WorkerLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self._loop = loop
         self._ended = threading.Event()
-        self._future: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(
+        self._future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(
             self._until_the_end(coroutine), loop.loop
         )
 
-    async def _until_the_end(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def _until_the_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
-            await coroutine
+            return await coroutine
         finally:
             self._ended.set()  # a cancelled `Future` is done at once, what it runs is not
 
@@ -56,9 +59,9 @@ class Submitted:
         """Whether it has ended."""
         return self._ended.is_set()
 
-    def result(self) -> None:
-        """Wait for the end, and raise what it raised."""
-        self._future.result()
+    def result(self) -> T:
+        """Wait for the end; returns what it returned, and raises what it raised."""
+        return self._future.result()
 
     def give_up(self, timeout: float) -> None:
         """Cancel it, and wait until it has ended; a loop that it keeps is left to it."""
@@ -79,6 +82,7 @@ def worker_loop() -> WorkerLoop:
     global _current  # noqa: PLW0603 - a worker process has one, as long as it lives
     if _current is None or _current.left or _current.pid != os.getpid():
         _current = WorkerLoop()
+        silence_client()
         gc.freeze()
         gc.set_threshold(*_COLLECT_AFTER)
     return _current
