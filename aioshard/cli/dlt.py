@@ -5,11 +5,12 @@ import click
 from aioshard.cli.dlt_drop import drop
 from aioshard.cli.dlt_replay import replay
 from aioshard.cli.dlt_show import show
+from aioshard.cli.groups import InOrder
 
 __all__ = ["command"]
 
 
-@click.group()
+@click.group(cls=InOrder)
 def command() -> None:
     """Show, replay and drop dead letters."""
 

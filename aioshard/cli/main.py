@@ -18,7 +18,7 @@ from typing import NoReturn
 import click
 
 from aioshard import __version__
-from aioshard.cli.lazy import LazyCommand, LazyGroup
+from aioshard.cli.groups import LazyCommand, LazyGroup
 from aioshard.errors import (
     AioshardError,
     DataLossError,

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from aioshard.cli import options
+from aioshard.cli.groups import InOrder
 from aioshard.cli.parked import Parked, ParkedKey, ParkedTopic
 from aioshard.cli.progress import Progress
 from aioshard.cli.selection import Selection, filters
@@ -26,7 +27,7 @@ _NOTHING_CHOSEN = 3
 _AT_ONCE = 1000
 
 
-@click.group()
+@click.group(cls=InOrder)
 def command() -> None:
     """Show, release and drop parked records."""
 

@@ -2,6 +2,7 @@
 
 import click
 
+from aioshard.cli.groups import InOrder
 from aioshard.cli.spark_ends import handover, redrive, verify
 from aioshard.cli.spark_plan import plan
 from aioshard.cli.spark_runs import drain, follow, status, stop
@@ -9,7 +10,7 @@ from aioshard.cli.spark_runs import drain, follow, status, stop
 __all__ = ["command"]
 
 
-@click.group()
+@click.group(cls=InOrder)
 def command() -> None:
     """Run an app's handlers over history: plan, drain, verify, hand over.
 

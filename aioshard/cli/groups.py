@@ -1,4 +1,4 @@
-"""Commands that are imported when they are used, so that `--help` is quick."""
+"""Groups of commands: in their own order, and imported when they are used, so that `--help` is quick."""
 
 import importlib
 from collections.abc import Mapping
@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 import click
 
-__all__ = ["LazyCommand", "LazyGroup"]
+__all__ = ["InOrder", "LazyCommand", "LazyGroup"]
+
+
+class InOrder(click.Group):
+    """A group whose help has its commands in the order in which they were added: mostly that of their use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
+        """The names, in their order."""
+        return list(self.commands)
 
 
 class LazyCommand(NamedTuple):
