@@ -217,6 +217,15 @@ async def test_flight_delays_tells_a_cancelled_flight_from_one_on_time() -> None
     assert found == ["cancelled", "on time", "on time", "late", "late", "very late"]
 
 
+def test_flights_lines_are_records_that_flight_delays_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+    load("flights_lines").main(2_000)
+
+    flights = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [flight["number"] for flight in flights] == list(range(2_000))
+    assert (flights[0]["aircraft"], flights[0]["departure_delay"]) == ("N14228", 2)
+    assert any(flight["aircraft"] is None for flight in flights)
+
+
 async def test_flights_journal_has_a_row_for_each_flight(tmp_path: Path) -> None:
     """The reports in the documentation are made of it."""
     example = load("flights_journal")
