@@ -2,6 +2,7 @@
 
 import pytest
 
+from aioshard.errors import PlanError
 from aioshard.kafka.history import LogBounds
 from aioshard.records import TopicPartition
 from aioshard.spark.planning.bounds import Facts, end_of, lost, start_of
@@ -37,3 +38,9 @@ def test_an_end_is_between_the_start_and_what_can_be_read(wanted: int | None, en
 def test_a_time_that_the_log_has_not_come_to_begins_where_reading_ends() -> None:
     assert start_of(FACTS, 1.0, None, given=None, timed=None) == 18
     assert start_of(FACTS, 1.0, None, given=None, timed=11) == 11
+
+
+def test_a_named_start_may_be_the_end_of_the_log_and_no_more() -> None:
+    assert start_of(FACTS, {}, None, given=20, timed=None) == 20
+    with pytest.raises(PlanError, match="orders/0 begins at 21, and its log ends at 20"):
+        start_of(FACTS, {}, None, given=21, timed=None)

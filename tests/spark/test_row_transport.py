@@ -136,6 +136,24 @@ def test_a_record_that_halts_ends_the_task_with_its_own_name(work: Any) -> None:
         outcomes(told, iter([raw_batch([record(n, partition=5) for n in (9, 8, 7, 6)])]))
 
 
+def test_rows_behind_a_halt_are_read_to_their_end(work: Any) -> None:
+    """What a task leaves of its rows, the next task of the same worker would find."""
+    told, _ = work(
+        "@app.consume('orders', retry=Retry(attempts=1))\nasync def handle(record: Record):\n    raise ValueError\n",
+        max_buffered_records=100,
+    )
+    told = told._replace(halted_rows=True)
+    rows, read = raw_batch([record(n) for n in range(500)]), []
+
+    def given() -> Iterator[pa.RecordBatch]:
+        for number in range(200):
+            read.append(number)
+            yield rows
+
+    assert [row["status"] for row in outcomes(told, given())] == ["halted"]
+    assert len(read) == 200
+
+
 def test_rows_that_break_off_are_an_error(work: Any) -> None:
     told, _ = work(BY_KEY)
 

@@ -9,32 +9,9 @@ from pathlib import Path
 import pytest
 
 from aioshard.errors import PlanError
+from aioshard.spark.runs.checkpoint import Border, last_border
 from aioshard.spark.runs.directory import RunDirectory
-from aioshard.spark.runs.plan import CommittedThen, FinishedBeyond, Plan, PlannedHandler, PlannedRange
-
-PLAN = Plan(
-    id="7f3a",
-    created=1767225600.25,
-    app="orders.app:app",
-    group_id="orders",
-    bootstrap_servers=None,
-    isolation_level="read_committed",
-    ranges=(PlannedRange(topic="orders", partition=0, start=5, end=9),),
-    committed=(CommittedThen("orders", 0, 5, "aioshard/1 first=3"),),
-    handlers=(
-        PlannedHandler(
-            name="on_order",
-            topics=("orders",),
-            shard_by="key",
-            shards=None,
-            concurrency=64,
-            on_failure="halt",
-            layout="partition",
-        ),
-    ),
-    finished=(FinishedBeyond("orders", 0, (7, 8)),),
-    versions={"aioshard": "0.1.0"},
-)
+from tests.spark.plans import PLAN
 
 
 @pytest.fixture(params=["local", "arrow"])
@@ -177,3 +154,49 @@ def test_an_object_store_does_not_move_a_directory_at_once(monkeypatch: pytest.M
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     assert RunDirectory("runs/7").moves_at_once
     assert not RunDirectory("s3://bucket/runs/7?region=eu-central-1").moves_at_once
+
+
+def test_what_is_no_directory_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd" / "plan.json").mkdir(parents=True)
+    directory = RunDirectory(tmp_path / "file")
+
+    for action in (directory.plan, directory.list, lambda: directory.begin(PLAN), lambda: directory.remove("stop")):
+        with pytest.raises(PlanError, match=r"file.* cannot be used .*: name a directory in which this user may read"):
+            action()
+    with pytest.raises(PlanError, match=r"odd/plan\.json cannot be used"):
+        RunDirectory(tmp_path / "odd").plan()
+
+
+def test_a_run_is_drained_by_one_process(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from aioshard.spark.runs.directory import RunDirectory\n"
+        "with RunDirectory(sys.argv[1]).alone():\n"
+        "    print('drains', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    directory = RunDirectory(tmp_path)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "drains\n"
+        with pytest.raises(PlanError, match="is being drained by another process"), directory.alone():
+            pass
+        other.kill()
+    with directory.alone():  # however the other one ended
+        assert directory.list() == []
+
+
+def test_the_last_border_is_that_of_the_last_batch_that_is_complete(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert last_border(directory) is None
+    for batch in range(12):
+        directory.write(f"checkpoint/offsets/{batch}", f'v1\n{{}}\n{{"orders": {{"0": {10 * batch}}}}}')
+        assert last_border(directory) == (None if batch == 0 else Border(batch - 1, {"orders": {"0": 10 * batch - 10}}))
+        directory.write(f"checkpoint/commits/{batch}", "v1\n{}")
+        (tmp_path / "checkpoint" / "commits" / f".{batch}.crc").touch()
+    for batch in range(5):  # Spark keeps the last hundred
+        directory.remove(f"checkpoint/commits/{batch}")
+
+    assert last_border(directory) == Border(11, {"orders": {"0": 110}})

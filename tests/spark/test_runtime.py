@@ -298,6 +298,15 @@ def test_handlers_of_one_task_share_its_part_of_the_total(make: Make) -> None:
     assert task.module.most == 4
 
 
+def test_a_total_that_is_less_than_the_tasks_is_one_in_each(make: Make) -> None:
+    task = make(SHARED.format(concurrency=16, other="elsewhere"))
+    task.broker.create_topic("elsewhere", 1)
+    task.broker.group("history").commit_from_outside({TopicPartition("elsewhere", 0): 0})
+    assert len(task.rows(total_concurrency=2, at_once=3)) == 20
+
+    assert task.module.most <= 2  # one of each handler
+
+
 def test_a_total_that_fixed_shards_would_break_is_refused(make: Make) -> None:
     task = make("""
 @app.consume("orders", shards=8)

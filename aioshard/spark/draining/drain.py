@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import AioshardError, DataLossError, DrainError, HaltedError, PlanError
 from aioshard.spark.draining.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
+from aioshard.spark.draining.logs import check_logs
 from aioshard.spark.draining.planned_source import planned_source
 from aioshard.spark.runs.checkpoint import CHECKPOINT, Border, last_border
 from aioshard.spark.runs.directory import STOP, RunDirectory
@@ -105,8 +106,9 @@ def drain(
     Raises:
         HaltedError: A record failed for good and its handler halts, or the budget is spent. Its micro-batch is not
             committed; correct what it failed with and drain again.
-        DataLossError: Retention has deleted what was still to be read.
-        PlanError: There is no plan, or the tasks run other code than it was planned with.
+        DataLossError: What was still to be read is not in the log any more: retention has deleted it, or somebody the
+            topic.
+        PlanError: There is no plan, the tasks run other code than the driver, or another process drains the run.
         DrainError: Something else ended it.
 
     Example:
@@ -133,7 +135,7 @@ def follow(
     Args:
         spark: A session without speculation.
         directory: Of the run; its planned ends are ignored.
-        trigger: How often a micro-batch begins.
+        trigger: How often a micro-batch begins, such as `10 seconds`.
         foreach: As for `drain`.
         tell: As for `drain`.
 
@@ -143,7 +145,10 @@ def follow(
     Raises:
         PlanError: As `drain`.
     """
-    return _Run(spark, directory, foreach, tell).start(follow=trigger)
+    run = _Run(spark, directory, foreach, tell)
+    query = run.start(follow=trigger)
+    threading.Thread(target=run.until_ended, args=(query,), name="aioshard follow", daemon=True).start()
+    return query
 
 
 def until_stopped(query: "StreamingQuery", directory: str | PathLike[str] | RunDirectory) -> None:
@@ -227,11 +232,25 @@ class _Run:
         self._foreach = foreach
         self._began = time.monotonic()
         check_speculation({"spark.speculation": spark.conf.get("spark.speculation", "false") or "false"})
-        check_versions(spark, self.plan, tell)
+        self._alone = contextlib.ExitStack()
+        self._alone.enter_context(self.place.alone())
+        try:
+            self.place.remove(STOP)  # whoever asks from now on is heard
+            check_logs(self.plan, last_border(self.place))
+            check_versions(spark, self.plan, tell)
+        except BaseException:
+            self._alone.close()
+            raise
 
     def start(self, follow: str | None) -> "StreamingQuery":
         """Start the query; *follow* is the trigger of one without end."""
-        self.place.remove(STOP)
+        try:
+            return self._started(follow)
+        except BaseException:
+            self._alone.close()
+            raise
+
+    def _started(self, follow: str | None) -> "StreamingQuery":
         self.place.remove(HALTED)
         slots = slots_of(self.spark, len(self.plan.ranges))
         reader = self.spark.readStream
@@ -239,10 +258,21 @@ class _Run:
         write = WriteBatch(self.place, self._foreach, outcomes)
         stream = frame.writeStream.queryName(f"aioshard {self.plan.id}").foreachBatch(write)
         stream = stream.option("checkpointLocation", self.place.uri(CHECKPOINT))
-        trigger = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
-        return trigger.start()
+        if follow is None:
+            return stream.trigger(availableNow=True).start()
+        try:
+            return stream.trigger(processingTime=follow).start()
+        except Exception as error:
+            if "INTERVAL" not in str(error):
+                raise
+            raise PlanError(f"trigger={follow!r} was found, a time such as '10 seconds' was expected") from error
 
     # Waiting ---------------------------------------------------------------------------
+
+    def until_ended(self, query: "StreamingQuery") -> None:
+        """Keep other processes off as long as it runs."""
+        with contextlib.suppress(Exception), self._alone:
+            query.awaitTermination()
 
     def wait(self, query: "StreamingQuery", progress: Callable[[Progress], None] | None) -> DrainReport:
         """Wait for the end, and say what it is."""
@@ -259,6 +289,7 @@ class _Run:
             query.stop()
             raise
         finally:
+            self._alone.close()
             ended.set()
             if teller is not None:
                 teller.join()

@@ -1,15 +1,22 @@
 """The directory of a run: its plan, its checkpoint, its outcomes, and small files that say how far it is."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aioshard.errors import MissingExtraError, PlanError
 from aioshard.spark.runs.plan import Plan
+
+try:
+    import fcntl
+except ImportError:  # where there are no such locks nobody is kept off
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -19,6 +26,8 @@ __all__ = ["PLAN", "STOP", "RunDirectory"]
 PLAN = "plan.json"
 STOP = "stop"
 """The file that ends a run at the next border of a micro-batch."""
+_RUNNING = ".running"
+"""Locked while a process drains the run; it stays."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _ASIDE = "."
@@ -79,19 +88,31 @@ class RunDirectory:
 
     def exists(self, name: str) -> bool:
         """Whether there is a file, or a directory, of that name."""
-        return self._files.exists(name)
+        with self._told(name):
+            return self._files.exists(name)
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds; None where there is none."""
-        return self._files.read(name)
+        """What a file holds; None where there is none.
+
+        Raises:
+            PlanError: It cannot be read.
+        """
+        with self._told(name):
+            return self._files.read(name)
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Write a file, in place of one that is there; a reader sees the old one or the new one."""
-        self._files.write(name, content.encode() if isinstance(content, str) else content)
+        """Write a file, in place of one that is there; a reader sees the old one or the new one.
+
+        Raises:
+            PlanError: It cannot be written.
+        """
+        with self._told(name):
+            self._files.write(name, content.encode() if isinstance(content, str) else content)
 
     def remove(self, name: str) -> bool:
         """Remove a file; returns whether it was there."""
-        return self._files.remove(name)
+        with self._told(name):
+            return self._files.remove(name)
 
     @property
     def moves_at_once(self) -> bool:
@@ -108,7 +129,39 @@ class RunDirectory:
 
     def list(self, name: str = "") -> list[str]:
         """The names of all that is in a directory of the run, sorted; empty where there is none."""
-        return sorted(found for found in self._files.list(name) if not found.startswith(_ASIDE))
+        with self._told(name):
+            return sorted(found for found in self._files.list(name) if not found.startswith(_ASIDE))
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Errors of files as a sentence."""
+        try:
+            yield
+        except OSError as error:
+            raise PlanError(
+                f"{self.uri(name)} cannot be used ({error.strerror or error}): name a directory in which this user may "
+                "read and write"
+            ) from error
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from draining the run; where file systems know no locks, nobody is kept off.
+
+        Raises:
+            PlanError: One drains it.
+        """
+        with self._told(_RUNNING):
+            lock = self._files.lock(_RUNNING)
+        if lock is False:
+            raise PlanError(
+                f"the run in {self._given} is being drained by another process, and its handlers would run twice: wait "
+                f"for its end, or ask for it with  aioshard spark stop {self._given}"
+            )
+        try:
+            yield
+        finally:
+            if lock is not None:
+                os.close(lock)
 
     def read_json(self, name: str) -> Any:
         """What a JSON file holds; None where there is none.
@@ -176,6 +229,7 @@ class _Files(Protocol):
     def move(self, name: str, to: str) -> None: ...
     def remove_directory(self, name: str) -> None: ...
     def list(self, name: str) -> list[str]: ...
+    def lock(self, name: str) -> int | Literal[False] | None: ...
 
 
 class _LocalFiles:
@@ -229,6 +283,22 @@ class _LocalFiles:
             return [found.name for found in (self._base / name).iterdir()]
         except FileNotFoundError:
             return []
+
+    def lock(self, name: str) -> int | Literal[False] | None:
+        """What holds a lock for this process until it is closed; False when another one has it, None without locks."""
+        if fcntl is None:
+            return None
+        descriptor = os.open(self._base / name, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            # Of the process: within one, Spark itself refuses a second query of the same run.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return False
+        except OSError:  # the file system has none
+            os.close(descriptor)
+            return None
+        return descriptor
 
 
 class _ArrowFiles:
@@ -290,6 +360,9 @@ class _ArrowFiles:
 
         selector = fs.FileSelector(f"{self._base}/{name}".rstrip("/"), allow_not_found=True)
         return [found.base_name for found in self._system.get_file_info(selector)]
+
+    def lock(self, name: str) -> None:
+        """Nothing."""
 
 
 def _aside(name: str) -> str:

@@ -1,0 +1,126 @@
+"""What is done with a micro-batch, without Spark: in which order, and what counts as done after a crash between."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshard.errors import DrainError, HaltedError
+from aioshard.spark.draining.batches import WriteBatch, read_halted, summary_of
+from aioshard.spark.draining.drain import _Run
+from aioshard.spark.runs.directory import STOP, RunDirectory
+from tests.spark.plans import PLAN
+
+HALTED = {"topic": "orders", "partition": 0, "offset": 7, "key": b"k", "error_type": "E", "error": "", "attempts": 1}
+
+
+class Rows:
+    """As much of a DataFrame as a micro-batch needs: a written one has a file."""
+
+    def __init__(self, place: RunDirectory, statuses: list[str], events: list[str]) -> None:
+        self._place = place
+        self._statuses = statuses
+        self._events = events
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"write", "read", "sparkSession"}:
+            return self
+        return lambda *_: self  # mode, schema, where, orderBy, limit
+
+    def parquet(self, uri: str) -> "Rows":
+        name = uri.removeprefix(self._place.uri() + "/")
+        if not self._place.exists(name):
+            self._events.append("written")
+            self._place.write(f"{name}/part-0.parquet", "rows")
+        return self
+
+    def groupBy(self, _: str) -> "Counts":  # noqa: N802 - Spark's name
+        return Counts(self._statuses)
+
+    def collect(self) -> list[dict[str, Any]]:
+        return [HALTED] * self._statuses.count("halted")
+
+
+class Counts:
+    """Rows by status."""
+
+    def __init__(self, statuses: list[str]) -> None:
+        self._statuses = statuses
+
+    def count(self) -> "Counts":
+        return self
+
+    def collect(self) -> list[dict[str, Any]]:
+        return [{"status": status, "count": self._statuses.count(status)} for status in set(self._statuses)]
+
+
+def test_a_batch_that_is_complete_runs_no_handler_again(tmp_path: Path) -> None:
+    """The driver was lost after the rows had come to their place, and before Spark had noted that."""
+    place, events = RunDirectory(tmp_path), list[str]()
+    write = WriteBatch(place, lambda *_: events.append("told"), lambda rows: rows)
+    write(Rows(place, ["processed"], events), 0)  # type: ignore[arg-type]
+    write(Rows(place, ["processed"], events), 0)  # type: ignore[arg-type]
+
+    assert events == ["written", "told"]
+    assert (place.list("outcomes"), summary_of(place)) == (["batch=0"], {"processed": 1})
+
+
+def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:
+    place, events = RunDirectory(tmp_path), list[str]()
+
+    def failing(_: Any, batch: int) -> None:
+        events.append(f"{batch}: {place.list('outcomes')}")
+        raise LookupError("no such table")
+
+    with pytest.raises(DrainError, match=r"foreach of micro-batch 3 failed \(LookupError: no such table"):
+        WriteBatch(place, failing, lambda rows: rows)(Rows(place, ["processed"], events), 3)  # type: ignore[arg-type]
+
+    assert events == ["written", "3: []"]
+    assert place.list("outcomes") == []
+
+
+def test_no_sink_is_told_of_a_batch_that_halts(tmp_path: Path) -> None:
+    place, events = RunDirectory(tmp_path), list[str]()
+    write = WriteBatch(place, lambda *_: events.append("told"), lambda rows: rows)
+
+    with pytest.raises(HaltedError, match="orders/0/7"):
+        write(Rows(place, ["processed", "halted"], events), 0)  # type: ignore[arg-type]
+
+    assert events == ["written"]
+    assert place.list("outcomes") == []
+    assert [one.offset for one in read_halted(place)] == [7]
+
+
+class Session:
+    """As much of a Spark session as is asked before a query starts."""
+
+    conf: dict[str, str] = {}  # noqa: RUF012 - nothing is set
+
+
+def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = RunDirectory(tmp_path)
+    place.begin(PLAN)
+    place.write(STOP, "")  # of an earlier drain
+    seen = []
+
+    def executors_answer(*_: object) -> None:
+        seen.append(place.exists(STOP))
+        place.write(STOP, "")
+
+    monkeypatch.setattr("aioshard.spark.draining.versions_on_executors.check_versions", executors_answer)
+    monkeypatch.setattr("aioshard.spark.draining.drain.check_logs", lambda *_: None)
+    monkeypatch.setattr("aioshard.spark.draining.drain.planned_source", _nothing)
+    monkeypatch.setattr("aioshard.spark.draining.drain.slots_of", lambda *_: 1)
+    session: Any = Session()
+    session.readStream = None
+    with pytest.raises(LookupError):
+        _Run(session, place, None, lambda _: None).start(follow=None)
+
+    assert seen == [False]
+    assert place.exists(STOP)
+    with place.alone():  # a run that did not start keeps nobody off
+        pass
+
+
+def _nothing(*_: object, **__: object) -> Any:
+    raise LookupError

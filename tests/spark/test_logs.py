@@ -1,0 +1,56 @@
+"""What is left of a run and is not in the log any more is found out before a drain begins, on a real broker."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from aioshard import spark
+from aioshard.errors import DataLossError
+from aioshard.spark.draining.logs import check_logs
+from aioshard.spark.runs.checkpoint import Border
+from aioshard.spark.runs.plan import Plan
+from tests.spark.apps import write_app
+from tests.support.shared_kafka import SharedKafka
+
+
+@pytest.fixture
+async def plan(kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    await kafka.create_topic(topic, partitions=2)
+    await kafka.produce(topic, [(None, b"")] * 20)
+    app = write_app(tmp_path, monkeypatch, kafka, group, topic)
+    return await spark.plan(app.target, directory=None, start="earliest")
+
+
+async def check(plan: Plan, border: Border | None = None) -> None:
+    await asyncio.to_thread(check_logs, plan, border)
+
+
+async def test_what_retention_has_deleted_is_named_unless_it_was_done(
+    kafka: SharedKafka, topic: str, plan: Plan
+) -> None:
+    await check(plan)
+    await kafka.delete_records(topic, before={0: 6})
+
+    with pytest.raises(DataLossError, match=f"{topic}/0: offsets 0 to 5"):
+        await check(plan)
+    with pytest.raises(DataLossError, match=f"{topic}/0: offsets 5 to 5"):
+        await check(plan, Border(0, {topic: {"0": 5, "1": 0}}))
+    await check(plan, Border(0, {topic: {"0": 6, "1": 0}}))
+    await kafka.delete_records(topic, before={0: 10, 1: 10})
+    await check(plan, Border(1, {topic: {"0": 10, "1": 10}}))
+
+
+async def test_a_topic_that_is_gone_or_was_made_anew_is_named(kafka: SharedKafka, topic: str, plan: Plan) -> None:
+    await kafka.delete_topic(topic)
+    with pytest.raises(DataLossError, match=f"topic '{topic}' does not exist any more"):
+        await check(plan)
+
+    await kafka.create_topic(topic, partitions=2)
+    with pytest.raises(DataLossError, match=f"{topic}/0: the range ends at 10, and the log at 0"):
+        await check(plan)
+
+
+async def test_brokers_that_only_the_tasks_reach_refuse_nothing(plan: Plan) -> None:
+    await check(dataclasses.replace(plan, app="no_such_module:app", bootstrap_servers="127.0.0.1:1"))
