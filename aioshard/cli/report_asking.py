@@ -2,7 +2,8 @@
 
 import click
 
-from aioshard.cli.report_options import asked, opened, print_json, top
+from aioshard.cli.report_options import AskedOf, asked, journal_only, opened, opened_topics, print_json, shards, top
+from aioshard.cli.report_topic import show_arrivals, show_topic_skew
 from aioshard.cli.tables import as_text, cut, print_table
 
 __all__ = ["lag", "skew", "tail"]
@@ -14,17 +15,22 @@ _LAG_ROWS = 12
 @click.command()
 @asked("the totals, and the hottest of each kind,")
 @top
-def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int) -> None:
-    """How unequal the keys, partitions and shards of JOURNAL are.
+@shards
+def skew(*, of: AskedOf, as_json: bool, top: int, shards: tuple[int, ...]) -> None:
+    """How unequal the keys, partitions and shards of JOURNAL are, or of a topic.
 
     Work is how long the handler ran: the sum of the latest attempts. A Gini coefficient of 0 says that all have as
-    much; close to 1, that one has it all.
+    much; close to 1, that one has it all. A topic has no work: its records and bytes are counted.
     """
-    with opened(path, master) as journal:
+    if of.topics:
+        _topic_skew(of, top, shards, as_json=as_json)
+        return
+    of.refuse(shards=shards)
+    with opened(of) as journal:
         from aioshard.spark.analysis.skew import find_skew  # noqa: PLC0415 - imported on use
         from aioshard.spark.analysis.wording import duration_as_text, share_as_text  # noqa: PLC0415
 
-        found = find_skew(journal, handler, top)
+        found = find_skew(journal, of.handler, top)
     if as_json:
         print_json(found)
         return
@@ -55,18 +61,18 @@ def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int
 
 
 @click.command()
-@asked("the percentiles, and what finished last,")
+@journal_only("the percentiles, and what finished last,", "What took long")
 @top
-def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int) -> None:
+def tail(*, of: AskedOf, as_json: bool, top: int) -> None:
     """What took long in JOURNAL, and what finished last.
 
     Wait is from being taken in to the start of the latest attempt, service is that attempt, total is both.
     """
-    with opened(path, master) as journal:
+    with opened(of) as journal:
         from aioshard.spark.analysis.tail import LEVELS, find_tail  # noqa: PLC0415 - imported on use
         from aioshard.spark.analysis.wording import about_slowest, duration_as_text  # noqa: PLC0415
 
-        found = find_tail(journal, handler, top)
+        found = find_tail(journal, of.handler, top)
     if as_json:
         print_json(found)
         return
@@ -99,17 +105,27 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
 @click.command()
 @asked("the lag of each partition over time")
 @click.option("--moments", type=click.IntRange(1), default=60, show_default=True, help="How many moments to look at.")
-def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: int) -> None:
-    """How far behind each partition of JOURNAL was.
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="With --topic: how far behind an app would have been that processes N records/s.",
+)
+def lag(*, of: AskedOf, as_json: bool, moments: int, rate: float | None) -> None:
+    """How far behind each partition of JOURNAL was, or when the records of a topic came.
 
     A journal has what was finished. So a record counts from its timestamp to its end, and one that never ended does
-    not count at all.
+    not count at all. A topic has no ends: its timestamps say when records came, and how fast.
     """
-    with opened(path, master) as journal:
+    if of.topics:
+        _arrivals(of, moments, rate, as_json=as_json)
+        return
+    of.refuse(rate=rate)
+    with opened(of) as journal:
         from aioshard.spark.analysis.lag import find_lag  # noqa: PLC0415 - imported on use
         from aioshard.spark.analysis.wording import duration_as_text  # noqa: PLC0415
 
-        found = find_lag(journal, handler, moments)
+        found = find_lag(journal, of.handler, moments)
     if as_json:
         print_json(found)
         return
@@ -141,3 +157,25 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
     if found.made_up:
         click.echo("")
         click.echo(f"{found.made_up:,} record(s) have a timestamp after their arrival: somebody's clock is wrong.")
+
+
+def _topic_skew(of: AskedOf, top: int, shards: tuple[int, ...], *, as_json: bool) -> None:
+    with opened_topics(of) as topics:
+        from aioshard.spark.analysis.topic_skew import find_topic_skew  # noqa: PLC0415 - imported on use
+
+        found = find_topic_skew(topics, shards, top)
+    if as_json:
+        print_json(found)
+    else:
+        show_topic_skew(found)
+
+
+def _arrivals(of: AskedOf, moments: int, rate: float | None, *, as_json: bool) -> None:
+    with opened_topics(of) as topics:
+        from aioshard.spark.analysis.arrivals import find_arrivals  # noqa: PLC0415 - imported on use
+
+        found = find_arrivals(topics, moments, rate)
+    if as_json:
+        print_json(found)
+    else:
+        show_arrivals(found)

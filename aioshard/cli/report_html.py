@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from aioshard.cli.report_options import asked, opened
+from aioshard.cli.report_options import AskedOf, asked, opened, opened_topics, shards
 from aioshard.errors import SettingsError
 
 __all__ = ["html"]
@@ -20,19 +20,14 @@ __all__ = ["html"]
 @click.option(
     "--candidate", "-c", "candidates", multiple=True, metavar="NAME=VALUE,…", help="As for `aioshard report what-if`."
 )
+@shards
 def html(
-    path: str,
-    *,
-    handler: str | None,
-    master: str,
-    as_json: bool,
-    out: str,
-    title: str | None,
-    candidates: tuple[str, ...],
+    *, of: AskedOf, as_json: bool, out: str, title: str | None, candidates: tuple[str, ...], shards: tuple[int, ...]
 ) -> None:
-    """Write all that JOURNAL says as one page.
+    """Write all that JOURNAL or a topic says as one page.
 
-    It has its plots within it and fetches nothing, so it opens offline and can be sent by mail.
+    It has its plots within it and fetches nothing, so it opens offline and can be sent by mail. Of a topic it has what
+    a topic knows: the skew of its records and bytes, and when they came.
     """
     page = Path(out)
     if not page.absolute().parent.is_dir():
@@ -40,15 +35,34 @@ def html(
     from aioshard.spark.session import check_packages  # noqa: PLC0415 - imported on use
 
     check_packages()
-    from aioshard.spark.analysis.candidate import Candidate  # noqa: PLC0415 - imported on use
-    from aioshard.spark.analysis.report import as_page, check_plots, find_all  # noqa: PLC0415
+    from aioshard.spark.analysis.page import check_plots  # noqa: PLC0415 - imported on use
 
     check_plots()
-    asked_about = [Candidate.parse(text) for text in candidates]
-    with opened(path, master) as journal:
-        written = as_page(find_all(journal, asked_about, handler, title=title)).encode()
+    written = (
+        _of_topics(of, title, candidates, shards) if of.topics else _of_journal(of, title, candidates, shards)
+    ).encode()
     page.write_bytes(written)
     if as_json:
         click.echo(json.dumps({"page": str(page.absolute()), "bytes": len(written)}))
     else:
         click.echo(f"{page}: {len(written):,} bytes; open it in a browser")
+
+
+def _of_journal(of: AskedOf, title: str | None, candidates: tuple[str, ...], shards: tuple[int, ...]) -> str:
+    from aioshard.spark.analysis.candidate import Candidate  # noqa: PLC0415 - imported on use
+    from aioshard.spark.analysis.report import as_page, find_all  # noqa: PLC0415
+
+    of.refuse(shards=shards)
+    asked_about = [Candidate.parse(text) for text in candidates]
+    with opened(of) as journal:
+        return as_page(find_all(journal, asked_about, of.handler, title=title))
+
+
+def _of_topics(of: AskedOf, title: str | None, candidates: tuple[str, ...], shards: tuple[int, ...]) -> str:
+    from aioshard.spark.analysis.topic_report import find_all_of_topics, topic_page  # noqa: PLC0415 - imported on use
+    from aioshard.spark.analysis.wording import needs_journal  # noqa: PLC0415
+
+    if candidates:
+        raise SettingsError(needs_journal("--candidate"))
+    with opened_topics(of) as topics:
+        return topic_page(find_all_of_topics(topics, shards, title=title))

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aioshard.cli.report_options import asked, opened, print_json
+from aioshard.cli.report_options import AskedOf, journal_only, opened, print_json
 from aioshard.cli.tables import as_text, print_table
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ __all__ = ["what_if"]
 
 
 @click.command()
-@asked("the predictions, and how far they can be trusted,")
+@journal_only("the predictions, and how far they can be trusted,", "What other numbers would come to")
 @click.option(
     "--candidate",
     "-c",
@@ -26,9 +26,7 @@ __all__ = ["what_if"]
     "session_timeout. What is left out is as it was. May be repeated; without it, some that suggest themselves.",
 )
 @click.option("--limit", type=click.IntRange(1), help="Only the first records, so many; by default a million.")
-def what_if(
-    path: str, *, handler: str | None, master: str, as_json: bool, candidates: tuple[str, ...], limit: int | None
-) -> None:
+def what_if(*, of: AskedOf, as_json: bool, candidates: tuple[str, ...], limit: int | None) -> None:
     """What the run of JOURNAL would have been with other numbers.
 
     `-c shards=64` is 64 fixed shards, `-c concurrency=64` are 64 workers with shards on demand.
@@ -37,10 +35,10 @@ def what_if(
     from aioshard.spark.analysis.candidate import Candidate  # noqa: PLC0415 - imported on use
 
     asked_about = [Candidate.parse(text) for text in candidates]
-    with opened(path, master) as journal:
+    with opened(of) as journal:
         from aioshard.spark.analysis.what_if import DEFAULT_LIMIT, ask  # noqa: PLC0415 - imported on use
 
-        found = ask(journal, asked_about, handler, limit=limit or DEFAULT_LIMIT)
+        found = ask(journal, asked_about, of.handler, limit=limit or DEFAULT_LIMIT)
     if as_json:
         print_json(found)
     else:
@@ -54,7 +52,7 @@ def _show(found: "WhatIf") -> None:
         click.echo(as_text(sentence))
     click.echo("")
     print_table(
-        ("candidate", "takes", "99 % within", "99 % wait", "workers busy", "members' work"),
+        ("candidate", "takes", "off by up to", "99 % within", "99 % wait", "workers busy", "members' work"),
         [_row(answer) for answer in found.answers],
     )
     click.echo("")
@@ -67,12 +65,13 @@ def _row(answer: "Answer") -> tuple[str, ...]:
 
     prediction = answer.prediction
     if prediction is None:
-        return (answer.candidate.label, answer.not_predicted or "", "", "", "", "")
+        return (answer.candidate.label, answer.not_predicted or "", "", "", "", "", "")
     most, least = max(prediction.member_work), min(prediction.member_work)
     shares = "" if len(prediction.member_work) == 1 else f"{duration_as_text(least)} to {duration_as_text(most)}"
     return (
         answer.candidate.label,
         duration_as_text(prediction.makespan),
+        share_as_text(answer.off_by or 0),
         duration_as_text(prediction.total[1]),
         duration_as_text(prediction.wait[1]),
         share_as_text(prediction.busy),

@@ -1,15 +1,13 @@
 """`aioshard spark plan`: what a run over history is going to do."""
 
-import datetime as dt
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
+from aioshard.cli.moments import moment
 from aioshard.cli.sides import run
 from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
@@ -26,37 +24,12 @@ _A_WHILE = 120
 """Seconds; longer times are told in minutes."""
 
 
-def _moment(*words: str) -> Callable[[click.Context, click.Parameter, str], Any]:
-    """One of some words, a time, or a file with offsets."""
-
-    def read(_: click.Context, __: click.Parameter, value: str) -> Any:
-        if value in words:
-            return value
-        if Path(value).is_file():
-            try:
-                return json.loads(Path(value).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise click.BadParameter(
-                    f"{value} is no JSON ({error}): offsets by topic and partition were expected"
-                ) from None
-        try:
-            moment = dt.datetime.fromisoformat(value)
-        except ValueError:
-            raise click.BadParameter(
-                f"{value!r} was found; {' or '.join(map(repr, words))}, a time such as 2026-01-31T06:00:00+00:00, or a "
-                'JSON file such as {"orders": {"0": 41}} was expected'
-            ) from None
-        return moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
-
-    return read
-
-
 @click.command()
 @options.target
 @click.option("--out", "directory", required=True, metavar="DIR", help="Directory of the run, new.")
 @click.option(
     "--start",
-    callback=_moment("committed", "earliest"),
+    callback=moment("committed", "earliest"),
     default="committed",
     show_default=True,
     metavar="committed|earliest|TIME|FILE",
@@ -64,7 +37,7 @@ def _moment(*words: str) -> Callable[[click.Context, click.Parameter, str], Any]
 )
 @click.option(
     "--end",
-    callback=_moment("latest"),
+    callback=moment("latest"),
     default="latest",
     show_default=True,
     metavar="latest|TIME|FILE",
@@ -105,7 +78,7 @@ def plan(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Plan a run of MODULE:APP over history, and write it into a new DIR.
+    """Plan a run of MODULE:APP over history, in a new DIR.
 
     Start, end, settings and the app's version are frozen with it: a drain does what its plan says.
     """

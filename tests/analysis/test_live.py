@@ -4,7 +4,8 @@ import asyncio
 import json
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from aioshard import App, Record
 from aioshard.spark.analysis.candidate import Candidate
 from aioshard.spark.analysis.fleet import quantile
 from aioshard.spark.analysis.journal import read_journal
+from aioshard.spark.analysis.stalls import stalls_of
+from aioshard.spark.analysis.trust import GOOD
 from aioshard.spark.analysis.what_if import ask
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport
 from tests.support.shared_kafka import SharedKafka
@@ -48,6 +51,8 @@ class Live(NamedTuple):
     """How much longer than asked handlers slept, on average: what the machine does besides, and no model knows."""
     later: float
     """The same of 99 %."""
+    stood: float
+    """For which share of the time the event loop stood still."""
 
 
 def work(seed: int, rate: float | None) -> list[Load]:
@@ -64,6 +69,20 @@ def work(seed: int, rate: float | None) -> list[Load]:
     return loads
 
 
+def short_work(seed: int) -> list[Load]:
+    """A backlog for handlers that sleep for 5 to 6 ms."""
+    chance = random.Random(seed)
+    return [Load(b"customer-%d" % chance.randrange(1_000), chance.uniform(0.005, 0.006), 0.0) for _ in range(RECORDS)]
+
+
+async def standing_still(stalls: Sequence[tuple[float, float]]) -> None:
+    """Block the event loop so long after each of some times."""
+    for after, seconds in stalls:
+        # The stalls have moments of their own: nothing waits for nothing.
+        await asyncio.sleep(after)
+        time.sleep(seconds)  # noqa: ASYNC251 - this is what is tested
+
+
 def run(
     loads: Sequence[Load],
     journal: Path,
@@ -72,6 +91,8 @@ def run(
     concurrency: int = 64,
     kafka: str | None = None,
     topic: str = "orders",
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+    stalls: Sequence[tuple[float, float]] = (),
 ) -> Live:
     """Run an app in the loop of production, and read its journal.
 
@@ -82,6 +103,8 @@ def run(
         concurrency: With shards on demand.
         kafka: Brokers that have the records already; without it, they are published to a broker in memory.
         topic: Where they are.
+        loop_factory: Makes the event loop.
+        stalls: The loop stands still: seconds after the one before, and for how long.
     """
     servers = kafka or "unused"
     app = App(f"{topic}-{journal.name}", bootstrap_servers=servers, auto_offset_reset="earliest", journal=str(journal))
@@ -113,14 +136,17 @@ def run(
             if not one.after:
                 broker.publish(topic, b"%f" % one.seconds, key=one.key)
         async with app.started(lambda: InMemoryTransport(broker, app.group_id), lambda: InMemoryProducer(broker)):
+            blocking = asyncio.create_task(standing_still(stalls), name="stalls")
             for one in loads:
                 if one.after:
                     # The loads have moments of their own: nothing waits for nothing.
                     await asyncio.sleep(max(begin + one.after - asyncio.get_running_loop().time(), 0))
                     broker.publish(topic, b"%f" % one.seconds, key=one.key)
             await done.wait()
+            blocking.cancel()
+            await asyncio.wait([blocking])
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(process())
     rows = ds.dataset(journal).to_table(["arrived", "started", "duration"]).to_pylist()
     assert len(rows) == len(loads)
@@ -128,7 +154,9 @@ def run(
     stays = sorted(round((end - row["arrived"]) * 1e6) for end, row in zip(ends, rows, strict=True))
     makespan = max(ends) - min(row["arrived"] for row in rows)
     late.sort()
-    return Live(makespan, quantile(stays, 0.99) / 1e6, statistics.mean(late), late[99 * len(late) // 100])
+    stood = stalls_of([round(row["started"] * 1e6) for row in rows], [round(end * 1e6) for end in ends])
+    late_at = late[99 * len(late) // 100]
+    return Live(makespan, quantile(stays, 0.99) / 1e6, statistics.mean(late), late_at, stood.total / 1e6 / makespan)
 
 
 @pytest.mark.chaos
@@ -151,6 +179,57 @@ def test_other_configurations_take_what_was_predicted_on_a_real_broker(
 
     asyncio.run(produce())
     compare(spark, tmp_path, loads, kafka=kafka.bootstrap, topic=topic)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stood", [0, 4], ids=["as-it-is", "stands-still"])
+@pytest.mark.parametrize("workers", [16, 64])
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_short_handlers_take_what_was_predicted_within_what_is_told(
+    spark: SparkSession,
+    tmp_path: Path,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    workers: int,
+    stood: int,
+) -> None:
+    """Whatever the machine does: by how much predictions may be off is found in the journal, and it is no less.
+
+    What the runs after it stand still adds to their times, and no journal of an earlier run knows.
+    """
+    loads = short_work(3)
+    run(loads[:200], tmp_path / "warm", concurrency=16, loop_factory=loop_factory)
+    whole = sum(one.seconds for one in loads) / workers
+    stalls = [(whole / (stood + 1), 0.05)] * stood
+    journal = tmp_path / "recorded"
+    run(loads, journal, concurrency=workers, loop_factory=loop_factory, stalls=stalls)
+    others = [number for number in (16, 24, 48, 64) if number != workers]
+
+    found = ask(read_journal(spark, str(journal)), [Candidate(shards=0, concurrency=number) for number in others])
+
+    told = {}
+    for answer in found.answers:
+        candidate, prediction, off_by = answer.candidate, answer.prediction, answer.off_by
+        assert prediction is not None, answer.not_predicted
+        assert off_by is not None
+        lives = [
+            run(
+                loads,
+                tmp_path / f"{candidate.concurrency}-{again}",
+                concurrency=candidate.concurrency or 1,
+                loop_factory=loop_factory,
+            )
+            for again in range(LIVE_RUNS)
+        ]
+        live = statistics.median(one.makespan for one in lives)
+        off = prediction.makespan / 1e6 / live - 1
+        told[candidate.label] = {"off": off, "by up to": off_by, "stood": statistics.median(o.stood for o in lives)}
+    print(found.stalls, json.dumps({label: {n: f"{v:+.1%}" for n, v in one.items()} for label, one in told.items()}))
+    if stood:
+        assert found.stalls.times >= stood
+        assert found.stalls.longest >= 45_000
+        assert all(one["by up to"] > 2 * GOOD for one in told.values()), "it is told that the loop stood still"
+    assert all(-one["by up to"] - one["stood"] <= one["off"] <= one["by up to"] for one in told.values()), told
 
 
 def compare(
@@ -176,7 +255,7 @@ def compare(
             )
             for again in range(LIVE_RUNS)
         ]
-        makespans, withins, late, later = zip(*lives, strict=True)
+        makespans, withins, late, later, _ = zip(*lives, strict=True)
         told[candidate.label] = {
             "makespan": prediction.makespan / 1e6 / statistics.median(makespans) - 1,
             "makespan spread": (max(makespans) - min(makespans)) / statistics.median(makespans),

@@ -4,7 +4,8 @@ import pytest
 
 from aioshard.spark.analysis.candidate import Candidate
 from aioshard.spark.analysis.fleet import Prediction
-from aioshard.spark.analysis.trust import judged
+from aioshard.spark.analysis.stalls import Stalls
+from aioshard.spark.analysis.trust import judged, off_by
 
 SECOND = 1_000_000
 
@@ -42,3 +43,12 @@ def test_what_the_processor_would_decide_is_not_predicted(
         assert answer.prediction is None
         assert answer.not_predicted is not None
         assert told in answer.not_predicted
+
+
+def test_a_loop_that_stood_still_makes_predictions_uncertain() -> None:
+    """What its handlers waited for it is no work; and the longest stall may be in the record that ends last."""
+    stalls = Stalls(times=4, longest=SECOND, total=2 * SECOND, waited=4 * SECOND)
+
+    assert off_by(takes(10), Stalls(0, 0, 0, 0), 40 * SECOND) == pytest.approx(0.05)
+    assert off_by(takes(10), stalls, 40 * SECOND) == pytest.approx(0.05 + 0.1 + 0.1)
+    assert off_by(takes(5), stalls, 40 * SECOND) == pytest.approx(0.05 + 0.1 + 0.2)

@@ -2,12 +2,14 @@
 
 import io
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from aioshard.spark.analysis.arrivals import Arrivals
 from aioshard.spark.analysis.fleet import Prediction
 from aioshard.spark.analysis.lag import Lag
 from aioshard.spark.analysis.skew import Skewed
@@ -17,7 +19,7 @@ from aioshard.spark.analysis.what_if import WhatIf
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_candidates", "plot_lag", "plot_skew", "plot_tail"]
+__all__ = ["plot_arrivals", "plot_candidates", "plot_lag", "plot_shares", "plot_skew", "plot_tail"]
 
 # Colours that no data has: the page replaces each with one of its own, which is another by night.
 _TEXT = "#010203"
@@ -43,20 +45,28 @@ _WIDTH = 7.0
 _LONGEST_NAME = 18
 
 
-@mpl.rc_context(_SETTINGS)
 def plot_skew(skewed: Skewed) -> str:
     """The shares that the hottest groups have of the records, and of the work."""
-    groups = skewed.top[::-1]
+    shares = [
+        (one.name, one.records / max(skewed.records, 1), one.work_us / max(skewed.work_us, 1)) for one in skewed.top
+    ]
+    return plot_shares(shares, "work", f"Shares of the hottest of {skewed.groups} {skewed.by}s")
+
+
+@mpl.rc_context(_SETTINGS)
+def plot_shares(shares: Sequence[tuple[str, float, float]], amount: str, title: str) -> str:
+    """The shares, from 0 to 1, that named groups have of the records, and of an *amount* of something."""
+    groups = shares[::-1]
     figure, axes = _figure(0.9 + 0.36 * len(groups))
     for shift, colour, label, values in (
-        (0.2, _SERIES[0], "records", [100 * one.records / max(skewed.records, 1) for one in groups]),
-        (-0.2, _SERIES[1], "work", [100 * one.work_us / max(skewed.work_us, 1) for one in groups]),
+        (0.2, _SERIES[0], "records", [100 * records for _, records, _ in groups]),
+        (-0.2, _SERIES[1], amount, [100 * other for _, _, other in groups]),
     ):
         axes.barh([place + shift for place in range(len(groups))], values, 0.38, color=colour, label=label)
-    axes.set_yticks(range(len(groups)), [_short(one.name) for one in groups])
+    axes.set_yticks(range(len(groups)), [_short(name) for name, _, _ in groups])
     axes.set_xlabel("share of all, %")
     axes.legend(loc="lower right")
-    return _svg(figure, f"Shares of the hottest of {skewed.groups} {skewed.by}s")
+    return _svg(figure, title)
 
 
 @mpl.rc_context(_SETTINGS)
@@ -90,6 +100,20 @@ def plot_lag(lag: Lag) -> str:
     axes.set_ylim(bottom=0)
     axes.legend()
     return _svg(figure, "Records that were not finished, over time")
+
+
+@mpl.rc_context(_SETTINGS)
+def plot_arrivals(found: Arrivals) -> str:
+    """How many records a second came over time, of all partitions together."""
+    figure, axes = _figure(3.0)
+    rates = [sum(at) * 1e6 / found.step_us for at in zip(*(one.records_at for one in found.partitions), strict=True)]
+    # A step holds from one moment to the next; the last rate is drawn to the end of its step.
+    seconds = [slot * found.step_us / 1e6 for slot in range(len(rates) + 1)]
+    axes.stairs(rates, seconds, color=_SERIES[0], fill=True, alpha=0.5)
+    axes.set_xlabel("seconds after the oldest record")
+    axes.set_ylabel("records per second")
+    axes.set_ylim(bottom=0)
+    return _svg(figure, "Records that came per second, over time")
 
 
 @mpl.rc_context(_SETTINGS)

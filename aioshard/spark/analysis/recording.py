@@ -3,6 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
+import pyarrow.compute as pc
 from pyspark.sql import functions as sql
 
 from aioshard.core.key_hash import SHARD_BITS
@@ -10,6 +11,7 @@ from aioshard.spark.analysis.fleet import NO_TURN, Recording
 from aioshard.spark.analysis.journal import Journal, RecordedHandler
 from aioshard.spark.analysis.partitioner import place_of_key, recognised
 from aioshard.spark.analysis.simulation import NO_KEY, Work
+from aioshard.spark.analysis.stalls import Stalls, stalls_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -38,6 +40,8 @@ class Recorded(NamedTuple):
     """Records with more than one attempt: the earlier ones, and the delays between, are not known."""
     never_ran: int
     """Records that no handler ran for, such as those that were parked behind another."""
+    stalls: Stalls
+    """When the event loops stood still: what the durations have too much."""
 
 
 def recorded(journal: Journal, handler: str | None, limit: int) -> Recorded:
@@ -80,7 +84,8 @@ def recorded(journal: Journal, handler: str | None, limit: int) -> Recorded:
     ran, retried, never_ran = sums.first() or (0, 0, 0)
     recording = _collected(work, topics, by_partition=_is_by_partition(rows, told))
     left_out = ran - len(recording.work.service)
-    return Recorded(told, work, recording, splits, places, left_out, retried, never_ran)
+    stalls = _stalls(rows.orderBy("arrived_us").limit(limit))
+    return Recorded(told, work, recording, splits, places, left_out, retried, never_ran, stalls)
 
 
 def _shard_key(rows: "DataFrame", told: RecordedHandler) -> "tuple[Column, bool]":
@@ -121,6 +126,17 @@ def _is_by_partition(rows: "DataFrame", told: RecordedHandler) -> bool:
     ).first()
     assert found is not None  # noqa: S101 - an aggregate without groups has one row
     return bool(found[0] == found[1] == found[2] and found[3] > found[0])
+
+
+def _stalls(rows: "DataFrame") -> Stalls:
+    """Of all processes; each has an event loop."""
+    table = rows.select("member", "started_us", "finished_us").toArrow()
+    found = []
+    for member in table.column("member").unique():
+        of_member = table.filter(pc.equal(table.column("member"), member))
+        found.append(stalls_of(*(of_member.column(name).to_numpy() for name in ("started_us", "finished_us"))))
+    counts, longest, totals, waited = zip(*found, strict=True) if found else ((), (0,), (), ())
+    return Stalls(sum(counts), max(longest), sum(totals), sum(waited))
 
 
 def _collected(work: "DataFrame", topics: tuple[str, ...], *, by_partition: bool) -> Recording:

@@ -10,7 +10,7 @@ from aioshard.spark.analysis.journal import Journal
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["Group", "Skew", "Skewed", "find_skew", "key_name"]
+__all__ = ["Group", "Skew", "Skewed", "Spread", "find_skew", "key_as_text", "key_name", "spread_of"]
 
 
 class Group(NamedTuple):
@@ -86,9 +86,9 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
         grouped = chosen.groupBy(*keys).agg(
             sql.first(naming).alias("name"),
             sql.count("*").alias("records"),
-            sql.coalesce(sql.sum("service_us"), sql.lit(0)).alias("work_us"),
+            sql.coalesce(sql.sum("service_us"), sql.lit(0)).alias("amount"),
         )
-        spread.append(_skewed(by, grouped, top))
+        spread.append(_skewed(by, spread_of(grouped, top)))
     records, ran, work_us, retried, without_key = totals
     return Skew(
         handler=name,
@@ -103,8 +103,12 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
 
 def key_name() -> "Column":
     """A key as text: itself where the journal has it, else its hash."""
-    shown = sql.coalesce(sql.try_validate_utf8(sql.col("key")), sql.concat(sql.lit("0x"), sql.hex("key")))
-    return sql.coalesce(shown, _hash_as_text("key_hash"))
+    return sql.coalesce(key_as_text(), _hash_as_text("key_hash"))
+
+
+def key_as_text() -> "Column":
+    """The column `key` where it is UTF-8, else its bytes in hexadecimal digits; null for none."""
+    return sql.coalesce(sql.try_validate_utf8(sql.col("key")), sql.concat(sql.lit("0x"), sql.hex("key")))
 
 
 def _hash_as_text(column: str) -> "Column":
@@ -120,31 +124,66 @@ def _shard_name(*, fixed: bool) -> "Column":
     return sql.col("shard").cast("string") if fixed else _hash_as_text("shard")
 
 
-def _skewed(by: str, grouped: "DataFrame", top: int) -> Skewed:
+class Spread(NamedTuple):
+    """How records, and an amount of something that each has, are spread over groups."""
+
+    groups: int
+    records: int
+    amount: int
+    records_gini: float
+    """0: all groups have as much; towards 1: one has it all."""
+    amount_gini: float
+    most_records_share: float
+    """Of the group with the most records, from 0 to 1."""
+    most_amount_share: float
+    top: tuple[tuple[str, int, int], ...]
+    """Name, records and amount of those with the largest amount, the largest first."""
+
+
+def spread_of(grouped: "DataFrame", top: int) -> Spread:
+    """Measure how unequal groups are.
+
+    Args:
+        grouped: A row for each group: `name`, `records`, `amount`.
+        top: How many groups to name.
+    """
     grouped = grouped.cache()
     totals = grouped.agg(
         sql.count("*"),
         sql.coalesce(sql.sum("records"), sql.lit(0)),
-        sql.coalesce(sql.sum("work_us"), sql.lit(0)),
+        sql.coalesce(sql.sum("amount"), sql.lit(0)),
         sql.coalesce(sql.max("records"), sql.lit(0)),
-        sql.coalesce(sql.max("work_us"), sql.lit(0)),
+        sql.coalesce(sql.max("amount"), sql.lit(0)),
     ).first()
     assert totals is not None  # noqa: S101 - an aggregate without groups has one row
-    groups, records, work_us, most_records, most_work = totals
-    most = grouped.orderBy(sql.desc("work_us"), sql.desc("records"), "name").limit(top).collect()
-    skewed = Skewed(
-        by=by,
+    groups, records, amount, most_records, most_amount = totals
+    most = grouped.orderBy(sql.desc("amount"), sql.desc("records"), "name").limit(top).collect()
+    spread = Spread(
         groups=groups,
         records=records,
-        work_us=work_us,
+        amount=amount,
         records_gini=_gini(grouped, "records"),
-        work_gini=_gini(grouped, "work_us"),
+        amount_gini=_gini(grouped, "amount"),
         most_records_share=most_records / records if records else 0.0,
-        most_work_share=most_work / work_us if work_us else 0.0,
-        top=tuple(Group(row["name"], row["records"], row["work_us"]) for row in most),
+        most_amount_share=most_amount / amount if amount else 0.0,
+        top=tuple((row["name"], row["records"], row["amount"]) for row in most),
     )
     grouped.unpersist()
-    return skewed
+    return spread
+
+
+def _skewed(by: str, spread: Spread) -> Skewed:
+    return Skewed(
+        by=by,
+        groups=spread.groups,
+        records=spread.records,
+        work_us=spread.amount,
+        records_gini=spread.records_gini,
+        work_gini=spread.amount_gini,
+        most_records_share=spread.most_records_share,
+        most_work_share=spread.most_amount_share,
+        top=tuple(Group(*one) for one in spread.top),
+    )
 
 
 def _gini(grouped: "DataFrame", column: str) -> float:

@@ -7,11 +7,14 @@ from aioshard.spark.analysis.candidate import Candidate
 from aioshard.spark.analysis.fleet import Prediction
 from aioshard.spark.analysis.journal import Journal
 from aioshard.spark.analysis.recording import Recorded
+from aioshard.spark.analysis.stalls import Stalls
 
-__all__ = ["CPU_BOUND", "Answer", "judged", "remarks"]
+__all__ = ["CPU_BOUND", "GOOD", "Answer", "judged", "off_by", "remarks"]
 
 CPU_BOUND = 0.6
 """Of one core: above it the event loop is so busy that the durations in the journal are not those of other numbers."""
+GOOD = 0.05
+"""By so much of it a predicted time is wrong where the event loop never stood still, as measured."""
 _UNEXPLAINED = 0.15
 """By so much of its time may a run have been slower than what its own configuration comes to."""
 _STUCK_AFTER = 60_000_000
@@ -30,6 +33,9 @@ class Answer(NamedTuple):
     prediction: Prediction | None
     not_predicted: str | None
     """Why there is no prediction: a sentence."""
+    off_by: float | None = None
+    """By so much of it the time that is predicted may be wrong, as a share; see `off_by`. Three times as much for the
+    99 %."""
 
 
 def judged(
@@ -72,6 +78,29 @@ def judged(
             why = f"for {unexplained:.0%} of the run's time records waited although workers were free"
             return Answer(candidate, None, f"CPU-bound, not predicted: {why}")
     return Answer(candidate, prediction, None)
+
+
+def off_by(prediction: Prediction, stalls: Stalls, work: int) -> float:
+    """By how much of it a predicted time may be wrong, as a share.
+
+    5 % are what is found where an event loop never stood still. Where it did, the durations of the journal have what
+    their handlers waited for it, as if it was work. How much that is on average, a candidate is predicted to take too
+    long. And the longest stall is in the durations of single records: one that is the last to end, with other numbers,
+    makes the whole run longer by that.
+
+    Args:
+        prediction: What a candidate comes to.
+        stalls: Of the run that was recorded.
+        work: How long its handlers ran, in microseconds.
+
+    Example:
+        >>> one = Prediction(10_000_000, (0,) * 3, (0,) * 3, (0,) * 3, 1.0, 0, (0,), "events")
+        >>> f"{off_by(one, Stalls(0, 0, 0, 0), 40_000_000):.0%}"
+        '5%'
+        >>> f"{off_by(one, Stalls(5, 300_000, 900_000, 2_000_000), 40_000_000):.0%}"
+        '13%'
+    """
+    return GOOD + stalls.waited / max(work, 1) + stalls.longest / max(prediction.makespan, 1)
 
 
 def remarks(found: Recorded, journal: Journal, answers: Sequence[Answer]) -> Iterator[str]:

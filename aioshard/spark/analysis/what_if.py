@@ -15,7 +15,8 @@ from aioshard.spark.analysis.journal import Journal, RecordedHandler
 from aioshard.spark.analysis.recording import Recorded, recorded
 from aioshard.spark.analysis.simulation import NO_KEY
 from aioshard.spark.analysis.skew import key_name
-from aioshard.spark.analysis.trust import Answer, judged, remarks
+from aioshard.spark.analysis.stalls import Stalls
+from aioshard.spark.analysis.trust import Answer, judged, off_by, remarks
 from aioshard.spark.analysis.windows import Windowed, summed_windows
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class WhatIf(NamedTuple):
     """Of the answers, that with the fewest workers that is within 5 % of the quickest."""
     cpu: float | None
     """Of one core, what the process took while it wrote the journal; None where the journal does not say."""
+    stalls: Stalls
+    """When the event loop stood still in the run itself; the durations have it as if it was work."""
+    waited: float
+    """Which share of the work that is."""
     remarks: tuple[str, ...]
     """What the answers leave out, in sentences."""
 
@@ -88,7 +93,7 @@ def ask(
     cpu = journal.cpu
     check = predictions.pop() if own is not None else None
     answers = tuple(
-        judged(one, prediction, check, measured.makespan, cpu, batch=told.batch)
+        _with_error(judged(one, prediction, check, measured.makespan, cpu, batch=told.batch), found)
         for one, prediction in zip(asked, predictions, strict=True)
     )
     least, key = best_possible(found.recording.work)
@@ -107,6 +112,8 @@ def ask(
         ),
         recommended=_recommended(answers),
         cpu=cpu,
+        stalls=found.stalls,
+        waited=found.stalls.waited / max(sum(found.recording.work.service), 1),
         remarks=tuple(remarks(found, journal, answers)),
     )  # fmt: skip
 
@@ -203,6 +210,12 @@ def _simulated(spark: "SparkSession", recording: Recording, candidates: Sequence
 
 def _from_json(text: str) -> Prediction:
     return Prediction._make(tuple(field) if isinstance(field, list) else field for field in json.loads(text))
+
+
+def _with_error(answer: Answer, found: Recorded) -> Answer:
+    if answer.prediction is None:
+        return answer
+    return answer._replace(off_by=off_by(answer.prediction, found.stalls, sum(found.recording.work.service)))
 
 
 def _measured(journal: Journal, name: str, left_out: int) -> Measured:

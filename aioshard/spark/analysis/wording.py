@@ -1,11 +1,28 @@
 """Findings in words, the same in a terminal and on a page."""
 
+from aioshard.spark.analysis.arrivals import Arrivals
 from aioshard.spark.analysis.tail import Tail
+from aioshard.spark.analysis.topic_skew import TopicSkewed
+from aioshard.spark.analysis.trust import GOOD
 from aioshard.spark.analysis.what_if import WhatIf
 
-__all__ = ["about_slowest", "duration_as_text", "sentences", "share_as_text", "trusted"]
+__all__ = [
+    "about_arrivals",
+    "about_slowest",
+    "about_topic_skew",
+    "duration_as_text",
+    "needs_journal",
+    "rate_as_text",
+    "sentences",
+    "share_as_text",
+    "size_as_text",
+    "trusted",
+]
 
 _STEPS = ((10_000, 1e3, "{:.2f} ms"), (1_000_000, 1e3, "{:.1f} ms"), (100_000_000, 1e6, "{:.2f} s"))
+_KIBI = 1024
+_FEW = 10
+"""Records a second, below which parts of one are told."""
 
 
 def duration_as_text(microseconds: float) -> str:
@@ -57,7 +74,24 @@ def trusted(found: WhatIf) -> list[str]:
             f"The same configuration, predicted: {duration_as_text(found.check.makespan)} ({off:+.1f} %), 99 % within "
             f"{duration_as_text(found.check.total[1])}. The other predictions are no better than that."
         )
+    told.append(_about_stalls(found))
     return told
+
+
+def _about_stalls(found: WhatIf) -> str:
+    stalls = found.stalls
+    if not stalls.times:
+        return (
+            f"The event loop was not seen to stand still: predicted times were off by up to {GOOD:.0%} where that was "
+            "so, the 99 % by three times that."
+        )
+    times = "once" if stalls.times == 1 else f"{stalls.times:,} times"
+    longest, total = duration_as_text(stalls.longest), duration_as_text(stalls.total)
+    return (
+        f"The event loop stood still {times}, {longest} at most, {total} in all: about {share_as_text(found.waited)} "
+        "of the durations are waiting for it, not work. So predicted times are off by up to what stands beside them, "
+        "the 99 % by three times that."
+    )
 
 
 def sentences(found: WhatIf) -> list[str]:
@@ -76,3 +110,74 @@ def sentences(found: WhatIf) -> list[str]:
         why = "that is when the last record had come and run"
     least = duration_as_text(found.best_possible)
     return [*told, f"No number of shards, workers or members takes less than {least}: {why}.", *found.remarks]
+
+
+def size_as_text(size: int) -> str:
+    """A number of bytes with three digits or four.
+
+    Example:
+        >>> [size_as_text(one) for one in (0, 850, 45_000, 12_300_000, 400_000_000_000)]
+        ['0 B', '850 B', '43.9 KiB', '11.7 MiB', '372.5 GiB']
+    """
+    if size < _KIBI:
+        return f"{size} B"
+    amount, unit = float(size), ""
+    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last one reached is used
+        amount /= _KIBI
+        if amount < _KIBI:
+            break
+    return f"{amount:.1f} {unit}"
+
+
+def rate_as_text(records: int, microseconds: int) -> str:
+    """Records a second.
+
+    Example:
+        >>> rate_as_text(3_000, 2_000_000), rate_as_text(1, 4_000_000)
+        ('1,500/s', '0.25/s')
+    """
+    rate = records * 1e6 / max(microseconds, 1)
+    return f"{rate:,.0f}/s" if rate >= _FEW else f"{rate:.2f}/s"
+
+
+def about_topic_skew(one: TopicSkewed) -> str:
+    """How unequal the groups of one kind are."""
+    kind = f"{one.by}s" if one.of is None else f"of {one.of:,} fixed shards"
+    gini = f"Gini {one.records_gini:.2f} of the records, {one.bytes_gini:.2f} of the bytes"
+    most = f"{share_as_text(one.most_records_share)} of the records, {share_as_text(one.most_bytes_share)} of the bytes"
+    told = f"{one.groups:,} {kind} have records; {gini}; the hottest has {most}"
+    if one.of is None:
+        return f"{told}."
+    return f"{told}, {one.most_records_share * one.of:.2f} times the records of an equal share."
+
+
+def about_arrivals(found: Arrivals) -> list[str]:
+    """When records came, what an app of some rate would have made of it, and what timestamps do not say."""
+    records = sum(one.records for one in found.partitions)
+    totals = [sum(at) for at in zip(*(one.records_at for one in found.partitions), strict=True)]
+    took, average = duration_as_text(found.wall_us), rate_as_text(records, found.wall_us)
+    busiest = f"{rate_as_text(max(totals), found.step_us)} in the busiest {duration_as_text(found.step_us)}"
+    told = [f"{records:,} records came in {took}, {average} on average and {busiest}."]
+    backlog = found.backlog
+    if backlog is not None:
+        told.append(
+            f"An app that processes {backlog.rate:g} records/s would have been {backlog.most:,} records behind at "
+            f"most, {duration_as_text(backlog.most_at_us)} after the oldest record, and done "
+            f"{duration_as_text(backlog.left_us)} after the latest one."
+        )
+    late = sum(one.late for one in found.partitions)
+    if late:
+        told.append(
+            f"{late:,} record(s) have an earlier timestamp than one before them in their partition: they count as "
+            "coming when their timestamps say."
+        )
+    told.append("These are times of coming. " + needs_journal("When records were processed"))
+    return told
+
+
+def needs_journal(what: str) -> str:
+    """That a topic does not have *what*, and how to get it."""
+    return (
+        f"{what} needs a journal: have the app write one, with App(journal=PATH) or AIOSHARD_JOURNAL=PATH, and give "
+        "its directory in place of --topic."
+    )
