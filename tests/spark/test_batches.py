@@ -1,13 +1,14 @@
 """What is done with a micro-batch, without Spark: in which order, and what counts as done after a crash between."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioshard.errors import DrainError, HaltedError
+from aioshard.errors import DrainError, HaltedError, PlanError
 from aioshard.spark.draining.batches import WriteBatch, read_halted, summary_of
-from aioshard.spark.draining.drain import _Run
+from aioshard.spark.draining.drain import _Run, follow
 from aioshard.spark.runs.directory import STOP, RunDirectory
 from tests.spark.plans import PLAN
 
@@ -97,9 +98,32 @@ class Session:
     conf: dict[str, str] = {}  # noqa: RUF012 - nothing is set
 
 
-def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDirectory]:
+    """Makes a run and begins to drain or to follow it, as far as that needs no Spark."""
     place = RunDirectory(tmp_path)
     place.begin(PLAN)
+    session: Any = Session()
+    session.readStream = None
+
+    def begins(executors_answer: Callable[..., None] = lambda *_: None, follow: str | None = None) -> RunDirectory:
+        monkeypatch.setattr("aioshard.spark.draining.versions_on_executors.check_versions", executors_answer)
+        monkeypatch.setattr("aioshard.spark.draining.drain.check_logs", lambda *_: None)
+        monkeypatch.setattr("aioshard.spark.draining.drain.planned_source", _nothing)
+        monkeypatch.setattr("aioshard.spark.draining.drain.slots_of", lambda *_: 1)
+        with pytest.raises(LookupError):
+            _Run(session, place, None, lambda _: None).start(follow)
+        return place
+
+    return begins
+
+
+def _nothing(*_: object, **__: object) -> Any:
+    raise LookupError
+
+
+def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, begins: Callable[..., RunDirectory]) -> None:
+    place = RunDirectory(tmp_path)
     place.write(STOP, "")  # of an earlier drain
     seen = []
 
@@ -107,14 +131,7 @@ def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, monkeyp
         seen.append(place.exists(STOP))
         place.write(STOP, "")
 
-    monkeypatch.setattr("aioshard.spark.draining.versions_on_executors.check_versions", executors_answer)
-    monkeypatch.setattr("aioshard.spark.draining.drain.check_logs", lambda *_: None)
-    monkeypatch.setattr("aioshard.spark.draining.drain.planned_source", _nothing)
-    monkeypatch.setattr("aioshard.spark.draining.drain.slots_of", lambda *_: 1)
-    session: Any = Session()
-    session.readStream = None
-    with pytest.raises(LookupError):
-        _Run(session, place, None, lambda _: None).start(follow=None)
+    begins(executors_answer)
 
     assert seen == [False]
     assert place.exists(STOP)
@@ -122,5 +139,19 @@ def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, monkeyp
         pass
 
 
-def _nothing(*_: object, **__: object) -> Any:
-    raise LookupError
+@pytest.mark.parametrize(("follow", "verified"), [(None, True), ("1 second", False)])
+def test_what_was_verified_is_not_when_the_run_goes_on_behind_it(
+    tmp_path: Path, begins: Callable[..., RunDirectory], follow: str | None, *, verified: bool
+) -> None:
+    RunDirectory(tmp_path).write_json("verified.json", {})
+
+    assert begins(follow=follow).exists("verified.json") == verified
+
+
+def test_a_run_that_was_handed_over_is_not_followed(tmp_path: Path) -> None:
+    place = RunDirectory(tmp_path)
+    place.begin(PLAN)
+    place.write_json("handover.json", {})
+
+    with pytest.raises(PlanError, match="was handed over"):
+        follow(Session(), place)  # type: ignore[arg-type]

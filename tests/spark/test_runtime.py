@@ -228,10 +228,12 @@ def _until_at_rest(seen: list[int]) -> int:
 
 
 def test_a_task_that_spark_gives_up_leaves_nothing_running(make: Make) -> None:
-    task = make(HANGING.replace('record.value == b"7"', "record.offset >= 2_500"), 6_000)  # behind the first rows
+    handler = "app.configure(stuck_after=60.0)\n" + HANGING.replace('record.value == b"7"', "record.offset >= 6_900")
+    task = make(handler, 14_000)  # it hangs behind the first rows
     app: App = task.module.app
     rows = task.run()
     next(rows)
+    assert app.statistics().state != "stopped"
     rows.close()  # type: ignore[attr-defined]  # it is a generator
 
     assert app.statistics().state == "stopped"

@@ -29,6 +29,8 @@ __all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop", "unti
 logger = logging.getLogger("aioshard.spark.drain")
 
 _LOOK_INTERVAL = 0.5
+_VERIFIED, _HANDED_OVER = "verified.json", "handover.json"
+"""What the end of a run writes."""
 _TOO_BUSY = "Python worker failed to connect back"
 _LOOK_SECONDS = 1
 """Spark takes whole ones."""
@@ -143,9 +145,15 @@ def follow(
         The running query; `awaitTermination` raises what ends it.
 
     Raises:
-        PlanError: As `drain`.
+        PlanError: As `drain`, or the run was handed over.
     """
-    run = _Run(spark, directory, foreach, tell)
+    place = RunDirectory.of(directory)
+    if place.exists(_HANDED_OVER):
+        raise PlanError(
+            f"the run in {place} was handed over, and its group goes on where it ended: what comes is the live app's, "
+            "and would be processed twice"
+        )
+    run = _Run(spark, place, foreach, tell)
     query = run.start(follow=trigger)
     threading.Thread(target=run.until_ended, args=(query,), name="aioshard follow", daemon=True).start()
     return query
@@ -204,8 +212,8 @@ def status(directory: str | PathLike[str] | RunDirectory) -> dict[str, Any]:
         "statuses": summary_of(place),
         "stopping": place.exists(STOP),
         "halted": [one.asdict() for one in read_halted(place)],
-        "verified": place.read_json("verified.json"),
-        "handed_over": place.read_json("handover.json"),
+        "verified": place.read_json(_VERIFIED),
+        "handed_over": place.read_json(_HANDED_OVER),
     }
 
 
@@ -245,6 +253,8 @@ class _Run:
     def start(self, follow: str | None) -> "StreamingQuery":
         """Start the query; *follow* is the trigger of one without end."""
         try:
+            if follow is not None:
+                self.place.remove(_VERIFIED)  # it goes on behind what was verified
             return self._started(follow)
         except BaseException:
             self._alone.close()

@@ -15,6 +15,7 @@ from aioshard.errors import (
     GroupBusyError,
     GroupMovedError,
     NotVerifiedError,
+    PlanError,
     TransportError,
 )
 from aioshard.kafka.history import HistoryBrokers
@@ -104,7 +105,8 @@ async def handover(
         GroupBusyError: The group has members. Nothing was changed.
         GroupMovedError: The group has moved since the plan was made. Nothing was changed.
         DataLossError: The end of the run lies behind the log: the topic was made anew.
-        PlanError: There is no plan, or what another program noted with its commits cannot be kept.
+        PlanError: There is no plan, *wait* makes no sense, or what another program noted with its commits cannot be
+            kept.
         TransportError: The brokers do not answer, or refuse us.
 
     Example:
@@ -113,6 +115,8 @@ async def handover(
         print(done.offsets["orders"][0])
         ```
     """
+    if wait is not None and not wait >= 0:
+        raise PlanError(f"wait={wait!r} was found, seconds were expected")
     place = RunDirectory.of(directory)
     plan = place.plan()
     ends = verified_ends(place, plan, tell if dry_run else None)
