@@ -1,9 +1,10 @@
 """The transport on aiokafka: membership, records and commits of one consumer in its group."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 from aiokafka import AIOKafkaConsumer
@@ -11,11 +12,12 @@ from aiokafka import errors as kafka
 
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
-from aioshard.kafka.intake import Intake
+from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals, Rebalances
 from aioshard.kafka.options import consumer_options, partition_share
 from aioshard.kafka.topics import SubscribedTopics, one_pattern
 from aioshard.kafka.translate import commit_error, group_error, reason, request_error
+from aioshard.kafka.waiting import Waiting, raise_ended_task
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
@@ -73,8 +75,7 @@ class AiokafkaTransport:
         self._listener_failure: Exception | None = None
         self._handed_back = asyncio.Event()
         self._handed_back.set()
-        self._waiter: asyncio.Future[None] | None = None
-        self._woken = False
+        self._waiting = Waiting()
 
     @property
     def trouble(self) -> str | None:
@@ -115,7 +116,7 @@ class AiokafkaTransport:
             internals.consumer.subscribe(pattern=one_pattern(self._topics.names, pattern), listener=rebalances)
         self._topics.watch(internals.client.cluster)
         for task in internals.background_tasks().values():
-            task.add_done_callback(self._interrupt)
+            task.add_done_callback(self._waiting.look_again)
 
     async def _connect(self, server: str) -> Internals:
         consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
@@ -154,7 +155,7 @@ class AiokafkaTransport:
         if self._closed:
             return
         self._closed = True
-        self._interrupt()
+        self._waiting.look_again()
         internals = self._internals
         if internals is None or self._intake is None:
             return
@@ -186,39 +187,22 @@ class AiokafkaTransport:
         of the others. An `Oversized` record ends a poll once; later polls repeat it when they end for
         another reason, time-out and `wake` included.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        self._woken = False
-        while True:
-            internals, intake = self._running()
-            self._raise_what_is_lost(internals)
-            found = intake.take(allowance)
-            remaining = deadline - loop.time()
-            if found.new or self._woken or remaining <= 0:
-                return found.new + found.repeated
-            await self._wait(internals, remaining)
-
-    async def _wait(self, internals: Internals, seconds: float) -> None:
-        waiter = self._waiter = internals.waiter()
-        timer = asyncio.get_running_loop().call_later(seconds, _resolve, waiter)
         try:
-            await waiter
+            found = await self._waiting.until_new(functools.partial(self._look, allowance), timeout)
         except kafka.KafkaError as error:
-            internals.take_pending_error()
+            if self._internals is not None:
+                self._internals.take_pending_error()
             raise group_error(error, self._group_id) from error
-        finally:
-            timer.cancel()
-            self._waiter = None
+        return found.new + found.repeated
+
+    def _look(self, allowance: AllowanceOf) -> tuple[Internals, Found]:
+        internals, intake = self._running()
+        self._raise_what_is_lost(internals)
+        return internals, intake.take(allowance)
 
     def wake(self) -> None:
         """See `Transport.wake`."""
-        self._woken = True
-        self._interrupt()
-
-    def _interrupt(self, _ended: "asyncio.Task[Any] | None" = None) -> None:
-        """Make a waiting poll look again."""
-        if self._waiter is not None:
-            _resolve(self._waiter)
+        self._waiting.wake()
 
     def _raise_what_is_lost(self, internals: Internals) -> None:
         if self._closed:
@@ -227,11 +211,7 @@ class AiokafkaTransport:
             raise ClientLostError(
                 f"the engine failed while partitions were handed over: {reason(failure)}"
             ) from failure
-        for name, task in internals.background_tasks().items():
-            if task.done():
-                cause = None if task.cancelled() else task.exception()
-                told = reason(cause) if cause else "without an error"
-                raise ClientLostError(f"the Kafka client's task for {name} ended ({told})") from cause
+        raise_ended_task(internals)
         pending = internals.take_pending_error()
         if pending is not None:
             raise group_error(pending, self._group_id) from pending
@@ -259,7 +239,7 @@ class AiokafkaTransport:
         """
         if self._intake is not None:
             self._intake.resume(partitions)
-            self._interrupt()
+            self._waiting.look_again()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`."""
@@ -360,7 +340,7 @@ class AiokafkaTransport:
         finally:
             self._handed_back.set()
             self._forget_assignment(intake)
-            self._interrupt()
+            self._waiting.look_again()
 
     def _take_over(self) -> None:
         """Hand an assignment to the engine. Called, and done, before anything is awaited."""
@@ -377,13 +357,8 @@ class AiokafkaTransport:
             listener.assigned(intake.partitions, self._membership)
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
             self._listener_failure = error
-            self._interrupt()
+            self._waiting.look_again()
 
     def _forget_assignment(self, intake: Intake) -> None:
         intake.end()
         self._membership = NOT_A_MEMBER
-
-
-def _resolve(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)

@@ -1,6 +1,6 @@
 """The transport over history: ranges of offsets, read once, without a group and without commits."""
 
-import asyncio
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +9,10 @@ from aiokafka import AIOKafkaConsumer
 
 from aioshard.errors import ClientLostError, DataLossError, OffsetOutOfRangeError, StateError
 from aioshard.kafka.connecting import advertised_by, connected
-from aioshard.kafka.intake import Intake
+from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import consumer_options, partition_share
-from aioshard.kafka.translate import reason
+from aioshard.kafka.waiting import Waiting, raise_ended_task
 from aioshard.ports import (
     AllowanceOf,
     Committed,
@@ -70,8 +70,7 @@ class RangeTransport:
         self._internals: Internals | None = None
         self._intake: Intake | None = None
         self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._woken = False
+        self._waiting = Waiting()
 
     @property
     def trouble(self) -> str | None:
@@ -100,7 +99,7 @@ class RangeTransport:
         internals.consumer.assign(list(self._ranges))
         self._intake.begin(internals.assignment())
         for task in internals.background_tasks().values():
-            task.add_done_callback(self._interrupt)
+            task.add_done_callback(self._waiting.look_again)
         listener.assigned(list(self._ranges), _MEMBERSHIP)
 
     async def close(self) -> None:
@@ -108,7 +107,7 @@ class RangeTransport:
         if self._closed:
             return
         self._closed = True
-        self._interrupt()
+        self._waiting.look_again()
         if self._intake is not None:
             self._intake.end()
         if self._internals is not None:
@@ -123,17 +122,14 @@ class RangeTransport:
         Raises:
             DataLossError: Retention has deleted the start of what is left of a range.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        self._woken = False
-        while True:
-            internals, intake = self._running()
-            self._raise_what_is_lost(internals)
-            found = intake.take(allowance)
-            remaining = deadline - loop.time()
-            if found.new or self._woken or remaining <= 0:
-                return [self._within(one, intake) for one in found.new + found.repeated]
-            await self._wait(internals, remaining)
+        found = await self._waiting.until_new(functools.partial(self._look, allowance), timeout)
+        _, intake = self._running()
+        return [self._within(one, intake) for one in found.new + found.repeated]
+
+    def _look(self, allowance: AllowanceOf) -> tuple[Internals, Found]:
+        internals, intake = self._running()
+        raise_ended_task(internals)
+        return internals, intake.take(allowance)
 
     def _running(self) -> tuple[Internals, Intake]:
         if self._internals is None or self._intake is None or self._closed:
@@ -162,31 +158,9 @@ class RangeTransport:
             records, sizes = [records[index] for index in chosen], [sizes[index] for index in chosen]
         return FetchedBatch(name, records, sizes, min(found.next_offset, end))
 
-    def _raise_what_is_lost(self, internals: Internals) -> None:
-        for what, task in internals.background_tasks().items():
-            if task.done():
-                cause = None if task.cancelled() else task.exception()
-                told = reason(cause) if cause else "without an error"
-                raise ClientLostError(f"the Kafka client's task for {what} ended ({told})") from cause
-
-    async def _wait(self, internals: Internals, seconds: float) -> None:
-        waiter = self._waiter = internals.waiter()
-        timer = asyncio.get_running_loop().call_later(seconds, self._interrupt)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
-
     def wake(self) -> None:
         """See `Transport.wake`."""
-        self._woken = True
-        self._interrupt()
-
-    def _interrupt(self, _ended: "asyncio.Task[Any] | None" = None) -> None:
-        """Make a waiting poll look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiting.wake()
 
     # Positions ------------------------------------------------------------------------
 
@@ -210,7 +184,7 @@ class RangeTransport:
         if self._intake is not None:
             left = [name for name in partitions if (self.position(name) or 0) < self._ranges[name].end]
             self._intake.resume(left)
-            self._interrupt()
+            self._waiting.look_again()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`."""

@@ -11,29 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from aioshard.core.key_hash import key_hash, shard_of_hash
+from aioshard.telemetry.journal_rows import SCHEMA
 
-__all__ = ["SCHEMA", "Row", "seeded_rows", "write_journal"]
+__all__ = ["Row", "seeded_rows", "write_journal"]
 
-SCHEMA = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("partition", pa.int32()),
-        ("offset", pa.int64()),
-        ("handler", pa.string()),
-        ("status", pa.string()),
-        ("attempts", pa.int32()),
-        ("error_type", pa.string()),
-        ("error", pa.string()),
-        ("timestamp", pa.float64()),
-        ("arrived", pa.float64()),
-        ("started", pa.float64()),
-        ("duration", pa.float64()),
-        ("shard", pa.int64()),
-        ("key_hash", pa.int64()),
-        ("key", pa.binary()),
-        ("result", pa.binary()),
-    ]
-)
 BEGIN = 1_700_000_000.0
 
 

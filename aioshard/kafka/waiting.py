@@ -1,0 +1,71 @@
+"""How a poll waits: until the client has something new, its time is over, or somebody wakes it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aioshard.errors import ClientLostError
+from aioshard.kafka.intake import Found
+from aioshard.kafka.internals import Internals
+from aioshard.kafka.translate import reason
+
+__all__ = ["Waiting", "raise_ended_task"]
+
+
+class Waiting:
+    """The waiting of one client's polls. Owned by one event loop; one poll at a time."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
+
+    async def until_new(self, look: Callable[[], tuple[Internals, Found]], timeout: float) -> Found:
+        """Look again and again; returns what was found when something of it is new, or the time is over.
+
+        Does not suspend when the first look finds something new.
+
+        Args:
+            look: Takes what there is; what it raises ends the waiting.
+            timeout: Seconds.
+
+        Raises:
+            KafkaError: The client itself failed while it was waited for.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            internals, found = look()
+            remaining = deadline - loop.time()
+            if found.new or self._woken or remaining <= 0:
+                return found
+            waiter = self._waiter = internals.waiter()
+            timer = loop.call_later(remaining, self.look_again)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+
+    def wake(self) -> None:
+        """End a waiting poll with what there is."""
+        self._woken = True
+        self.look_again()
+
+    def look_again(self, _ended: "asyncio.Task[Any] | None" = None) -> None:
+        """Make a waiting poll look again; may be the callback of a task."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def raise_ended_task(internals: Internals) -> None:
+    """Find out whether a task without which the client does nothing has ended.
+
+    Raises:
+        ClientLostError: One has.
+    """
+    for what, task in internals.background_tasks().items():
+        if task.done():
+            cause = None if task.cancelled() else task.exception()
+            told = reason(cause) if cause else "without an error"
+            raise ClientLostError(f"the Kafka client's task for {what} ended ({told})") from cause
