@@ -586,6 +586,70 @@ def test_the_bytes_that_wait_are_bounded_too(tmp_path: Path, monkeypatch: pytest
     asyncio.run(scenario())
 
 
+def test_what_was_taken_does_not_count_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst that is written at last leaves as much room for the next one."""
+    go_on, written = threading.Event(), list[int]()
+
+    def held_up(_: JournalFiles, batch: Any) -> None:
+        assert go_on.wait(60.0)
+        written.append(batch.num_rows)
+
+    monkeypatch.setattr(JournalFiles, "write", held_up)
+    app = App("billing", journal=tmp_path)
+
+    @app.consume("orders")
+    async def handle(record: Record) -> bytes:  # noqa: ARG001
+        return bytes(2_000_000)
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for burst in range(1, 4):
+                go_on.clear()
+                for _ in range(10):
+                    await client.publish("orders", "x")
+                await client.settle(timeout=100.0)
+                go_on.set()
+                await until(lambda burst=burst: sum(written) == 10 * burst, 20.0, look_every=0.01)  # type: ignore[misc]
+            assert max(written) > 1, "several chunks were taken at once"
+            held = app.statistics().journal
+            assert held is not None
+            assert held.dropped == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_while_nothing_can_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_PAUSE", 600.0)
+    attempts, write = [], JournalFiles.write
+
+    def failing(files: JournalFiles, batch: Any) -> None:
+        attempts.append(batch)
+        write(files, batch)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JournalFiles, "write", failing)
+    app = App("billing", journal=tmp_path)
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", "lost")
+            await client.settle()
+            await until(lambda: bool(attempts), 20.0, look_every=0.01)
+            for _ in range(4):
+                await client.publish("orders", "not tried")
+            await client.settle()
+
+    asyncio.run(scenario())
+    found = app.statistics().journal
+
+    assert found is not None
+    assert (found.written, found.waiting, found.dropped) == (0, 0, 5)
+    assert len(attempts) == 1
+
+
 def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
