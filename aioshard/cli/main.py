@@ -48,7 +48,9 @@ COMMANDS = {
     "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
     "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
-    "report": LazyCommand("aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, on Spark."),
+    "report": LazyCommand(
+        "aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, or a topic, on Spark."
+    ),
     "explain": LazyCommand("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
 }
 """Module and summary of each command; the module's `command` is imported when it is used."""
