@@ -9,7 +9,8 @@ import pytest
 from aioshard.errors import DrainError, HaltedError, PlanError
 from aioshard.spark.draining.batches import WriteBatch, read_halted, summary_of
 from aioshard.spark.draining.drain import _Run, follow
-from aioshard.spark.runs.directory import STOP, RunDirectory
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import STOP
 from tests.spark.plans import PLAN
 
 HALTED = {"topic": "orders", "partition": 0, "offset": 7, "key": b"k", "error_type": "E", "error": "", "attempts": 1}

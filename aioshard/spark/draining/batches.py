@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.errors import DrainError, HaltedError
 from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import HALTED, OUTCOMES, STAGING, SUMMARIES
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["HALTED", "OUTCOMES", "Foreach", "HaltedRecord", "WriteBatch", "counts_of", "read_halted", "summary_of"]
+__all__ = ["Foreach", "HaltedRecord", "WriteBatch", "counts_of", "read_halted", "summary_of"]
 
-OUTCOMES = "outcomes"
-STAGING = "staging"
-"""Where a batch is written before it is complete; nobody else reads there."""
-HALTED = "halted.json"
-_SUMMARIES = "summaries"
 _MOST_HALTED = 100
 """Halted records that are named; there may be more."""
 
@@ -82,7 +78,7 @@ class WriteBatch:
             self._halt(written)
         if self._foreach is not None:
             self._tell(self._foreach, written, batch)
-        place.write_json(f"{_SUMMARIES}/{name}.json", counts)
+        place.write_json(f"{SUMMARIES}/{name}.json", counts)
         place.move(f"{STAGING}/{name}", f"{OUTCOMES}/{name}")
 
     def _tell(self, foreach: Foreach, written: "DataFrame", batch: int) -> None:
@@ -140,5 +136,5 @@ def summary_of(place: RunDirectory) -> dict[str, int]:
 
 def counts_of(place: RunDirectory, name: str) -> dict[str, int] | None:
     """Rows by status of a batch that is complete, as it was noted; None where that is not there."""
-    content = place.read(f"{_SUMMARIES}/{name}.json")
+    content = place.read(f"{SUMMARIES}/{name}.json")
     return None if content is None else {status: int(count) for status, count in json.loads(content).items()}

@@ -10,11 +10,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import AioshardError, DataLossError, DrainError, HaltedError, PlanError
-from aioshard.spark.draining.batches import HALTED, OUTCOMES, Foreach, WriteBatch, read_halted, summary_of
+from aioshard.spark.draining.batches import Foreach, WriteBatch, read_halted, summary_of
 from aioshard.spark.draining.logs import check_logs
 from aioshard.spark.draining.planned_source import planned_source
-from aioshard.spark.runs.checkpoint import CHECKPOINT, Border, last_border
-from aioshard.spark.runs.directory import STOP, RunDirectory
+from aioshard.spark.runs.checkpoint import Border, last_border
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import CHECKPOINT, HALTED, HANDED_OVER, OUTCOMES, STOP, VERIFIED
 from aioshard.spark.runs.plan import Plan
 from aioshard.spark.runs.told import raised_by_task
 from aioshard.spark.session import check_speculation, slots_of
@@ -29,8 +30,6 @@ __all__ = ["DrainReport", "Progress", "drain", "follow", "status", "stop", "unti
 logger = logging.getLogger("aioshard.spark.drain")
 
 _LOOK_INTERVAL = 0.5
-_VERIFIED, _HANDED_OVER = "verified.json", "handover.json"
-"""What the end of a run writes."""
 _TOO_BUSY = "Python worker failed to connect back"
 _LOOK_SECONDS = 1
 """Spark takes whole ones."""
@@ -148,7 +147,7 @@ def follow(
         PlanError: As `drain`, or the run was handed over.
     """
     place = RunDirectory.of(directory)
-    if place.exists(_HANDED_OVER):
+    if place.exists(HANDED_OVER):
         raise PlanError(
             f"the run in {place} was handed over, and its group goes on where it ended: what comes is the live app's, "
             "and would be processed twice"
@@ -212,8 +211,8 @@ def status(directory: str | PathLike[str] | RunDirectory) -> dict[str, Any]:
         "statuses": summary_of(place),
         "stopping": place.exists(STOP),
         "halted": [one.asdict() for one in read_halted(place)],
-        "verified": place.read_json(_VERIFIED),
-        "handed_over": place.read_json(_HANDED_OVER),
+        "verified": place.read_json(VERIFIED),
+        "handed_over": place.read_json(HANDED_OVER),
     }
 
 
@@ -254,7 +253,7 @@ class _Run:
         """Start the query; *follow* is the trigger of one without end."""
         try:
             if follow is not None:
-                self.place.remove(_VERIFIED)  # it goes on behind what was verified
+                self.place.remove(VERIFIED)  # it goes on behind what was verified
             return self._started(follow)
         except BaseException:
             self._alone.close()

@@ -5,8 +5,8 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from aioshard.errors import PlanError
-from aioshard.spark.draining.batches import OUTCOMES
 from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import OUTCOMES
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -24,18 +24,12 @@ from aioshard.records import TopicPartition
 from aioshard.spark.planning.commits import after, moved, then_of
 from aioshard.spark.runs.access import settings_for
 from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import HANDED_OVER, LETTERS, VERIFIED
 from aioshard.spark.runs.plan import Plan
 
-__all__ = ["HANDED_OVER", "LETTERS", "VERIFIED", "Handover", "handover", "verified_ends"]
+__all__ = ["Handover", "handover", "verified_ends"]
 
 logger = logging.getLogger("aioshard.spark.handover")
-
-VERIFIED = "verified.json"
-"""Written by the verification: `{"plan": digest, "ok": true, "ends": {topic: {partition: offset}}, "halted": [names],
-"dead_lettered": 0}`. Without `ends`, those of the plan."""
-LETTERS = "letters.json"
-"""Written when dead letters were sent: `{"plan": digest, "acknowledged": 0}`."""
-HANDED_OVER = "handover.json"
 
 _PAUSE = 0.5
 _PATIENCE = 30.0

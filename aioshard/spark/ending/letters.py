@@ -13,11 +13,11 @@ from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_headers import MESSAGE_ID, as_text
 from aioshard.serde.side_records import Coordinates, Failure, dead_letter
-from aioshard.spark.draining.batches import OUTCOMES, counts_of
-from aioshard.spark.ending.handover import LETTERS, VERIFIED
+from aioshard.spark.draining.batches import counts_of
 from aioshard.spark.runs.access import settings_for
 from aioshard.spark.runs.blocking import blocking
 from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import LETTERS, OUTCOMES, VERIFIED
 from aioshard.spark.runs.plan import Plan
 from aioshard.spark.source.publishing import publish_wave, waves
 from aioshard.spark.tasks.work import DEAD_LETTER

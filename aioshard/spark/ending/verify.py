@@ -10,12 +10,12 @@ from aioshard.errors import DataLossError, PlanError
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import LogRange
 from aioshard.records import TopicPartition
-from aioshard.spark.draining.batches import OUTCOMES, read_halted
-from aioshard.spark.ending.handover import VERIFIED
+from aioshard.spark.draining.batches import read_halted
 from aioshard.spark.runs.access import settings_for
 from aioshard.spark.runs.blocking import blocking
 from aioshard.spark.runs.checkpoint import last_border
 from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import OUTCOMES, VERIFIED
 from aioshard.spark.runs.plan import Plan, PlannedRange
 from aioshard.spark.runs.verification import NAMED, Found, Verification
 from aioshard.spark.source.request import places

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 from aioshard.errors import PlanError
 from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import CHECKPOINT
 
-__all__ = ["CHECKPOINT", "Border", "last_border"]
-
-CHECKPOINT = "checkpoint"
+__all__ = ["Border", "last_border"]
 
 
 class Border(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aioshard.errors import MissingExtraError, PlanError
+from aioshard.spark.runs.files import PLAN
 from aioshard.spark.runs.plan import Plan
 
 try:
@@ -21,11 +22,8 @@ except ImportError:  # where there are no such locks nobody is kept off
 if TYPE_CHECKING:
     from pyarrow import fs
 
-__all__ = ["PLAN", "STOP", "RunDirectory"]
+__all__ = ["RunDirectory"]
 
-PLAN = "plan.json"
-STOP = "stop"
-"""The file that ends a run at the next border of a micro-batch."""
 _RUNNING = ".running"
 """Locked while a process drains the run; it stays."""
 

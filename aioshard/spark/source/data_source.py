@@ -20,7 +20,8 @@ from pyspark.sql.types import (
 
 from aioshard.app import App
 from aioshard.kafka.ranges import RangeTransport
-from aioshard.spark.runs.directory import STOP, RunDirectory
+from aioshard.spark.runs.directory import RunDirectory
+from aioshard.spark.runs.files import STOP
 from aioshard.spark.source.request import Request, TaskRanges, check_options, log_ends, request_of
 from aioshard.spark.source.vectors import Vector, advanced, ends_of, ranges_between, starts_of
 from aioshard.spark.source.writer import StreamTopicWriter, TopicWriter
