@@ -233,6 +233,7 @@ class Controls:
             commits=0,
             commit_failures=0,
             replayed=0,
+            already_done=0,
             buffered_records=0,
             buffered_bytes=0,
             client_losses=0,

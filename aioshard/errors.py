@@ -26,6 +26,7 @@ __all__ = [
     "LeasedError",
     "MessageError",
     "MessageTooLargeError",
+    "MetadataRefusedError",
     "MissingExtraError",
     "NoOffsetError",
     "NotBuiltError",
@@ -203,6 +204,10 @@ class CommitRefusedError(CommitError):
     """The broker refused a commit because the group has moved on; it must not be sent again as it is."""
 
     retriable = False
+
+
+class MetadataRefusedError(CommitError):
+    """The broker takes no text of this length with a committed offset; without it, or shorter, it may be sent again."""
 
 
 class MessageTooLargeError(TransportError):

@@ -52,6 +52,8 @@ class PartitionStatistics:
     """None, or the sentence that says why nothing more of the partition is taken in."""
     oldest_incomplete_age: float | None
     """Seconds since the oldest incomplete record came in; None when nothing is incomplete."""
+    noted: float
+    """How full the text is in which the last commit noted what is finished beyond it, from 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Statistics:
     commit_failures: int
     replayed: int
     """Records taken in that this process had started in an epoch that ended before they were committed."""
+    already_done: int
+    """Records that came again and were not run again: a commit had noted them as finished."""
     buffered_records: int
     buffered_bytes: int
     client_losses: int

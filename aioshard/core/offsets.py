@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from aioshard.core.finished_offsets import Run
 from aioshard.errors import OffsetRegressionError
 
 __all__ = ["OffsetTracker"]
@@ -42,12 +43,13 @@ class OffsetTracker(Generic[T]):
         (44, True, 46)
     """
 
-    __slots__ = ("_incomplete", "_position", "_watched")
+    __slots__ = ("_arrived", "_incomplete", "_position", "_watched")
 
     def __init__(self, start: int) -> None:
         self._incomplete: OrderedDict[int, T] = OrderedDict()
         self._position = start
         self._watched = -1
+        self._arrived = 0
 
     def __len__(self) -> int:
         """How many records are incomplete."""
@@ -66,6 +68,33 @@ class OffsetTracker(Generic[T]):
     def committable(self) -> int:
         """The offset to commit: the first one that a restarted consumer should read."""
         return next(iter(self._incomplete), self._position)
+
+    @property
+    def completed(self) -> int:
+        """How many records have completed since the start."""
+        return self._arrived - len(self._incomplete)
+
+    def finished(self) -> list[Run]:
+        """What is finished between the committable offset and the position, holes included; ascending.
+
+        Takes time in proportion to the number of incomplete records.
+
+        Example:
+            >>> tracker = OffsetTracker(start=40)
+            >>> tracker.track([40, 41, 44], ["a", "b", "c"], next_offset=46)
+            >>> tracker.complete(41), tracker.finished()
+            (False, [Run(start=41, end=44), Run(start=45, end=46)])
+        """
+        runs = []
+        ends = iter(self._incomplete)
+        before = next(ends, self._position)
+        for offset in ends:
+            if offset > before + 1:
+                runs.append(Run(before + 1, offset))
+            before = offset
+        if self._position > before + 1:
+            runs.append(Run(before + 1, self._position))
+        return runs
 
     @property
     def oldest(self) -> T | None:
@@ -99,6 +128,7 @@ class OffsetTracker(Generic[T]):
             if next_offset <= offsets[-1]:
                 raise OffsetRegressionError(next_offset, offsets[-1] + 1)
             self._incomplete.update(zip(offsets, values, strict=True))
+            self._arrived += len(offsets)
             if self._watched < 0:
                 self._watched = offsets[0]
         elif next_offset < self._position:

@@ -1,10 +1,11 @@
 """Where to go on with a partition that was assigned: in place, at the committed offset, or elsewhere."""
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from aioshard.core.commit_metadata import CommitMetadata
 
-__all__ = ["Claim", "Evidence", "Origin", "first_generation", "origin_of", "reason_to_end", "with_first_generation"]
+__all__ = ["Claim", "Evidence", "Origin", "first_mark", "kept_mark", "knows_topic", "origin_of", "reason_to_end"]
 
 
 class Claim(NamedTuple):
@@ -103,16 +104,50 @@ def origin_of(
     return None
 
 
-def first_generation(metadata: str) -> int | None:
-    """The generation in which the group first resolved its position on a partition, from commit metadata.
+_FIRST_LASTS = 300
+"""Seconds after which everybody has committed where a group first began."""
 
-    Several members resolve their partitions of a new topic at the same time. Without this mark the slower
-    one would take the commits of the quicker one for those of a group that knew the topic long ago, and
-    read its partition from the start under `latest`.
+
+def first_mark(generation: int, partitions: int, now: float) -> CommitMetadata:
+    """What is noted with a group's first commit on a partition; see `knows_topic`."""
+    return CommitMetadata(first_generation=generation, first_partitions=partitions, first_at=int(now))
+
+
+def kept_mark(noted: CommitMetadata, now: float) -> CommitMetadata:
+    """What later commits carry on of that: nothing when it is old."""
+    if noted.first_at is None or now - noted.first_at > _FIRST_LASTS:
+        return CommitMetadata(first_generation=None if noted.first_at is not None else noted.first_generation)
+    return CommitMetadata(
+        first_generation=noted.first_generation, first_partitions=noted.first_partitions, first_at=noted.first_at
+    )
+
+
+def knows_topic(noted: Iterable[CommitMetadata], partition: int, generation: int, now: float) -> bool:
+    """Whether the group had commits on a topic before its members began to resolve its partitions.
+
+    Several members resolve their partitions of a new topic at the same time, and others may join meanwhile. Without
+    the mark of the first commits, the slower ones would take those of the quicker for those of a group that knew the
+    topic long ago, and read their partitions from the start under `latest`.
+
+    Args:
+        noted: With each commit of the group on the topic.
+        partition: One without a commit.
+        generation: Of the group, now.
+        now: Seconds since the epoch.
+
+    Example:
+        >>> born = first_mark(generation=1, partitions=8, now=1000.0)
+        >>> knows_topic([born], 7, generation=2, now=1005.0), knows_topic([born], 8, generation=2, now=1005.0)
+        (False, True)
+        >>> knows_topic([born], 7, generation=2, now=9000.0), knows_topic([], 7, generation=2, now=9000.0)
+        (True, False)
     """
-    return CommitMetadata.read(metadata, 0).first_generation
+    return any(not _just_began(commit, partition, generation, now) for commit in noted)
 
 
-def with_first_generation(generation: int | None) -> str:
-    """Commit metadata that carries the mark; empty without one."""
-    return CommitMetadata(first_generation=generation).text(0)
+def _just_began(noted: CommitMetadata, partition: int, generation: int, now: float) -> bool:
+    if noted.first_generation is None:
+        return False
+    if noted.first_at is None or noted.first_partitions is None:
+        return noted.first_generation == generation
+    return partition < noted.first_partitions and now - noted.first_at <= _FIRST_LASTS

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 from aioshard.core.flow import NONE, Usage, room_for
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Epoch, Gate
+from aioshard.engine.notes import Notes
 from aioshard.ports import NOTHING, Allowance, Oversized
 from aioshard.records import TopicPartition
 
@@ -73,6 +74,7 @@ class Admission:
         partitions: Mapping[TopicPartition, HasEpoch],
         clock: Callable[[], float],
         stuck_after: float,
+        notes: Notes,
     ) -> None:
         """Make an admission.
 
@@ -81,11 +83,13 @@ class Admission:
             partitions: Those that are assigned.
             clock: Loop time.
             stuck_after: Seconds after which an incomplete record makes its partition one that cannot advance.
+            notes: Say how much of a partition may finish beyond its committed offset.
         """
         self._buffer = buffer
         self._partitions = partitions
         self._clock = clock
         self._stuck_after = stuck_after
+        self._notes = notes
         self._waiting: _Waiting | None = None
 
     def keep_room_for(self, oversized: Oversized, epoch: Epoch) -> None:
@@ -145,6 +149,9 @@ class Admission:
             shares = _CHUNKS * (len(self._partitions) + 1)
             if room.records < buffer.bounds.records // shares or room.bytes < buffer.bounds.bytes // shares:
                 room = NONE
+        notable = self._notes.room(epoch)
+        if notable is not None and notable < room.records:
+            room = Usage(notable, room.bytes) if notable else NONE
         return Allowance(room.records, room.bytes)
 
     def _for_probing(self, epoch: Epoch) -> Allowance:
@@ -205,6 +212,12 @@ class Admission:
             return Limit(
                 f"{whose}, of {waiting.oversized.size} bytes, waits for room in the buffer",
                 "wait: others are finished and make room; where such records are usual, raise max_buffered_bytes",
+            )
+        if self._notes.room(epoch) == 0:
+            return Limit(
+                f"no more of what finishes beyond offset {epoch.tracker.committable} can be noted with a commit: "
+                f"{len(epoch.tracker)} records, far apart, are not complete, record {epoch.tracker.oldest!r} the first",
+                "see what the oldest records wait for; more is taken in when some of them are complete",
             )
         return Limit(
             f"the buffer is full: {buffer.records} of {buffer.bounds.records} records and {buffer.bytes} of "

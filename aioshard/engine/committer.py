@@ -2,21 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import anyio
 
-from aioshard.core.ownership import with_first_generation
 from aioshard.engine.epoch import Epoch
-from aioshard.errors import AuthorizationError, TransportError
-from aioshard.ports import Committed, Membership, Transport
+from aioshard.engine.notes import Due, Notes
+from aioshard.errors import AuthorizationError, MetadataRefusedError, TransportError
+from aioshard.ports import Membership, Transport
 
 __all__ = ["Committer"]
 
 logger = logging.getLogger("aioshard.engine.committer")
 
 _RETRY_DELAY = 0.1
+_MOST_BYTES = 768 * 1024
+"""Of one request: brokers refuse a commit whole that makes a batch of more than 1 MiB in their own topic."""
+_BYTES_AROUND = 100
+"""Of a partition in a request, beside its topic and its text."""
+_AT_ONCE = 16
+"""Texts that are made before others may run: one of full length takes milliseconds."""
 
 
 class _Request(NamedTuple):
@@ -36,7 +42,8 @@ class Committer:
 
     Invariants:
         * An epoch's `acknowledged` changes only when the broker acknowledged, or at its start.
-        * What is sent for an epoch is its committable offset of that moment (I1).
+        * What is sent for an epoch is its committable offset of one moment, with what was finished beyond it in the
+          same moment (I1).
     """
 
     def __init__(self, interval: float, timeout: float, clock: Callable[[], float]) -> None:
@@ -52,6 +59,8 @@ class Committer:
         self.trouble: str | None = None
         """Why the last commit was not acknowledged; None when it was, or nothing is due."""
         self.trouble_since = 0.0
+        self.notes = Notes()
+        """What goes with the offsets."""
         self.refused: Callable[[AuthorizationError], None] | None = None
         """Told when the brokers do not allow a commit; it stays due, as they may allow it later."""
         self._interval = interval
@@ -97,13 +106,9 @@ class Committer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _due(self, epochs: Collection[Epoch]) -> dict[Epoch, int]:
-        """What may be committed and is not yet, of those epochs that are ours."""
-        return {
-            epoch: committable
-            for epoch in epochs
-            if epoch in self._owned and (committable := epoch.tracker.committable) != epoch.acknowledged
-        }
+    def _due(self, epochs: Collection[Epoch]) -> list[Epoch]:
+        """Of which epochs something may be committed and is not yet, of those that are ours."""
+        return [epoch for epoch in epochs if epoch in self._owned and self.notes.is_due(epoch)]
 
     async def run(self, transport: Transport) -> None:
         """Commit until cancelled; whoever waits in `flush` then learns that it did not happen."""
@@ -138,13 +143,15 @@ class Committer:
             else:
                 self.trouble = None
                 awaited += [epoch.frontier() for epoch in self._owned]
+                if any(epoch.tracker for epoch in self._owned):
+                    timeout = self._interval  # what finishes beyond the oldest is noted too
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def _commit_due(self, transport: Transport) -> None:
-        plan = self._due(self._owned)
+        due = self._due(self._owned)
         membership = transport.membership()
-        if plan and _is_member(membership):
-            await self._send(transport, plan, membership)
+        if due and _is_member(membership):
+            await self._send_all(transport, due, membership)
         self._last = self._clock()
         waiting = self._requests
         self._requests = [request for request in waiting if self._due(request.epochs)]
@@ -154,21 +161,51 @@ class Committer:
         if self._requests:
             await asyncio.sleep(_RETRY_DELAY)
 
-    async def _send(self, transport: Transport, plan: dict[Epoch, int], membership: Membership) -> None:
-        offsets = {
-            epoch.topic_partition: Committed(offset, with_first_generation(epoch.first_generation))
-            for epoch, offset in plan.items()
-        }
-        try:
-            with anyio.fail_after(self._timeout):
-                await transport.commit(offsets, membership)
-        except (TransportError, TimeoutError) as error:
-            self._failed(error)
-            return
+    async def _send_all(self, transport: Transport, due: Sequence[Epoch], membership: Membership) -> None:
+        """Send what is due, in requests that brokers take; ends with the first that was not acknowledged."""
+        request: dict[Epoch, Due] = {}
+        size = 0
+        for number, epoch in enumerate(due, 1):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if epoch not in self._owned:
+                continue
+            note = self.notes.due(epoch)
+            more = len(epoch.topic_partition.topic) + len(note.committed.metadata.encode()) + _BYTES_AROUND
+            if request and size + more > _MOST_BYTES:
+                if not await self._send(transport, request, membership):
+                    return
+                request, size = {}, 0
+            request[epoch] = note
+            size += more
+        if request:
+            await self._send(transport, request, membership)
+
+    async def _send(self, transport: Transport, request: dict[Epoch, Due], membership: Membership) -> bool:
+        """Send one request; shorter, and without any text in the end, when the broker does not store the texts."""
+        while True:
+            ours = {epoch: due for epoch, due in request.items() if epoch in self._owned}
+            try:
+                with anyio.fail_after(self._timeout):
+                    offsets = {epoch.topic_partition: due.committed for epoch, due in ours.items()}
+                    await transport.commit(offsets, membership)
+            except MetadataRefusedError as error:
+                longest = max((len(due.committed.metadata) for due in ours.values()), default=0)
+                if not longest:
+                    self._failed(error)
+                    return False
+                self.notes.refused(longest)
+                request = {epoch: self.notes.due(epoch) for epoch in ours}
+            except (TransportError, TimeoutError) as error:
+                self._failed(error)
+                return False
+            else:
+                break
         self.commits += 1
         self.trouble = None
-        for epoch, offset in plan.items():
-            epoch.acknowledged = offset
+        for epoch, due in ours.items():
+            self.notes.acknowledged(epoch, due)
+        return True
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1

@@ -5,7 +5,9 @@ import enum
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
+from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.drain import DrainPlan
+from aioshard.core.finished_offsets import Run, beyond
 from aioshard.core.flow import Usage
 from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
@@ -99,8 +101,14 @@ class Epoch:
         self.buffered_bytes = 0
         self.acknowledged: int | None = None
         """The committed offset as last acknowledged to us; None while there is none."""
-        self.first_generation: int | None = None
-        """The mark that our commits of this partition carry; see `aioshard.core.ownership`."""
+        self.mark = CommitMetadata()
+        """What our commits of this partition carry beside what is finished; see `aioshard.core.ownership`."""
+        self.inherited: tuple[Run, ...] = ()
+        """What a commit had noted as finished when the epoch began, as far as it is not passed: it is not run again."""
+        self.note_length = 0
+        """How many characters were stored with the committed offset when it was last acknowledged."""
+        self.noted = 0
+        """How many records had completed when what is finished was last noted, or there was nothing to note."""
         self.rerun: Rerun | None = None
         self.trouble: str | None = None
         """Why the partition could not be read when the client last said so; see `fault`."""
@@ -211,6 +219,18 @@ class Epoch:
         if batch.next_offset >= self.tracker.position:
             self.fetching_again = False
         return back
+
+    # What is finished beyond the committable offset -------------------------------------
+
+    def finished(self) -> list[Run]:
+        """What whoever goes on from the committable offset need not run again; ascending."""
+        runs = self.tracker.finished()
+        for run in beyond(self.inherited, self.tracker.position):
+            if runs and runs[-1].end == run.start:
+                runs[-1] = Run(runs[-1].start, run.end)
+            else:
+                runs.append(run)
+        return runs
 
     # Ending -------------------------------------------------------------------------
 

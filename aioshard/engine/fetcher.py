@@ -7,6 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from aioshard.core.finished_offsets import beyond, holds
 from aioshard.core.flow import Usage, minimum
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
@@ -164,6 +165,8 @@ class Pump:
         """
         self.replayed = 0
         """Records taken in that this process had run before."""
+        self.already_done = 0
+        """Records that came and were not taken in: a commit had noted them as finished."""
         self._buffer = buffer
         self._fetchers = fetchers
         self._clock = clock
@@ -215,11 +218,22 @@ class Pump:
                     logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
 
     def _accept(self, fetcher: Fetcher, batch: FetchedBatch) -> None:
-        self._admission.taken(fetcher.epoch)
+        epoch = fetcher.epoch
+        self._admission.taken(epoch)
+        if epoch.inherited:
+            batch = self._without_finished(epoch, batch)
         try:
             self.replayed += fetcher.accept(batch)
         except OffsetRegressionError as error:
-            self._out_of_range(fetcher.epoch, error)
+            self._out_of_range(epoch, error)
+
+    def _without_finished(self, epoch: Epoch, batch: FetchedBatch) -> FetchedBatch:
+        """A batch without what a commit had noted as finished: that is passed like a hole."""
+        kept = [place for place, record in enumerate(batch.records) if not holds(epoch.inherited, record.offset)]
+        self.already_done += len(batch.records) - len(kept)
+        epoch.inherited = beyond(epoch.inherited, batch.next_offset)
+        records = [batch.records[place] for place in kept]
+        return batch._replace(records=records, sizes=[batch.sizes[place] for place in kept])
 
     def _fault(self, epoch: Epoch, fault: Fault) -> None:
         if isinstance(fault.error, OffsetOutOfRangeError):

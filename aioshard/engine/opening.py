@@ -9,7 +9,16 @@ from typing import Literal, NamedTuple, Protocol
 import anyio
 
 from aioshard.core.commit_metadata import CommitMetadata
-from aioshard.core.ownership import Claim, Evidence, first_generation, origin_of, reason_to_end
+from aioshard.core.finished_offsets import Run
+from aioshard.core.ownership import (
+    Claim,
+    Evidence,
+    first_mark,
+    kept_mark,
+    knows_topic,
+    origin_of,
+    reason_to_end,
+)
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.fetcher import Fetcher
@@ -70,8 +79,6 @@ class Opening:
 
     def __init__(self, owner: Owner, committer: Committer, limits: Limits) -> None:
         """Make an opening for the epochs of *owner*."""
-        self.known_topics: set[str] = set()
-        """Topics that the group is known to have commits on."""
         self._told: set[tuple[TopicPartition, Committed | None]] = set()
         """Texts of others that were spoken of: a position that is looked up again and again is told once."""
         self._owner = owner
@@ -160,9 +167,11 @@ class Opening:
     ) -> list[Epoch]:
         """New epochs for *partitions*, closed; those whose position was committed are opened."""
         topics = {name.topic for name in partitions if committed[name] is None}
-        known = {topic for topic in topics if await self._group_knows(topic, membership)}
+        noted = {topic: await self._noted(topic) for topic in topics}
+        numbers = {topic: len(await self._owner.client.partitions(topic)) for topic in {tp.topic for tp in partitions}}
         if self._owner.client.membership() != membership:
             return []
+        now = time.time()
         found, resolved = [], []
         for topic_partition in partitions:
             ours = committed[topic_partition]
@@ -171,14 +180,21 @@ class Opening:
                 offset,
                 ranges[topic_partition],
                 self._limits.auto_offset_reset,
-                group_knows_topic=topic_partition.topic in known,
+                group_knows_topic=ours is None
+                and knows_topic(noted[topic_partition.topic], topic_partition.partition, membership.generation, now),
             )
             if origin is None:
                 lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
                 raise lost or NoOffsetError(self._limits.group_id, topic_partition)
             epoch = self._owner.begin(topic_partition, origin.offset)
             epoch.acknowledged = offset
-            epoch.first_generation = first_generation(ours.metadata) if ours else membership.generation
+            if ours is None:
+                epoch.mark = first_mark(membership.generation, numbers[topic_partition.topic], now)
+            else:
+                found_noted = CommitMetadata.read(ours.metadata, ours.offset)
+                epoch.mark = kept_mark(found_noted, now)
+                if not origin.resolved:
+                    epoch.inherited = _believable(found_noted.finished, topic_partition, ranges[topic_partition])
             if origin.resolved:
                 if ours is not None:
                     message = "committed offset %d of %s is outside its log; going on at %d"
@@ -186,21 +202,19 @@ class Opening:
                 resolved.append(epoch)
             else:
                 found.append(epoch)
-        await self._restore([*found, *resolved], membership.generation)
+        await self._restore([*found, *resolved], numbers, membership.generation)
         if self._owner.client.membership() != membership:
             return []
         for epoch in found:
             self._owner.open(epoch, membership)
         return resolved
 
-    async def _restore(self, epochs: Collection[Epoch], generation: int) -> None:
+    async def _restore(self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int) -> None:
         """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
 
         Raises:
             TransportError: That cannot be found out now; the epochs are closed still.
         """
-        client = self._owner.client
-        numbers = {topic: len(await client.partitions(topic)) for topic in {e.topic_partition.topic for e in epochs}}
         feeds = {epoch: self._owner.fetchers[epoch.topic_partition].feed for epoch in epochs}
         found = await asyncio.gather(
             *(feed.restore(epoch, numbers[epoch.topic_partition.topic], generation) for epoch, feed in feeds.items()),
@@ -210,15 +224,13 @@ class Opening:
             if error is not None:
                 raise error
 
-    async def _group_knows(self, topic: str, membership: Membership) -> bool:
-        """Whether the group had committed on a topic before this generation's members began to."""
-        if topic in self.known_topics:
-            return True
+    async def _noted(self, topic: str) -> list[CommitMetadata]:
+        """What the group's commits on a topic carry, of all partitions."""
         client = self._owner.client
         with anyio.fail_after(self._limits.commit_timeout):
             partitions = [TopicPartition(topic, number) for number in await client.partitions(topic)]
             commits = await client.committed(partitions)
-        return any(c is not None and first_generation(c.metadata) != membership.generation for c in commits.values())
+        return [CommitMetadata.read(found.metadata, found.offset) for found in commits.values() if found is not None]
 
     async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
         """Commit the positions that were found for the group, and only then hand out records."""
@@ -233,3 +245,15 @@ class Opening:
             raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
         for epoch in epochs:
             self._owner.open(epoch, membership)
+
+
+def _believable(finished: tuple[Run, ...], topic_partition: TopicPartition, log: LogRange) -> tuple[Run, ...]:
+    """What was noted as finished, unless it is of another log: a topic that was made anew, or a log cut off."""
+    if finished and finished[-1].end > log.end:
+        message = (
+            "what was noted as finished of %s, up to offset %d, is not used: its log ends at %d, so it is not the log "
+            "that it was noted for"
+        )
+        logger.warning(message, topic_partition, finished[-1].end, log.end)
+        return ()
+    return finished

@@ -297,7 +297,6 @@ class Rebalance:
 
     def open(self, epoch: Epoch, membership: Membership) -> None:
         """Let an epoch go on: it is ours for certain under *membership*."""
-        self._opening.known_topics.add(epoch.topic_partition.topic)
         self._opened_in[epoch] = membership
         self._committer.own(epoch)
         epoch.open()

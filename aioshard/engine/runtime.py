@@ -111,7 +111,9 @@ class Engine:
             options.stuck_after,
             self.clock,
         )
-        self.admission = Admission(self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after)
+        self.admission = Admission(
+            self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.committer.notes
+        )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
 
     # What the rebalance asks ------------------------------------------------------------

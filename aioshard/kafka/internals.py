@@ -183,7 +183,7 @@ class Internals:
     async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Send one commit request under the membership of this moment: nothing is awaited before it is built."""
         await self.coordinator._do_commit_offsets(
-            None, {partition: OffsetAndMetadata(*due) for partition, due in offsets.items()}
+            None, {partition: _Unprinted(*due) for partition, due in offsets.items()}
         )
 
     async def committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
@@ -248,6 +248,15 @@ class Internals:
             else:
                 tasks.add(outsider._reset_committed_task)
         await close_client(self.client, tasks)
+
+
+class _Unprinted(OffsetAndMetadata):  # type: ignore[misc]
+    """A committed offset whose text, thousands of characters, does not get into aiokafka's logs."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"offset {self.offset}"
 
 
 class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from aioshard.errors import (
     CommitRefusedError,
     CorruptRecordError,
     MessageTooLargeError,
+    MetadataRefusedError,
     TransportError,
 )
 from aioshard.records import TopicPartition
@@ -34,6 +35,9 @@ _MOVED_ON = (
     kafka.RebalanceInProgressError,
 )
 """Answers that say: the group has moved on since the membership was given."""
+
+_TOO_LONG = (kafka.OffsetMetadataTooLargeError, kafka.InvalidCommitOffsetSizeError)
+"""Answers that say: the text that goes with an offset, or all of them together, are more than is stored."""
 
 
 def reason(error: BaseException) -> str:
@@ -76,6 +80,10 @@ def commit_error(error: BaseException, partitions: Collection[TopicPartition], g
         return CommitRefusedError(
             f"the broker refused a commit of group {group_id!r}: the group has moved on "
             f"({reason(error)}); what was not committed is delivered again"
+        )
+    if isinstance(error, _TOO_LONG):
+        return MetadataRefusedError(
+            f"the broker did not store what was noted with a commit of group {group_id!r} ({reason(error)})"
         )
     named = ", ".join(map(str, list(partitions)[:5]))
     return _denied(error, group_id) or CommitError(

@@ -35,6 +35,7 @@ PARTITION = PartitionStatistics(
     buffered_bytes=9_000,
     paused=None,
     oldest_incomplete_age=2.5,
+    noted=0.25,
 )
 SLOW = dataclasses.replace(PARTITION, partition=1, oldest_incomplete_age=61.0)
 PAUSED = dataclasses.replace(PARTITION, partition=2, oldest_incomplete_age=None, paused="the buffer is full")
@@ -47,6 +48,7 @@ STATISTICS = Statistics(
     commits=30,
     commit_failures=1,
     replayed=6,
+    already_done=7,
     buffered_records=18,
     buffered_bytes=9_000,
     client_losses=1,

@@ -6,6 +6,7 @@ from aioshard.core.flow import Usage, minimum
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Epoch
+from aioshard.engine.notes import Notes
 from aioshard.engine.outcomes import Block
 from aioshard.ports import NOTHING, Oversized
 from tests.engine.deliveries import make_buffer, make_epoch
@@ -29,7 +30,7 @@ class Partition:
 
 
 def admission_of(*epochs: Epoch, buffer: Buffer) -> Admission:
-    return Admission(buffer, {one.topic_partition: Partition(one) for one in epochs}, lambda: 0.0, 60.0)
+    return Admission(buffer, {one.topic_partition: Partition(one) for one in epochs}, lambda: 0.0, 60.0, Notes())
 
 
 def test_nothing_is_taken_in_of_a_partition_whose_gate_is_closed() -> None:

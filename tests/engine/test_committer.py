@@ -2,16 +2,19 @@
 
 import asyncio
 import itertools
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
+from aioshard.core.finished_offsets import Run, runs_of
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.errors import CommitError, CommitRefusedError
+from aioshard.errors import CommitError, CommitRefusedError, MetadataRefusedError
 from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
@@ -25,6 +28,7 @@ class Client:
     def __init__(self) -> None:
         self.member = MEMBER
         self.sent: list[tuple[float, dict[int, int], Membership]] = []
+        self.commits: list[Mapping[TopicPartition, Committed]] = []
         self.answers: list[Exception] = []
         self.takes = 0.0
         self.under_way = 0
@@ -36,6 +40,7 @@ class Client:
     async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
         now = asyncio.get_running_loop().time()
         self.sent.append((now, {tp.partition: due.offset for tp, due in offsets.items()}, membership))
+        self.commits.append(offsets)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -65,6 +70,16 @@ class Desk:
         epoch.take_in(FetchedBatch(tp, found, [1] * records, records), deliveries)
         self.committer.own(epoch)
         return epoch, deliveries
+
+    @property
+    def noted(self) -> list[list[Run]]:
+        """What each commit noted as finished of the first partition."""
+        return [
+            list(CommitMetadata.read(due.metadata, due.offset).finished)
+            for commit in self.client.commits
+            for partition, due in commit.items()
+            if partition.partition == 0
+        ]
 
     @property
     def offsets(self) -> list[dict[int, int]]:
@@ -98,12 +113,14 @@ async def test_only_the_completed_prefix_is_committed(desk: Desk) -> None:
     for delivery in (deliveries[1], deliveries[2]):
         epoch.complete(delivery)
     await asyncio.sleep(5.0)
-    assert desk.offsets == []
+    assert desk.offsets == [{0: 0}], "what is finished beyond it is noted, once"
+    assert desk.noted[-1] == [Run(1, 3)]
 
     epoch.complete(deliveries[0])
     await asyncio.sleep(5.0)
 
-    assert desk.offsets == [{0: 3}]
+    assert desk.offsets == [{0: 0}, {0: 3}]
+    assert desk.noted[-1] == []
     assert epoch.acknowledged == 3
 
 
@@ -351,3 +368,96 @@ async def test_after_a_flush_that_gave_up_attempts_keep_the_interval_again(desk:
     await asyncio.sleep(10.0)
 
     assert 9 <= len(desk.client.sent) - before <= 11
+
+
+# What is finished beyond the committed offset ---------------------------------------------
+
+
+@with_desk
+async def test_what_finishes_beyond_the_oldest_is_noted_once_an_interval(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=9)
+    for delivery in deliveries[2:]:
+        epoch.complete(delivery)
+        await asyncio.sleep(0.4)
+    await asyncio.sleep(3.0)
+
+    times = [time for time, _, _ in desk.client.sent]
+    assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
+    assert desk.noted[-1] == [Run(2, 9)]
+    sent = len(times)
+
+    await asyncio.sleep(10.0)
+
+    assert len(desk.client.sent) == sent, "what was noted is not noted again"
+
+
+@with_desk
+async def test_what_another_owner_had_finished_beyond_our_position_stays_noted(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=5)
+    epoch.inherited = (Run(5, 7), Run(20, 90))
+    epoch.complete(deliveries[1])
+    await asyncio.sleep(3.0)
+    assert desk.noted[-1] == [Run(1, 2), Run(5, 7), Run(20, 90)]
+
+    for delivery in (deliveries[0], *deliveries[2:]):
+        epoch.complete(delivery)
+    await asyncio.sleep(3.0)
+
+    assert desk.offsets[-1] == {0: 5}
+    assert desk.noted[-1] == [Run(5, 7), Run(20, 90)]
+
+
+@with_desk
+async def test_a_text_that_the_broker_does_not_store_never_holds_the_offset_back(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=9)
+    desk.client.answers = [MetadataRefusedError("too long") for _ in range(20)]
+    for delivery in (deliveries[0], deliveries[5]):
+        epoch.complete(delivery)
+    await asyncio.sleep(0.5)
+
+    with_text, without = (due.metadata for commit in desk.client.commits for due in commit.values())
+    assert with_text
+    assert not without
+    assert epoch.acknowledged == 0, "the broker had another reason, it seems"
+    desk.client.answers.clear()
+
+    await asyncio.sleep(3.0)
+
+    assert epoch.acknowledged == 1
+    assert desk.committer.notes.most_units == 0
+
+
+@with_desk
+async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> None:
+    chosen = random.Random(7).sample(range(1, 60_000), 30_000)
+    epoch, deliveries = desk.epoch(records=60_000)
+    for place in chosen:
+        epoch.complete(deliveries[place])
+    desk.client.answers = [MetadataRefusedError("too long")]
+    await asyncio.sleep(3.0)
+
+    lengths = [len(due.metadata) for commit in desk.client.commits for due in commit.values()]
+    assert MOST_UNITS // 2 < lengths[0] <= MOST_UNITS
+    assert 0 < lengths[1] <= MOST_UNITS // 2
+    assert epoch.noted == len(chosen)
+    assert desk.committer.failures == 0
+
+
+@with_desk
+async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: Desk) -> None:
+    """128 partitions, each with as much as its text holds: 1.5 MiB, and brokers take less than 1 MiB."""
+    desk.buffer.bounds = Usage(10**9, 10**9)
+    epochs = []
+    for partition in range(128):
+        epoch, deliveries = desk.epoch(partition, records=1)
+        epoch.inherited = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
+        epoch.complete(deliveries[0])
+        epochs.append(epoch)
+    await asyncio.sleep(5.0)
+
+    sizes = [sum(len(due.metadata.encode()) for due in commit.values()) for commit in desk.client.commits]
+    assert sum(sizes) > 1 << 20
+    assert max(sizes) <= 768 * 1024
+    assert {partition for commit in desk.offsets for partition in commit} == set(range(128))
+    assert all(epoch.acknowledged == 1 for epoch in epochs)
+    assert desk.client.most_under_way == 1

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from aioshard import App, Record, TopicPartition
 from aioshard.errors import CommitError
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
@@ -46,11 +44,6 @@ def test_two_members_that_begin_at_once_begin_behind_what_is_old() -> None:
     assert members.old == 0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a commit of another first generation counts as one of a group that knew the topic long ago, so the second "
-    "member's partitions, of which nothing was committed yet, begin at their start",
-)
 def test_a_third_member_that_joins_between_the_first_commits_of_two_does_not_make_old_records_new() -> None:
     members = Members()
 

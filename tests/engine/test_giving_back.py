@@ -6,6 +6,7 @@ from aioshard.core.flow import Usage
 from aioshard.engine.admission import Admission
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher, Pump
+from aioshard.engine.notes import Notes
 from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
@@ -94,7 +95,9 @@ def test_a_partition_that_is_being_taken_away_neither_gives_back_nor_is_read_aga
         await shards.put(deliveries)
         shards.halt(start(shards.take()), HALTED)
         fetchers = {one.topic_partition: Fetcher(one, feed, lambda: 0.0) for one in (halted, released)}
-        pump = Pump(buffer, fetchers, lambda: 100.0, Admission(buffer, fetchers, lambda: 0.0, 60.0), lambda *_: None)
+        pump = Pump(
+            buffer, fetchers, lambda: 100.0, Admission(buffer, fetchers, lambda: 0.0, 60.0, Notes()), lambda *_: None
+        )
         client = Client()
         for epoch in (halted, released):
             feed.close(epoch)
@@ -159,7 +162,7 @@ def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
         fetchers[epoch.topic_partition].accept(
             FetchedBatch(epoch.topic_partition, records, [10] * 50, 50, places=range(50))
         )
-        overdue = Admission(buffer, fetchers, lambda: 100.0, 60.0)
+        overdue = Admission(buffer, fetchers, lambda: 100.0, 60.0, Notes())
         pump = Pump(buffer, fetchers, lambda: 100.0, overdue, lambda *_: None)
         client = Client()
 

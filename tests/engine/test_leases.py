@@ -7,7 +7,8 @@ import time
 import pytest
 
 from aioshard import App, Record, TopicPartition
-from aioshard.core.commit_metadata import CommitMetadata, Lease, Run
+from aioshard.core.commit_metadata import CommitMetadata, Lease
+from aioshard.core.finished_offsets import Run
 from aioshard.errors import LeasedError
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, Lease, Run, runs_of, utf16_units
+from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, Lease, utf16_units
+from aioshard.core.finished_offsets import Run, runs_of
 
 offsets = st.integers(0, 1 << 40)
 plans = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
@@ -210,5 +211,5 @@ def test_somebody_elses_text_that_cannot_be_kept_is_refused(foreign: str) -> Non
     ],
 )
 def test_what_makes_no_sense_is_not_written(metadata: CommitMetadata) -> None:
-    with pytest.raises(ValueError, match=r"finished=|first_generation=|Lease"):
+    with pytest.raises(ValueError, match=r"finished=|first=|Lease"):
         metadata.text(7)

@@ -16,6 +16,7 @@ class TrackerMachine(RuleBasedStateMachine):
     @initialize(start=st.integers(0, 1000))
     def begin(self, start: int) -> None:
         self.tracker: OffsetTracker[int] = OffsetTracker(start)
+        self.arrived = 0
         self.model: set[int] = set()
         self.position = start
         self.committable = start
@@ -31,6 +32,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.tracker.track(offsets, offsets, offset + trailing)
         self.position = offset + trailing
         self.model.update(offsets)
+        self.arrived += len(offsets)
         if self.watched == -1 and offsets:
             self.watched = offsets[0]
         return multiple(*offsets)
@@ -58,6 +60,9 @@ class TrackerMachine(RuleBasedStateMachine):
     def agrees_with_the_model(self) -> None:
         tracker = self.tracker
         assert tracker.committable == min(self.model, default=self.position)
+        assert tracker.completed == self.arrived - len(self.model)
+        finished = [offset for run in tracker.finished() for offset in range(*run)]
+        assert finished == sorted(set(range(tracker.committable, self.position)) - self.model)
         assert list(tracker.values()) == sorted(self.model)
         assert tracker.oldest == min(self.model, default=None)
         assert tracker.position == self.position

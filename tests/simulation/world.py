@@ -5,15 +5,18 @@ published, and the guarantees are asserted after every step of the loop.
 """
 
 import asyncio
+import bisect
 import random
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from aioshard import App, Context, Record, Retry
+from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.finished_offsets import Run, holds
 from aioshard.engine.runtime import Engine
 from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError
-from aioshard.ports import GroupListener, Membership
+from aioshard.ports import Committed, GroupListener, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport
 
@@ -163,6 +166,10 @@ class World:
         self.of_key: dict[tuple[TopicPartition, bytes], list[int]] = defaultdict(list)
         self.processes: list[Process] = []
         self.runs = 0
+        self.noted = 0
+        """Runs of finished records that were noted with commits."""
+        self.latest: dict[TopicPartition, tuple[Committed, Sequence[Run]]] = {}
+        """The latest commit of each partition, and what it noted."""
         self.breaches: list[str] = []
         """What was found where raising would not end the test: in tasks of the engine or the transport."""
         self._checked: dict[TopicPartition, int] = defaultdict(int)
@@ -179,6 +186,7 @@ class World:
         """Run one attempt, of a length that chance decides, and check what may be running beside it."""
         self.runs += 1
         self._check_start(process, record)
+        self._check_not_noted(process, record)
         key = record.key
         if key is not None:
             process.running[key] = record
@@ -233,6 +241,20 @@ class World:
             if offset not in done and not self.is_terminal(topic_partition, offset):
                 self._breach(f"I4: {topic_partition} {record.offset} starts before {offset} of its key was done")
 
+    def _check_not_noted(self, process: Process, record: Record) -> None:
+        """What the group's latest commit notes as finished is not run again by whoever goes on there.
+
+        A process that the group has dropped, and that has not heard of it, may run what its successor has finished.
+        """
+        transport = process.engine.transport if process.engine is not None else None
+        owner = self.broker.group(GROUP).owner(record.topic_partition)
+        if transport is None or transport.membership().member_id != owner:
+            return
+        committed, finished = self.latest.get(record.topic_partition, (None, ()))
+        now = self.broker.group(GROUP).committed(record.topic_partition)
+        if committed == now and holds(finished, record.offset):
+            self._breach(f"I12: {record.topic_partition} {record.offset} runs, and is noted as finished")
+
     def _breach(self, sentence: str) -> None:
         self.breaches.append(sentence)
 
@@ -257,6 +279,7 @@ class World:
                 assert request.owned, f"I9: {request} was accepted for a partition that was not ours"
                 for topic_partition, committed in request.offsets.items():
                     self._check_never_ahead(topic_partition, committed.offset)
+                    self._check_noted(topic_partition, committed)
         for process in self.processes:
             if process.alive and process.engine is not None:
                 check_engine(process.engine)
@@ -270,6 +293,19 @@ class World:
             assert passed, f"I1: {topic_partition} was committed to {committed} past {offsets[index]}"
             index += 1
         self._checked[topic_partition] = index
+
+    def _check_noted(self, topic_partition: TopicPartition, committed: Committed) -> None:
+        """What a commit says is finished beyond it has to be: nobody runs it again."""
+        noted = CommitMetadata.read(committed.metadata, committed.offset)
+        assert not noted.ignored, f"{topic_partition}: {noted.ignored}"
+        offsets, done = self.offsets[topic_partition], self.done[topic_partition]
+        for run in noted.finished:
+            for place in range(bisect.bisect_left(offsets, run.start), bisect.bisect_left(offsets, run.end)):
+                offset = offsets[place]
+                passed = offset in done or self.may_be_passed(topic_partition, offset)
+                assert passed, f"I1: {topic_partition} {offset} was noted as finished with commit {committed.offset}"
+        self.noted += len(noted.finished)
+        self.latest[topic_partition] = committed, noted.finished
 
     # What happens ------------------------------------------------------------------------
 

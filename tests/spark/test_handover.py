@@ -22,7 +22,8 @@ from confluent_kafka.admin import (
 )
 
 from aioshard import App, spark
-from aioshard.core.commit_metadata import CommitMetadata, Run
+from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.finished_offsets import Run
 from aioshard.errors import (
     CommitError,
     DataLossError,
@@ -284,6 +285,7 @@ async def test_dead_letters_are_sent_before(drained: Run7) -> None:
     letters.write_json("letters.json", {"plan": letters.plan().digest, "acknowledged": 2})
     with pytest.raises(NotVerifiedError, match="1 of 3 dead letters"):
         await drained.hand_over()
+    assert (await drained.hand_over(dry_run=True)).state == "dry-run"
 
     letters.write_json("letters.json", {"plan": letters.plan().digest, "acknowledged": 3})
 

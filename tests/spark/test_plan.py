@@ -12,7 +12,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from aioshard import App, spark
-from aioshard.core.commit_metadata import CommitMetadata, Lease, Run
+from aioshard.core.commit_metadata import CommitMetadata, Lease
+from aioshard.core.finished_offsets import Run
 from aioshard.errors import AuthorizationError, DataLossError, GroupMovedError, LeasedError, PlanError
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from aioshard import spark as history
-from aioshard.core.commit_metadata import CommitMetadata, Run
+from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.finished_offsets import Run
 from aioshard.errors import HaltedError
 from aioshard.kafka.history import HistoryBrokers
 from aioshard.ports import Committed

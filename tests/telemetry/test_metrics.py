@@ -24,6 +24,7 @@ PARTITION = PartitionStatistics(
     buffered_bytes=9_000,
     paused="max_buffered_records=10000 is reached",
     oldest_incomplete_age=2.5,
+    noted=0.25,
 )
 HANDLER = HandlerStatistics(
     name="on_order",
@@ -47,6 +48,7 @@ STATISTICS = Statistics(
     commits=30,
     commit_failures=1,
     replayed=6,
+    already_done=7,
     buffered_records=18,
     buffered_bytes=9_000,
     client_losses=1,

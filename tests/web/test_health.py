@@ -46,6 +46,7 @@ PARTITION = PartitionStatistics(
     buffered_bytes=9_000,
     paused=None,
     oldest_incomplete_age=2.5,
+    noted=0.25,
 )
 HANDLER = HandlerStatistics(
     name="on_order",
@@ -69,6 +70,7 @@ STATISTICS = Statistics(
     commits=30,
     commit_failures=1,
     replayed=6,
+    already_done=7,
     buffered_records=18,
     buffered_bytes=9_000,
     client_losses=1,

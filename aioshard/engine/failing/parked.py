@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 
+from aioshard.core.finished_offsets import holds
 from aioshard.core.parking import ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey, identity
 from aioshard.engine.buffer import Buffer
@@ -176,7 +177,8 @@ class Lot:
             What is to be written.
         """
         self.restored = True
-        for entry in [entry for entry in self.keys if entry.offset >= self._start]:
+        done = self.source.inherited
+        for entry in [entry for entry in self.keys if entry.offset >= self._start and not holds(done, entry.offset)]:
             self.remove(entry.offset)
             yield tombstone(self.stored_in.topic, self.place(entry))
         for coordinates in self._requests:

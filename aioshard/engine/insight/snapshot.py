@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 
+from aioshard.core.commit_metadata import MOST_UNITS
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
@@ -26,6 +27,7 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         commits=engine.committer.commits,
         commit_failures=engine.committer.failures,
         replayed=engine.pump.replayed + sum(running.counters.replayed for running in engine.handlers),
+        already_done=engine.pump.already_done,
         buffered_records=engine.buffer.records,
         buffered_bytes=engine.buffer.bytes,
         client_losses=engine.client_losses,
@@ -62,6 +64,7 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
         buffered_bytes=epoch.buffered_bytes,
         paused=_why_paused(engine, epoch, now),
         oldest_incomplete_age=None if oldest is None else max(now - oldest.arrived, 0.0),
+        noted=epoch.note_length / MOST_UNITS,
     )
 
 

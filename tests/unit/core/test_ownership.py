@@ -2,14 +2,16 @@
 
 import pytest
 
+from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.ownership import (
     Claim,
     Evidence,
     Origin,
-    first_generation,
+    first_mark,
+    kept_mark,
+    knows_topic,
     origin_of,
     reason_to_end,
-    with_first_generation,
 )
 
 CLAIM = Claim("member-1", generation=7, acknowledged=40, position=55)
@@ -83,8 +85,45 @@ def test_a_partition_that_appeared_later_begins_at_its_start(policy: str | None)
     assert origin == Origin(0, resolved=True)
 
 
-def test_the_mark_of_the_first_generation_survives_the_broker() -> None:
-    assert first_generation(with_first_generation(12)) == 12
-    assert first_generation("") is None
-    assert first_generation("somebody else's text") is None
-    assert with_first_generation(None) == ""
+BORN = 1_750_000_000.0
+MARK = first_mark(generation=12, partitions=4, now=BORN)
+
+
+@pytest.mark.parametrize(
+    ("noted", "partition", "generation", "seconds", "knows"),
+    [
+        ([], 3, 12, 1.0, False),
+        ([MARK], 3, 12, 1.0, False),
+        ([MARK], 3, 13, 1.0, False),
+        ([MARK], 4, 13, 1.0, True),
+        ([MARK], 3, 13, 3600.0, True),
+        ([MARK, CommitMetadata()], 3, 12, 1.0, True),
+        ([CommitMetadata(foreign="somebody else's text")], 3, 12, 1.0, True),
+        ([CommitMetadata(first_generation=12)], 3, 12, 3600.0, False),
+        ([CommitMetadata(first_generation=12)], 3, 13, 1.0, True),
+    ],
+    ids=[
+        "nobody-committed",
+        "at-the-same-time",
+        "a-member-joins-meanwhile",
+        "a-partition-that-was-not-there-then",
+        "long-after",
+        "a-commit-without-mark",
+        "another-program",
+        "an-older-mark-of-now",
+        "an-older-mark-of-before",
+    ],
+)
+def test_a_group_knows_a_topic_when_it_had_commits_before_it_was_resolved(
+    noted: list[CommitMetadata], partition: int, generation: int, seconds: float, *, knows: bool
+) -> None:
+    assert knows_topic(noted, partition, generation, BORN + seconds) == knows
+
+
+def test_the_mark_survives_the_broker_and_is_kept_while_it_is_young() -> None:
+    read = CommitMetadata.read(MARK.text(7), 7)
+
+    assert read == MARK
+    assert kept_mark(read, BORN + 10) == MARK
+    assert kept_mark(read, BORN + 3600) == CommitMetadata()
+    assert kept_mark(CommitMetadata(first_generation=3), BORN) == CommitMetadata(first_generation=3)

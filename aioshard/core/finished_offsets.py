@@ -1,0 +1,366 @@
+"""Offsets that are finished beyond the committed one, as text that a broker stores: three forms, the shortest wins.
+
+`FORM:OFFSET:CHECKSUM:CONTENT`, where the content is, by its form,
+
+* `r`: the lengths of the gaps and the runs as numbers of seven bits a byte, in base 64: short ones stay readable;
+* `z`: the same, deflated;
+* `b`: one bit for each offset, for patterns that have no shape. It takes `BITMAP_OFFSETS` whatever is finished.
+
+`z` and `b` hold fifteen bits in each character, because brokers count characters.
+"""
+
+import base64
+import binascii
+import bisect
+import operator
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+__all__ = ["LAST_OFFSET", "Run", "beyond", "holds", "read_finished", "records_with_room", "runs_of", "written"]
+
+LAST_OFFSET: Final = (1 << 63) - 1
+
+_TEXT = re.compile(r"([rzb]):(\d{1,19}):([A-Za-z0-9_-]{4}):(.+)", re.DOTALL)
+_INFLATED = 1 << 18
+"""Bytes of run lengths at most, before they are deflated."""
+_SHORT = 64
+"""A text that is not longer than that need not be made shorter."""
+_OFFSET_BITS = 63
+
+# 32,768 characters of which each is one code unit: no surrogates, no spaces, no controls.
+_LOW, _LOW_COUNT = 0x3400, 0xA000 - 0x3400
+_HIGH = 0xAC00
+_BITS = 15
+_LARGEST = (1 << _BITS) - 1
+_GROUP_BYTES, _GROUP_UNITS = 15, 8
+"""So many bytes are exactly so many characters."""
+
+_CONTINUED = 0x80
+"""Marks a byte of a number after which more come, with seven bits each."""
+_NUMBER_BASE = 0x80
+
+
+_START = operator.itemgetter(0)
+
+
+class Run(NamedTuple):
+    """Offsets from *start* up to, and without, *end*."""
+
+    start: int
+    end: int
+
+
+def runs_of(offsets: Iterable[int]) -> tuple[Run, ...]:
+    """Offsets in any order as runs.
+
+    Example:
+        >>> runs_of([7, 3, 4])
+        (Run(start=3, end=5), Run(start=7, end=8))
+    """
+    runs: list[Run] = []
+    for offset in sorted(set(offsets)):
+        if runs and runs[-1].end == offset:
+            runs[-1] = Run(runs[-1].start, offset + 1)
+        else:
+            runs.append(Run(offset, offset + 1))
+    return tuple(runs)
+
+
+def holds(runs: Sequence[Run], offset: int) -> bool:
+    """Whether an offset is in one of *runs*, which are ascending."""
+    place = bisect.bisect_right(runs, offset, key=_START) - 1
+    return place >= 0 and offset < runs[place].end
+
+
+def beyond(runs: Sequence[Run], offset: int) -> tuple[Run, ...]:
+    """What of *runs* is not below *offset*.
+
+    Example:
+        >>> beyond((Run(3, 5), Run(7, 10)), 8)
+        (Run(start=8, end=10),)
+    """
+    return tuple(Run(max(run.start, offset), run.end) for run in runs if run.end > offset)
+
+
+# How much has room ---------------------------------------------------------------------
+
+
+def records_with_room(span: int, incomplete: int, units: int) -> int:
+    """How many more records may be taken in, so that whatever of them finishes first has room in the text.
+
+    Constant time, from two figures alone: the text need not be made to know that it fits. Where offsets have holes
+    between them it may come out longer, and `written` then leaves out the highest.
+
+    Args:
+        span: From the committable offset to the end of what was taken in.
+        incomplete: How many records in it are not complete; at most *span*.
+        units: How many characters the content may have.
+
+    Example:
+        >>> records_with_room(span=100, incomplete=100, units=4_000)
+        59900
+        >>> records_with_room(span=1_000_000, incomplete=1, units=4_000) > 1_500
+        True
+        >>> records_with_room(span=1_000_000, incomplete=5_000, units=4_000)
+        0
+    """
+    by_bitmap = units * _BITS - span
+    if by_bitmap > 0:
+        return by_bitmap
+    room = units * _BITS // 8
+    low, high = 0, room
+    while low < high:
+        more = (low + high + 1) // 2
+        if _bytes_at_most(span + more, incomplete + more) <= room:
+            low = more
+        else:
+            high = more - 1
+    return low
+
+
+def _bytes_at_most(span: int, incomplete: int) -> int:
+    """The longest that the lengths of gaps and runs can be: two for each incomplete record, longer ones few."""
+    numbers = most = 2 * incomplete + 1
+    longer = span // _NUMBER_BASE
+    while longer:
+        most += min(numbers, longer)
+        longer //= _NUMBER_BASE
+    return most
+
+
+# Writing ------------------------------------------------------------------------------
+
+
+def written(runs: Sequence[Run], offset: int, room: int) -> str:
+    """As many runs as there is room for, from the lowest on; empty when there is none.
+
+    Args:
+        runs: Beyond *offset*, ascending, apart from each other.
+        offset: The committed offset.
+        room: How many characters there are.
+
+    Raises:
+        ValueError: *runs* are out of order, or not beyond *offset*.
+    """
+    packed, borders = _packed(_checked(runs, offset), offset)
+    text = _fitting(packed, offset, room) if len(borders) == len(runs) else ""
+    if text:
+        return text
+    in_bits, reached = _bitmap(runs, offset, room)
+    if reached == runs[-1].end:
+        return in_bits
+    best, fits = _longest_prefix(packed, borders, offset, room)
+    return best if fits and runs[fits - 1].end >= reached else in_bits
+
+
+def _checked(runs: Sequence[Run], offset: int) -> Sequence[Run]:
+    before = offset - 1
+    for run in runs:
+        if not before < run.start < run.end <= LAST_OFFSET:
+            raise ValueError(f"finished={run} does not come after what is before it, which ends at {before}")
+        before = run.end
+    return runs
+
+
+def _packed(runs: Sequence[Run], offset: int) -> tuple[bytes, list[int]]:
+    """The lengths as numbers, and where each run ends among them; those that are too many to be tried are left out."""
+    packed = bytearray()
+    borders = []
+    before = offset
+    for run in runs:
+        packed += _number(run.start - before) + _number(run.end - run.start)
+        if len(packed) > _INFLATED:
+            break
+        borders.append(len(packed))
+        before = run.end
+    return bytes(packed), borders
+
+
+def _longest_prefix(packed: bytes, borders: Sequence[int], offset: int, room: int) -> tuple[str, int]:
+    best = ""
+    fits, too_many = 0, len(borders) + 1
+    tried = len(borders)
+    while fits < too_many - 1:
+        text = _fitting(packed[: borders[tried - 1]], offset, room)
+        if text:
+            best, fits = text, tried
+        else:
+            too_many = tried
+        tried = (fits + too_many) // 2
+    return best, fits
+
+
+def _fitting(packed: bytes, offset: int, room: int) -> str:
+    """The shorter form of run lengths, or the one that spares the work where that is short; empty when too long."""
+    plain, deflated = (_head(form, offset, packed) for form in "rz")
+    in_letters = len(plain) + -(-len(packed) * 8 // 6)
+    if in_letters <= min(room, _SHORT):
+        return plain + _in_letters(packed)
+    content = zlib.compress(packed, 9)
+    in_units = len(deflated) + -(-len(content) * 8 // _BITS)
+    if min(in_letters, in_units) > room:
+        return ""
+    return plain + _in_letters(packed) if in_letters <= in_units else deflated + _in_units(content)
+
+
+def _bitmap(runs: Sequence[Run], offset: int, room: int) -> tuple[str, int]:
+    """One bit for each offset as far as there is room, and where that ends; empty when there is hardly any."""
+    bits_left = (room - len(_head("b", offset, b""))) * _BITS // 8 * 8
+    if bits_left <= 0:
+        return "", offset
+    end = min(offset + bits_left, runs[-1].end)
+    digits = []
+    reached = before = offset
+    for run in runs:
+        if run.start >= end:
+            break
+        reached = min(run.end, end)
+        digits.append("0" * (run.start - before) + "1" * (reached - run.start))
+        before = run.end
+    bits = "".join(digits)
+    if not bits:
+        return "", offset
+    content = int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
+    return _head("b", offset, content) + _in_units(content), reached
+
+
+def _head(form: str, offset: int, content: bytes) -> str:
+    return f"{form}:{offset}:{_checksum(offset, content)}:"
+
+
+def _checksum(offset: int, content: bytes) -> str:
+    """Four letters: what is damaged must not make records count as finished."""
+    return _in_letters(zlib.crc32(content, offset & 0xFFFFFFFF).to_bytes(4, "big")[1:])
+
+
+# Reading ------------------------------------------------------------------------------
+
+
+def read_finished(text: str, offset: int) -> tuple[Run, ...]:
+    """What `written` wrote for *offset*.
+
+    Raises:
+        ValueError: It is damaged, in a form that is not known, or was written for another offset.
+    """
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise ValueError("it is in no form that this version of aioshard knows")
+    form, its_offset, checksum, content = found.groups()
+    if int(its_offset) != offset:
+        raise ValueError(f"it was noted for offset {its_offset} and the committed one is {offset}")
+    packed = _from_letters(content) if form == "r" else _from_units(content)
+    if form == "z":
+        packed = _inflated(packed)
+    elif form == "b":
+        packed = packed.rstrip(b"\0")
+    if checksum != _checksum(offset, packed):
+        raise ValueError("it is damaged: its checksum does not fit")
+    return _runs_in_bits(packed, offset) if form == "b" else _runs_in_numbers(packed, offset)
+
+
+def _runs_in_bits(content: bytes, offset: int) -> tuple[Run, ...]:
+    bits = f"{int.from_bytes(content, 'big'):0{len(content) * 8}b}"
+    if bits[:1] == "1":
+        raise ValueError("its runs make no sense")
+    return tuple(Run(offset + found.start(), offset + found.end()) for found in re.finditer("1+", bits))
+
+
+def _runs_in_numbers(packed: bytes, offset: int) -> tuple[Run, ...]:
+    numbers = _numbers(packed)
+    if len(numbers) % 2:
+        raise ValueError("it is cut off")
+    runs: list[Run] = []
+    before = offset
+    for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
+        start = before + gap
+        if length == 0 or (gap == 0 and runs) or start + length > LAST_OFFSET:
+            raise ValueError("its runs make no sense")
+        before = start + length
+        runs.append(Run(start, before))
+    return tuple(runs)
+
+
+# Bytes and characters -------------------------------------------------------------------
+
+
+def _number(number: int) -> bytes:
+    encoded = bytearray()
+    while number >= _CONTINUED:
+        encoded.append(number & 0x7F | _CONTINUED)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _numbers(packed: bytes) -> list[int]:
+    numbers = []
+    number = shift = 0
+    for byte in packed:
+        number |= (byte & 0x7F) << shift
+        if byte & _CONTINUED:
+            shift += 7
+        else:
+            numbers.append(number)
+            number = shift = 0
+        if shift > _OFFSET_BITS:
+            raise ValueError("a run is too long")
+    if shift:
+        raise ValueError("it is cut off")
+    return numbers
+
+
+def _inflated(data: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    try:
+        content = inflate.decompress(data, _INFLATED)
+    except zlib.error as error:
+        raise ValueError(f"it cannot be inflated ({error})") from None
+    if not inflate.eof:
+        raise ValueError("it is cut off, or larger than it may be")
+    return content
+
+
+def _in_letters(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _from_letters(text: str) -> bytes:
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"it is damaged ({error})") from None
+
+
+def _in_units(content: bytes) -> str:
+    """Fifteen bits to each character, which is one code unit; group by group, or long texts would take long."""
+    units: list[str] = []
+    for start in range(0, len(content), _GROUP_BYTES):
+        group = content[start : start + _GROUP_BYTES]
+        bits = int.from_bytes(group.ljust(_GROUP_BYTES, b"\0"), "big")
+        for place in range(_GROUP_UNITS - 1, -1, -1):
+            value = bits >> (_BITS * place) & _LARGEST
+            units.append(chr(_LOW + value) if value < _LOW_COUNT else chr(_HIGH + value - _LOW_COUNT))
+    return "".join(units[: -(-len(content) * 8 // _BITS)])
+
+
+def _from_units(text: str) -> bytes:
+    content = bytearray()
+    for start in range(0, len(text), _GROUP_UNITS):
+        group = text[start : start + _GROUP_UNITS]
+        bits = 0
+        for character in group:
+            bits = bits << _BITS | _value(character)
+        bits <<= _BITS * (_GROUP_UNITS - len(group))
+        content += bits.to_bytes(_GROUP_BYTES, "big")
+    # What pads the last character is less than one, but may be more than a byte: each form knows its own end.
+    return bytes(content[: len(text) * _BITS // 8])
+
+
+def _value(character: str) -> int:
+    code = ord(character)
+    value = code - _LOW if code < _HIGH else code - _HIGH + _LOW_COUNT
+    if not (_LOW <= code < _LOW + _LOW_COUNT or code >= _HIGH) or value > _LARGEST:
+        raise ValueError(f"character {code:#x} is none of ours")
+    return value
