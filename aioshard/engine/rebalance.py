@@ -229,6 +229,8 @@ class Rebalance:
             else:
                 self.end(epoch, "the partition was given to another member")
         self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
+        # What came with an assignment before this one and is not open yet is in this one too.
+        self._stop_settling()
         self._look_into(given, membership, f"settle generation {membership.generation}")
 
     def restart(self, epoch: Epoch, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
