@@ -1,8 +1,9 @@
 """What an app talks to Kafka with: three clients, made when it starts."""
 
+import importlib.util
 from typing import TYPE_CHECKING
 
-from aioshard.errors import StateError
+from aioshard.errors import MissingExtraError, StateError
 from aioshard.ports import (
     Clients,
     Message,
@@ -25,10 +26,18 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
 
     Raises:
         SettingsError: The brokers are not set.
+        MissingExtraError: The client that was chosen is not installed.
     """
     settings.require_bootstrap_servers()
+    confluent = settings.client == "confluent"
+    if confluent and importlib.util.find_spec("confluent_kafka") is None:
+        raise MissingExtraError("client='confluent'", "confluent")
 
     def make_transport() -> Transport:
+        if confluent:
+            from aioshard.kafka.confluent.client import ConfluentTransport  # noqa: PLC0415 - imported on use
+
+            return ConfluentTransport(settings, group_id)
         from aioshard.kafka.client import AiokafkaTransport  # noqa: PLC0415 - imported on use
 
         return AiokafkaTransport(settings, group_id)

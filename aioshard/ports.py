@@ -132,9 +132,9 @@ class GroupListener(Protocol):
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Partitions were given to us. Called synchronously, before the client fetches any of them.
 
-        The transport has paused all of *partitions*; the engine seeks and resumes each when it has
-        checked where to go on. *partitions* is the whole assignment under the eager protocol and
-        what came in addition under a cooperative one; every partition that was not revoked is kept.
+        The transport has paused what is new of *partitions*; the engine seeks and resumes each when it has
+        checked where to go on. *partitions* is the whole assignment: where only partitions that move are taken
+        away, also those that were kept; they were not paused and go on as if nothing had happened.
         """
 
 

@@ -115,11 +115,16 @@ class Settings(BaseSettings):
     """Makes this process a static member: restarting it within `session_timeout` moves no partition.
     Unique per process; a static member that ends for good keeps its partitions for `session_timeout`."""
     client: Literal["aiokafka", "confluent"] = "aiokafka"
-    """The Kafka client underneath."""
+    """The Kafka client underneath. `confluent` needs the extra `confluent`; there, a rebalance takes only the
+    partitions that move."""
     group_protocol: Literal["classic", "consumer"] = "classic"
-    """The group protocol: `classic`, or `consumer`, where the broker assigns (KIP-848)."""
+    """The group protocol: `classic`, or `consumer`, where the broker assigns (KIP-848): Kafka 4.0 and
+    `client="confluent"`."""
     assignor: Literal["range", "roundrobin", "sticky", "fair", "lag"] = "sticky"
-    """How partitions are spread over the members; all members of a group need the same."""
+    """How partitions are spread over the members; all members of a group need the same. With
+    `client="confluent"`, `sticky` is the client's `cooperative-sticky`."""
+    remote_assignor: Literal["uniform", "range"] | None = None
+    """How the broker spreads partitions under `group_protocol="consumer"`; None is the broker's own choice."""
     client_options: Annotated[dict[str, Any], NoDecode] = Field(default_factory=dict)
     """Options for the client that aioshard does not interpret, under the client's own names and units.
     In the environment: one JSON object."""
@@ -207,7 +212,7 @@ class Settings(BaseSettings):
         except ValidationError as error:
             sentences = [_sentence(cls, detail) for detail in error.errors() if detail["type"] != _DEPENDENT]
         if settings is not None:
-            sentences = refusals.contradictions(settings.__dict__)
+            sentences = refusals.contradictions(settings.__dict__, settings.model_fields_set)
             if not sentences:
                 return settings
         raise SettingsError(refusals.together(sentences))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aioshard.settings.client_refusals import client_contradictions, confluent_option_refusals
+
 __all__ = [
     "CLIENT_OPTIONS",
     "DRAIN_DEPENDS_ON",
@@ -174,19 +176,15 @@ def room_to_drain(values: Mapping[str, Any]) -> float:
 # Contradictions -----------------------------------------------------------------------
 
 
-def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Everything that valid settings get wrong together."""
-    return [sentence for rule in _RULES for sentence in rule(values)]
+def contradictions(values: Mapping[str, Any], given: Collection[str]) -> list[str]:
+    """Everything that valid settings get wrong together.
 
-
-def _not_built(values: Mapping[str, Any]) -> Iterable[str]:
-    lacking = "is not available in this version of aioshard"
-    if values["client"] != "aiokafka":
-        yield f"client={values['client']!r} {lacking}; leave it at 'aiokafka'"
-    if values["group_protocol"] != "classic":
-        yield f"group_protocol={values['group_protocol']!r} {lacking}; leave it at 'classic'"
-    if values["assignor"] in {"fair", "lag"}:
-        yield f"assignor={values['assignor']!r} {lacking}; use 'sticky', 'roundrobin' or 'range'"
+    Args:
+        values: All settings.
+        given: The names of those that somebody has set.
+    """
+    chosen = client_contradictions(values, given)
+    return [*chosen, *(sentence for rule in _RULES for sentence in rule(values))]
 
 
 def _membership(values: Mapping[str, Any]) -> Iterable[str]:
@@ -222,6 +220,9 @@ def _draining(values: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _options(values: Mapping[str, Any]) -> Iterable[str]:
+    if values["client"] == "confluent":
+        yield from confluent_option_refusals(values["client_options"])
+        return
     for name in values["client_options"]:
         option = name.replace(".", "_")
         if option in OWNED_OPTIONS:
@@ -276,7 +277,6 @@ def _sasl(values: Mapping[str, Any]) -> Iterable[str]:
 
 
 _RULES: tuple[Callable[[Mapping[str, Any]], Iterable[str]], ...] = (
-    _not_built,
     _membership,
     _draining,
     _options,

@@ -4,8 +4,8 @@ The tests know a client only as the port. Another implementation takes part with
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
@@ -13,6 +13,7 @@ from aiokafka.protocol.group import LeaveGroupRequest
 
 from aioshard.errors import ClientLostError, CommitRefusedError, OffsetOutOfRangeError, StateError
 from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.confluent.client import ConfluentTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
@@ -93,12 +94,12 @@ class KafkaHarness:
         self.topic: str = request.getfixturevalue("topic")
         self.group: str = request.getfixturevalue("group")
         self.one, self.two = TopicPartition(self.topic, 0), TopicPartition(self.topic, 1)
-        self.clients: list[AiokafkaTransport] = []
+        self.clients: list[Transport] = []
 
     async def prepare(self) -> None:
         await self.kafka.create_topic(self.topic, 2)
 
-    def client(self) -> AiokafkaTransport:
+    def client(self) -> Transport:
         self.clients.append(AiokafkaTransport(settings_for(self.kafka.bootstrap), self.group))
         return self.clients[-1]
 
@@ -134,12 +135,31 @@ class KafkaHarness:
             await client.close()
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(InMemoryHarness, id="in memory"),
-        pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
-    ]
-)
+class ConfluentHarness(KafkaHarness):
+    """The client on confluent-kafka, with an assignor that takes everything from everybody."""
+
+    settings: Mapping[str, Any] = {"client": "confluent"}
+
+    def client(self) -> ConfluentTransport:
+        made = ConfluentTransport(settings_for(self.kafka.bootstrap, **self.settings), self.group)
+        self.clients.append(made)
+        return made
+
+
+class CooperativeHarness(ConfluentHarness):
+    settings: Mapping[str, Any] = {"client": "confluent", "assignor": "sticky"}
+
+
+EAGER = [
+    pytest.param(InMemoryHarness, id="in memory"),
+    pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
+    pytest.param(ConfluentHarness, id="confluent", marks=pytest.mark.kafka),
+]
+when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect=True)
+"""For what is so in rebalances that take every partition from everybody; tests/confluent has the others."""
+
+
+@pytest.fixture(params=[*EAGER, pytest.param(CooperativeHarness, id="cooperative", marks=pytest.mark.kafka)])
 def unprepared(request: pytest.FixtureRequest) -> Harness:
     """Not async: the broker's fixture is not."""
     made: Harness = request.param(request)
@@ -297,6 +317,7 @@ async def test_every_partition_has_its_turn(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     await harness.publish(harness.two, b"d", b"e", b"f")
     client, _, _ = await started(harness)
+    await client.poll(nothing, 0.5)  # what a client fetches of several partitions may come one after the other
 
     turns = [await poll_batches(client, lambda _: Allowance(1, 1 << 20)) for _ in range(3)]
 
@@ -491,6 +512,7 @@ async def test_a_commit_under_another_membership_is_refused(harness: Harness, wr
 # Rebalances ------------------------------------------------------------------------------
 
 
+@when_everything_is_taken
 async def test_a_rebalance_keeps_the_member_id_and_takes_the_generation_up_by_one(harness: Harness) -> None:
     client, listener, before = await started(harness)
 
@@ -503,6 +525,7 @@ async def test_a_rebalance_keeps_the_member_id_and_takes_the_generation_up_by_on
     assert client.membership() == after.membership
 
 
+@when_everything_is_taken
 async def test_the_group_waits_for_revoked_and_accepts_commits_until_it_returns(harness: Harness) -> None:
     await harness.publish(harness.one, b"a")
     client, listener, membership = await started(harness)
@@ -527,6 +550,7 @@ async def test_the_group_waits_for_revoked_and_accepts_commits_until_it_returns(
     assert await client.committed([harness.one]) == {harness.one: Committed(1, "")}
 
 
+@when_everything_is_taken
 async def test_after_a_rebalance_a_partition_is_paused_again(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, listener, _ = await started(harness)
@@ -568,6 +592,7 @@ async def test_a_lost_membership_is_told_and_nothing_can_be_committed(harness: H
     assert client.membership() == after.membership
 
 
+@when_everything_is_taken
 async def test_two_members_share_the_partitions_and_the_rest_inherits(harness: Harness) -> None:
     one, listener, _ = await started(harness)
     two, other, _ = await started(harness)

@@ -32,6 +32,9 @@ def pem(tmp_path: Path) -> str:
     return str(path)
 
 
+CONSUMER: dict[str, Any] = {"client": "confluent", "group_protocol": "consumer"}
+
+
 def refusal(**values: Any) -> str:
     """The message with which the values are refused."""
     with pytest.raises(SettingsError) as caught:
@@ -248,16 +251,54 @@ def test_drain_timeout_none_is_computed() -> None:
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
-        ({"client": "confluent"}, "leave it at 'aiokafka'"),
-        ({"group_protocol": "consumer"}, "leave it at 'classic'"),
         ({"assignor": "fair"}, "use 'sticky'"),
         ({"assignor": "lag"}, "use 'sticky'"),
+        (
+            {"client": "confluent", "security_protocol": "SASL_SSL", "sasl_mechanism": "GSSAPI"},
+            "use client='aiokafka', or PLAIN or SCRAM",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_not_ignored(values: dict[str, Any], advice: str) -> None:
     message = refusal(**values)
     assert "is not available in this version" in message
     assert advice in message
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"group_protocol": "consumer"}, "needs client='confluent'"),
+        ({"remote_assignor": "uniform"}, "is for group_protocol='consumer'"),
+        ({"client": "confluent", "remote_assignor": "range"}, "is for group_protocol='consumer'"),
+        ({"client": "confluent", "assignor": "lag"}, "one of aioshard's own"),
+        ({"client": "confluent", "rebalance_timeout": 30}, "raise rebalance_timeout to 45 s"),
+        (CONSUMER | {"session_timeout": 45}, "session_timeout=45 s has no effect under group_protocol='consumer'"),
+        (CONSUMER | {"heartbeat_interval": 3}, "it belongs to the broker"),
+        (CONSUMER | {"assignor": "sticky"}, "use remote_assignor='uniform' or 'range'"),
+    ],
+)
+def test_what_a_client_or_a_group_protocol_cannot_do_is_refused(values: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(**values)
+
+
+def test_what_the_environment_says_of_the_session_is_refused_where_it_is_the_brokers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AIOSHARD_SESSION_TIMEOUT", "45")
+    assert "it belongs to the broker" in refusal(**CONSUMER)
+
+
+@pytest.mark.parametrize("values", [{"client": "confluent"}, CONSUMER, CONSUMER | {"remote_assignor": "range"}])
+def test_what_the_second_client_can_do_is_taken(values: dict[str, Any]) -> None:
+    assert Settings(**values).client == "confluent"
+
+
+@pytest.mark.parametrize("option", ["enable.auto.commit", "enable_auto_commit", "debug", "queued.min.messages"])
+def test_what_aioshard_decides_of_the_second_client_is_refused(option: str) -> None:
+    assert f"client_options has {option!r}, which is refused" in refusal(
+        client="confluent", client_options={option: True}
+    )
 
 
 @pytest.mark.parametrize("instance", ["a b", "..", "ü", "a/b"])

@@ -1,0 +1,434 @@
+"""The transport on confluent-kafka: a group member whose rebalances take only the partitions that move."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from confluent_kafka import KafkaError, KafkaException, Message
+
+from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError, TransportError
+from aioshard.kafka.confluent.asking import Asking
+from aioshard.kafka.confluent.calls import Calls
+from aioshard.kafka.confluent.intake import Intake
+from aioshard.kafka.confluent.member import Member
+from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
+from aioshard.kafka.confluent.topics import Topics
+from aioshard.kafka.confluent.translate import commit_error, error_of, group_error, reason
+from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.options import client_options
+from aioshard.ports import (
+    NOT_A_MEMBER,
+    AllowanceOf,
+    Committed,
+    Fault,
+    FetchedBatch,
+    GroupListener,
+    LogRange,
+    Membership,
+    Oversized,
+)
+from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["ConfluentTransport"]
+
+logger = logging.getLogger("aioshard.kafka.confluent.client")
+
+_AT_ONCE = 500
+"""Messages that one call to the client takes."""
+_WAIT = 0.05
+"""Seconds that one call to the client waits: a commit, or a change of what is fetched, waits as long for its turn."""
+_ENDS_INTERVAL = 1.0
+"""Seconds between looks at the ends of logs that we have not reached, and at brokers that are gone."""
+
+
+class ConfluentTransport:
+    """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
+
+    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. One task, the
+    owner, calls the client: it reads, and between two reads it does what others want done (commits). While partitions
+    are handed over, the client waits for us inside of a read; then the callback does what others want done.
+
+    Invariants:
+        * Nothing is handed out of a partition before the engine has seeked and resumed it.
+        * Nothing is committed but between two reads, of partitions that are ours then: the client takes none away
+          while a commit runs, so what it repeats by itself concerns what is ours still.
+        * What is kept in a rebalance stays in its buffer and is handed out all the time, also while others drain.
+    """
+
+    def __init__(self, settings: "Settings", group_id: str) -> None:
+        """Check the options; connects to nothing."""
+        self._settings = settings
+        self._group_id = group_id
+        self._options = consumer_options(settings, group_id)
+        self._incremental = is_incremental(settings)
+        self._intake = Intake(share_of_buffer(1, settings.max_buffered_bytes // 2))
+        self._calls = Calls()
+        self._asking: Asking | None = None
+        self._topics: Topics | None = None
+        self._member: Member | None = None
+        self._listener: GroupListener | None = None
+        self._membership = NOT_A_MEMBER
+        self._failure: TransportError | None = None
+        self._unreachable: str | None = None
+        self._closed = False
+        """Whether `close` was called: nothing more is handed out."""
+        self._left = False
+        """Whether nothing more may be asked of the brokers."""
+        self._handed_back = asyncio.Event()
+        self._handed_back.set()
+        self._room = asyncio.Event()
+        """Set when something was handed out, or the owner is wanted for another reason."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        if self._member is None or self._closed:
+            return None
+        if self._unreachable is not None:
+            servers = self._settings.bootstrap_servers
+            return f"no broker of {servers} answers ({self._unreachable}); the client goes on trying"
+        return self._topics.trouble if self._topics is not None else None
+
+    # Life -----------------------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        """See `Transport.start`. Patterns are matched here, every `metadata_max_age`."""
+        if self._listener is not None or self._closed:
+            raise StateError("this transport was started before: build a new one for each life of the client")
+        self._listener = listener
+        asked = client_options(self._settings, request_timeout=CONNECT_TIMEOUT)
+        await find_broker(self._settings, asked)
+        try:
+            self._asking = Asking(self._settings, self._group_id)
+            self._member = Member({**self._options, "error_cb": self._hear})
+        except (KafkaException, ValueError, TypeError) as error:
+            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
+        self._topics = Topics(self._asking, frozenset(topics), pattern, self._settings.metadata_max_age)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                names = await self._topics.look_up()
+        except TimeoutError:
+            raise await why_unreachable(self._settings, asked, ()) from None
+        await self._subscribe(names)
+        owner = asyncio.create_task(self._own(self._member), name=f"confluent client of {self._group_id}")
+        watch = asyncio.create_task(self._watch(self._asking, self._topics), name=f"brokers of {self._group_id}")
+        self._tasks = [owner, watch]
+
+    async def close(self) -> None:
+        """See `Transport.close`. Waits for a hand-over that the engine is in, and for what the client is doing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._interrupt()
+        try:
+            # A drain in progress ends on its own deadline; cutting it would lose its commit.
+            await self._handed_back.wait()
+            self._left = True
+            self._room.set()
+            if self._tasks:
+                await asyncio.wait(self._tasks[:1])
+            if self._member is not None:
+                await self._member.leave()
+        except (KafkaException, RuntimeError) as error:
+            logger.info("group %r was not told that we leave: %s", self._group_id, reason(error))
+        finally:
+            self._left = True
+            self._calls.close(ClientLostError("the Kafka client is closed"))
+            self._intake.clear()
+            self._membership = NOT_A_MEMBER
+            if self._member is not None:
+                self._member.abandon()
+            for task in self._tasks:
+                task.cancel()
+            # A deadline may have ended the above, and would end every await that follows too.
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _running(self) -> Asking:
+        if self._asking is None or self._left:
+            raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
+        return self._asking
+
+    # The owner of the client ----------------------------------------------------------
+
+    async def _own(self, member: Member) -> None:
+        """Read, and do what others want done, until the client is closed or lost."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._left:
+                await self._calls.serve()
+                if self._closed and self._handed_back.is_set():
+                    await asyncio.sleep(0)  # nothing new begins; `close` goes on
+                    continue
+                seconds = self._intake.crowded(loop.time())
+                if seconds:
+                    await self._pause(seconds)
+                    continue
+                await self._read(member, loop)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next poll raises it
+            if not self._closed:
+                self._fail(error)
+
+    async def _read(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
+        changes = self._intake.changes(loop.time())
+        turn = await member.turn(changes, _AT_ONCE, 0.0 if self._calls.waiting else _WAIT)
+        for change in turn.failed:
+            self._intake.not_changed(change)
+        if turn.messages:
+            self._unreachable = None
+            for message in self._intake.accept(turn.messages, loop.time()):
+                self._note_error(message)
+            self._interrupt()
+        if turn.failed:
+            await asyncio.sleep(_WAIT)  # what the client has been given is not there yet
+
+    async def _pause(self, seconds: float) -> None:
+        """Read nothing for a while, because there is no room for it."""
+        self._room.clear()
+        if self._calls.waiting:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._room.wait()
+
+    def _fail(self, error: Exception) -> None:
+        known = error_of(error)
+        if isinstance(error, TransportError):
+            self._failure = error
+        elif known is not None:
+            self._failure = group_error(known, self._group_id, self._settings.group_instance_id)
+        else:
+            self._failure = ClientLostError(f"the Kafka client's reading ended ({reason(error)})")
+            self._failure.__cause__ = error
+        self._interrupt()
+
+    def _note_error(self, message: Message) -> None:
+        """An error that is of no partition of ours."""
+        error = message.error()
+        if error is None:
+            return
+        code = error.code()
+        if error.fatal() or code in {KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED}:
+            self._failure = self._failure or group_error(error, self._group_id, self._settings.group_instance_id)
+        elif code not in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF}:  # noqa: SLF001 - its name
+            logger.warning("the Kafka client reports: %s", reason(error))
+
+    async def _hear(self, error: KafkaError) -> None:
+        """What the client tells of itself, such as brokers that are gone. Called inside of `Member.turn`."""
+        if error.fatal():
+            self._failure = group_error(error, self._group_id, self._settings.group_instance_id)
+            self._interrupt()
+        elif error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - the client's name for it
+            self._unreachable = reason(error)
+
+    async def _watch(self, asking: Asking, topics: Topics) -> None:
+        """Keep up what no read tells: ends of logs, brokers that are back, topics that are new."""
+        while True:
+            await asyncio.sleep(_ENDS_INTERVAL)
+            if self._unreachable is not None:
+                self._unreachable = await asking.reach()
+                continue
+            try:
+                async with asyncio.timeout(2 * _ENDS_INTERVAL):
+                    for name, end in (await asking.ends(self._intake.behind())).items():
+                        self._intake.note_end(name, end)
+                    names = await topics.changed()
+            except (KafkaException, TransportError, TimeoutError) as error:
+                logger.debug("the ends of logs were not told: %s", reason(error))
+                continue
+            if names is not None:
+                await self._calls.call(functools.partial(self._subscribe, names))
+
+    async def _subscribe(self, names: frozenset[str]) -> None:
+        if self._member is not None:
+            await self._member.join(names, self._take_over, self._hand_back, self._lose)
+
+    # Records --------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`. Does not suspend when there is something to take.
+
+        An `Oversized` record ends a poll once; later polls repeat it when they end for another reason.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            self._raise_what_is_lost()
+            found = self._intake.take(allowance)
+            if found.records:
+                self._room.set()
+            remaining = deadline - loop.time()
+            if found.new or self._woken or remaining <= 0:
+                return found.new + found.repeated
+            waiter = self._waiter = loop.create_future()
+            timer = loop.call_later(remaining, _resolve, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+
+    def _raise_what_is_lost(self) -> None:
+        if self._closed:
+            raise ClientLostError("the Kafka client is closed")
+        if self._failure is not None:
+            raise self._failure
+        self._running()
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Make a waiting poll look again."""
+        if self._waiter is not None:
+            _resolve(self._waiter)
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        return self._intake.position(topic_partition)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`; at most two seconds old."""
+        return self._intake.end_offset(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        self._intake.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`.
+
+        Raises:
+            StateError: A partition was not seeked since it was assigned, and has no position.
+        """
+        self._intake.resume(partitions)
+        self._room.set()
+        self._interrupt()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`."""
+        self._intake.seek(topic_partition, offset)
+        self._room.set()
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`: half of it is for our buffers, the rest for the client's one queue."""
+        self._intake.share = share_of_buffer(partitions, max_bytes)
+
+    # The group ------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`. That of the latest assignment that was handed to the engine."""
+        return self._membership
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """See `Transport.commit`. Has no deadline; what was sent when it is cancelled ends behind the scenes."""
+        if not offsets:
+            return
+        self._running()
+        self._room.set()
+        await self._calls.call(lambda: self._commit_now(offsets, membership))
+
+    async def _commit_now(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        self._running()
+        self._refuse_what_is_not_ours(offsets.keys(), membership)
+        if self._member is None:
+            return
+        try:
+            answered = await self._member.commit_once(offsets)
+        except KafkaException as error:
+            raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
+        for place in answered:
+            if place.error is not None:
+                raise commit_error(place.error, offsets.keys(), self._group_id)
+
+    def _refuse_what_is_not_ours(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        current = self._membership
+        if current == NOT_A_MEMBER:
+            why = "we are no member of it now"
+        elif membership != current:
+            why = f"it was meant for generation {membership.generation}, and ours is {current.generation}"
+        else:
+            foreign = [str(topic_partition) for topic_partition in partitions if topic_partition not in self._intake]
+            why = f"not assigned to us: {', '.join(foreign)}" if foreign else ""
+        if why:
+            raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: {why}")
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
+        return await self._running().committed(partitions)
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
+        found = await self._running().log_ranges(partitions)
+        for name, log in found.items():
+            self._intake.note_end(name, log.end)
+        return found
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
+        return await self._running().partitions(topic)
+
+    # Handing over: called by the client, inside of `Member.turn` ------------------------
+
+    async def _take_over(self, partitions: Sequence[Any]) -> None:
+        """Hand an assignment to the engine: all of it, as far as it is ours now."""
+        member, listener = self._member, self._listener
+        if member is None or listener is None or self._closed:
+            return
+        membership = await member.adopt(partitions, incremental=self._incremental)
+        if not self._incremental:
+            self._intake.clear()
+        self._intake.add([TopicPartition(each.topic, each.partition) for each in partitions])
+        self._membership = membership
+        try:
+            listener.assigned(self._intake.partitions, membership)
+        except Exception as error:  # noqa: BLE001 - the client would swallow it; the next poll raises it
+            self._fail(error)
+
+    async def _hand_back(self, partitions: Sequence[Any]) -> None:
+        await self._give_up(partitions, lost=False)
+
+    async def _lose(self, partitions: Sequence[Any]) -> None:
+        self._membership = NOT_A_MEMBER
+        await self._give_up(partitions, lost=True)
+
+    async def _give_up(self, partitions: Sequence[Any], *, lost: bool) -> None:
+        """Tell the engine that partitions are being taken away; the group waits, and what we keep goes on."""
+        member, listener = self._member, self._listener
+        if member is None or listener is None or self._closed:
+            return
+        names = [TopicPartition(each.topic, each.partition) for each in partitions]
+        self._handed_back.clear()
+        self._intake.pause(names)
+        try:
+            revoked = asyncio.create_task(listener.revoked(names, lost=lost), name=f"hand over {self._group_id}")
+            await self._calls.serve_until(revoked)
+        except Exception as error:  # noqa: BLE001 - the client would swallow it; the next poll raises it
+            self._fail(error)
+        finally:
+            self._intake.remove(names)
+            if not self._incremental:
+                self._membership = NOT_A_MEMBER
+            self._handed_back.set()
+            self._interrupt()
+        await member.let_go(partitions, incremental=self._incremental)
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,382 @@
+"""What was read of our partitions and is not handed out yet: positions, buffers, and which are fetched."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError
+
+from aioshard.errors import StateError, TransportError
+from aioshard.kafka.confluent.member import Change
+from aioshard.kafka.confluent.translate import fetch_error
+from aioshard.ports import RECORD_OVERHEAD, AllowanceOf, Fault, FetchedBatch, Oversized
+from aioshard.records import Record, TopicPartition
+
+__all__ = ["Found", "Intake"]
+
+_RECORDS_PER_POLL = 500
+"""Records that one poll hands out at most."""
+_PATIENCE = 0.25
+"""Seconds for which nothing is read while a buffer is full, before its partition is no longer fetched: stopping costs
+what the client holds of it, and the group is not heard of while nothing is read."""
+_FAULT_INTERVAL = 1.0
+"""Seconds until a partition that cannot be read is tried again."""
+
+_new_record = tuple.__new__
+"""Builds a `Record` from a tuple in half the time of calling the class."""
+
+
+class Found:
+    """What one look into the buffers found."""
+
+    __slots__ = ("bytes", "most", "new", "records", "repeated")
+
+    def __init__(self) -> None:
+        self.new: list[FetchedBatch | Fault | Oversized] = []
+        self.repeated: list[FetchedBatch | Fault | Oversized] = []
+        """Records that did not fit when they were reported, and still do not."""
+        self.records = 0
+        self.bytes = 0
+        self.most = 0
+        """The most that any partition was allowed."""
+
+
+class _Partition:
+    """One assigned partition."""
+
+    __slots__ = (
+        "bytes",
+        "end",
+        "fault",
+        "fetching",
+        "full_since",
+        "moved",
+        "name",
+        "paused",
+        "placed",
+        "position",
+        "reach",
+        "records",
+        "reported",
+        "retry_at",
+        "sizes",
+    )
+
+    def __init__(self, name: TopicPartition) -> None:
+        self.name = name
+        self.placed = False
+        """Whether the engine has given it a position."""
+        self.paused = True
+        """Whether the engine wants nothing of it."""
+        self.fetching = False
+        """Whether the client fetches it, as far as it was told."""
+        self.moved = False
+        """Whether the client has to go to `reach`, whatever it does now; what it brings before does not count."""
+        self.position = 0
+        """The next offset to hand out."""
+        self.reach = 0
+        """The next offset that the client is to bring."""
+        self.records: list[Record] = []
+        self.sizes: list[int] = []
+        self.bytes = 0
+        self.full_since: float | None = None
+        """Since when it has more than its share."""
+        self.end: int | None = None
+        self.fault: TransportError | None = None
+        self.retry_at = 0.0
+        self.reported = False
+        """Whether the record that did not fit was handed out."""
+
+    def drop(self) -> None:
+        """Forget what was read."""
+        self.records = []
+        self.sizes = []
+        self.bytes = 0
+        self.full_since = None
+        self.fault = None
+        self.retry_at = 0.0
+        self.reported = False
+
+
+class Intake:
+    """The partitions that are ours, and the small buffer of each.
+
+    Everything is read in the order in which the client brings it, also what the engine does not want yet: what
+    tells of a rebalance stands in the same queue. A partition whose buffer holds more than its share is no longer
+    fetched until half of that was handed out.
+
+    Invariants:
+        * What a buffer holds lies between `position` and `reach`; the client is always told to go on at `reach`.
+        * A buffer goes over its share by what the client had in its own queue at most.
+    """
+
+    def __init__(self, share: int) -> None:
+        """Hold at most about *share* bytes of each partition."""
+        self.share = share
+        self._partitions: dict[tuple[str, int], _Partition] = {}
+        self._ready: dict[_Partition, None] = {}
+        """Those with something to hand out, the one that was served last behind all others."""
+
+    @property
+    def partitions(self) -> tuple[TopicPartition, ...]:
+        """What is assigned to us."""
+        return tuple(partition.name for partition in self._partitions.values())
+
+    def __contains__(self, topic_partition: object) -> bool:
+        return topic_partition in self._partitions
+
+    # The assignment -------------------------------------------------------------------
+
+    def add(self, partitions: Collection[TopicPartition]) -> None:
+        """Partitions came; each is paused and waits for its position."""
+        for name in partitions:
+            self._partitions[name] = _Partition(name)
+
+    def remove(self, partitions: Collection[TopicPartition]) -> None:
+        """Partitions went; what was read of them is forgotten."""
+        for name in partitions:
+            partition = self._partitions.pop(name, None)
+            if partition is not None:
+                self._ready.pop(partition, None)
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """The next offset to hand out; None before the first `seek`."""
+        partition = self._partitions.get(topic_partition)
+        return partition.position if partition is not None and partition.placed else None
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """The end of the log as last heard."""
+        partition = self._partitions.get(topic_partition)
+        return None if partition is None else partition.end
+
+    def note_end(self, topic_partition: TopicPartition, end: int) -> None:
+        """The brokers were asked for the end of a log."""
+        partition = self._partitions.get(topic_partition)
+        if partition is not None:
+            partition.end = max(end, partition.end or 0)
+
+    def behind(self) -> tuple[TopicPartition, ...]:
+        """Partitions of which nothing says that we are at their end."""
+        return tuple(p.name for p in self._partitions.values() if p.placed and p.reach != p.end)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """Fetch and hand out nothing of these; what was read stays."""
+        for name in partitions:
+            partition = self._partitions.get(name)
+            if partition is not None:
+                partition.paused = True
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """Go on with these.
+
+        Raises:
+            StateError: One has no position yet.
+        """
+        for name in partitions:
+            partition = self._partitions.get(name)
+            if partition is None:
+                continue
+            if not partition.placed:
+                raise StateError(f"{name} was resumed before it was seeked: it has no position yet")
+            partition.paused = False
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """Set a position, and forget what was read."""
+        partition = self._partitions.get(topic_partition)
+        if partition is not None:
+            partition.placed = partition.moved = True
+            partition.position = partition.reach = offset
+            partition.end = None if partition.end is not None and partition.end < offset else partition.end
+            partition.drop()
+            self._ready.pop(partition, None)
+
+    # What the client is told ----------------------------------------------------------
+
+    def changes(self, now: float) -> list[Change]:
+        """What has to change before more is read. Whoever calls this makes the changes before he reads."""
+        changes = []
+        for partition in self._partitions.values():
+            wanted = partition.placed and not partition.paused and partition.fault is None
+            if wanted and partition.full_since is not None:
+                wanted = partition.fetching and not self._is_long_full(partition, now)
+            if partition.fault is not None and now >= partition.retry_at:
+                partition.fault = None
+                partition.moved = True
+                wanted = partition.placed and not partition.paused
+            if wanted and (partition.moved or not partition.fetching):
+                partition.moved = False
+                partition.fetching = True
+                changes.append(Change(partition.name, partition.reach))
+            elif not wanted and partition.fetching:
+                partition.fetching = False
+                partition.moved = True
+                changes.append(Change(partition.name, None))
+        return changes
+
+    def not_changed(self, change: Change) -> None:
+        """The client could not make a change yet: it is told again."""
+        partition = self._partitions.get(change.topic_partition)
+        if partition is not None:
+            partition.moved = True
+            partition.fetching = change.fetch_from is None
+
+    def _is_long_full(self, partition: _Partition, now: float) -> bool:
+        since = partition.full_since
+        return since is not None and (now >= since + _PATIENCE or self._somebody_starves())
+
+    def _somebody_starves(self) -> bool:
+        return any(p.fetching and not p.records and p.full_since is None for p in self._partitions.values())
+
+    def crowded(self, now: float) -> float:
+        """Seconds for which nothing should be read because buffers that are fetched are full; 0 when it should."""
+        full = [p.full_since for p in self._partitions.values() if p.fetching and p.full_since is not None]
+        if not full or self._somebody_starves():
+            return 0.0
+        return max(min(full) + _PATIENCE - now, 0.0)
+
+    # What the client brings -----------------------------------------------------------
+
+    def accept(  # noqa: C901, PLR0912 - a call in this loop would cost more than anything else in it
+        self, messages: Sequence[Any], now: float
+    ) -> list[Any]:
+        """Put messages into the buffers; returns errors that are of no partition of ours."""
+        others: list[Any] = []
+        partition: _Partition | None = None
+        last_topic: str | None = None
+        last_number = -1
+        for message in messages:
+            topic = message.topic()
+            number = message.partition()
+            if number != last_number or topic != last_topic:
+                if partition is not None:
+                    self._filled(partition, now)
+                last_topic, last_number = topic, number
+                partition = self._partitions.get((topic, number))
+            error = message.error()
+            if error is not None:
+                if partition is None:
+                    others.append(message)
+                elif not partition.moved:
+                    self._accept_error(partition, message, error, now)
+                continue
+            if partition is None or partition.moved or partition.fault is not None:
+                continue
+            offset = message.offset()
+            if offset < partition.reach:
+                continue
+            key = message.key()
+            value = message.value()
+            headers = message.headers()
+            size = RECORD_OVERHEAD
+            if key is not None:
+                size += len(key)
+            if value is not None:
+                size += len(value)
+            if headers:
+                headers = tuple(headers)
+                size += sum([len(name) + len(content or b"") for name, content in headers])
+            else:
+                headers = ()
+            stamp = message.timestamp()[1] / 1000
+            partition.records.append(_new_record(Record, (topic, number, offset, key, value, headers, stamp)))
+            partition.sizes.append(size)
+            partition.bytes += size
+            partition.reach = offset + 1
+        if partition is not None:
+            self._filled(partition, now)
+        return others
+
+    def _filled(self, partition: _Partition, now: float) -> None:
+        if partition.records:
+            self._ready.setdefault(partition)
+            if partition.bytes >= self.share and partition.full_since is None:
+                partition.full_since = now
+
+    def _accept_error(self, partition: _Partition, message: Any, error: KafkaError, now: float) -> None:
+        offset = message.offset()
+        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is how the client names it
+            if offset is not None and offset >= partition.reach:
+                # Behind markers and aborted batches, which bring no record.
+                partition.reach = partition.end = offset
+                self._ready.setdefault(partition)
+            return
+        partition.fault = fetch_error(error, partition.name, partition.reach)
+        partition.retry_at = now + _FAULT_INTERVAL
+        self._ready.setdefault(partition)
+
+    # What the engine takes ------------------------------------------------------------
+
+    def take(self, allowance_of: AllowanceOf) -> Found:
+        """Take what is there, as far as allowances go, and advance the positions in the same step."""
+        found = Found()
+        for partition in list(self._ready):
+            if partition.paused or not partition.placed:
+                continue
+            if not partition.records:
+                self._pass_over(partition, found)
+                continue
+            limit, room, alone = allowance_of(partition.name)
+            if limit <= 0:
+                continue
+            limit = min(limit, _RECORDS_PER_POLL)
+            found.most = max(found.most, limit)
+            limit -= found.records
+            if limit <= 0:
+                break
+            self._take_from(partition, found, limit, room, alone=alone and not found.records)
+            if found.records >= found.most:
+                break  # Nobody may take more now; asking for an allowance costs more than a record.
+        return found
+
+    def _take_from(self, partition: _Partition, found: Found, limit: int, room: int, *, alone: bool) -> None:
+        left = room - found.bytes
+        sizes = partition.sizes
+        if len(sizes) <= limit and partition.bytes <= left:
+            count, taken_bytes = len(sizes), partition.bytes
+        else:
+            count = taken_bytes = 0
+            for size in sizes[:limit]:
+                if taken_bytes + size > left and not (alone and not count):
+                    break
+                count += 1
+                taken_bytes += size
+        if not count:
+            size = sizes[0]
+            if size > room:
+                oversized = Oversized(partition.name, size)
+                (found.repeated if partition.reported else found.new).append(oversized)
+                partition.reported = True
+            return
+        records = partition.records
+        if count == len(records):
+            partition.records, partition.sizes = [], []
+            partition.position = partition.reach
+        else:
+            partition.records, partition.sizes = records[count:], sizes[count:]
+            records, sizes = records[:count], sizes[:count]
+            partition.position = records[-1].offset + 1
+        partition.bytes -= taken_bytes
+        partition.reported = False
+        if partition.full_since is not None and partition.bytes < self.share // 2:
+            partition.full_since = None
+        found.new.append(FetchedBatch(partition.name, records, sizes, partition.position))
+        found.records += count
+        found.bytes += taken_bytes
+        self._ready.pop(partition, None)
+        if partition.records or partition.fault is not None:
+            self._ready[partition] = None
+
+    def _pass_over(self, partition: _Partition, found: Found) -> None:
+        """Nothing is left but that the position has moved, or that there is an error."""
+        self._ready.pop(partition, None)
+        if partition.position != partition.reach:
+            partition.position = partition.reach
+            found.new.append(FetchedBatch(partition.name, (), (), partition.reach))
+        if partition.fault is not None:
+            found.new.append(Fault(partition.name, partition.fault))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._partitions.clear()
+        self._ready.clear()

@@ -1,0 +1,161 @@
+"""What is asked of confluent-kafka's `AIOConsumer`, and how: few calls, each one hop to a thread.
+
+The one module of this package that reads private attributes of the client. They are those of `AIOConsumer`
+that dispatch a call, because its public methods cost a thread hop each: `_call` and `_consumer`. Canary tests say
+when one of them changes.
+"""
+
+import struct
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from confluent_kafka import KafkaException, Message
+from confluent_kafka import TopicPartition as Place
+from confluent_kafka.aio import AIOConsumer
+
+from aioshard.ports import Committed, Membership
+from aioshard.records import TopicPartition
+
+__all__ = ["Change", "Member", "Turn", "places"]
+
+_THREADS = 3
+"""One for the call that a callback interrupts, one for what the callback calls, one for nothing that is planned."""
+_METADATA_HEAD = struct.Struct("=7si")
+"""How a group's metadata begin: a magic word, and the generation as the machine writes it."""
+_MAGIC = b"CGMDv2:"
+
+OnPartitions = Callable[[Sequence[Any]], Awaitable[None]]
+
+
+class Change(NamedTuple):
+    """What the client is to do with one partition before it hands out more."""
+
+    topic_partition: TopicPartition
+    fetch_from: int | None
+    """Go on at this offset; None stops fetching."""
+
+
+class Turn(NamedTuple):
+    """What one call to the client brought."""
+
+    messages: Sequence[Message]
+    failed: Collection[Change]
+    """Changes that the client could not make yet."""
+
+
+class Member(AIOConsumer):
+    """A consumer whose calls are batched; not more than one call at a time, but for those of a callback.
+
+    Owns its threads. Every call has to come from one task, or from inside of a callback: the client makes others wait.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="aioshard confluent")
+        super().__init__(dict(options), executor=self._threads)
+
+    async def join(self, topics: Collection[str], given: OnPartitions, taken: OnPartitions, lost: OnPartitions) -> None:
+        """Subscribe; the coroutines are called inside of `turn`, which waits for them."""
+
+        async def on_assign(_: Any, partitions: Sequence[Any]) -> None:
+            await given(partitions)
+
+        async def on_revoke(_: Any, partitions: Sequence[Any]) -> None:
+            await taken(partitions)
+
+        async def on_lost(_: Any, partitions: Sequence[Any]) -> None:
+            await lost(partitions)
+
+        await self.subscribe(sorted(topics), on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost)
+
+    async def turn(self, changes: Sequence[Change], most: int, wait: float) -> Turn:
+        """Make *changes*, then take at most *most* messages; wait up to *wait* seconds for the first one."""
+        turn: Turn = await self._call(self._turn, changes, most, wait)
+        return turn
+
+    def _turn(self, changes: Sequence[Change], most: int, wait: float) -> Turn:
+        consumer = self._consumer
+        failed = []
+        for change in changes:
+            name, offset = change
+            try:
+                if offset is None:
+                    consumer.pause([Place(*name)])
+                else:
+                    consumer.resume([Place(*name)])
+                    # The seek wakes the thread that fetches, which else goes on sleeping for up to a second.
+                    consumer.seek(Place(*name, offset))
+            except KafkaException:
+                failed.append(change)
+        messages = consumer.consume(most, 0)
+        if not messages and wait > 0:
+            # A call that wants many waits until it has as many; this one ends with the first.
+            messages = consumer.consume(1, wait)
+            if messages:
+                messages += consumer.consume(most, 0)
+        return Turn(messages, failed)
+
+    async def adopt(self, partitions: Sequence[Any], *, incremental: bool) -> Membership:
+        """Inside of a callback: take partitions over, paused; who we are now."""
+        membership: Membership = await self._call(self._adopt, partitions, incremental)
+        return membership
+
+    def _adopt(self, partitions: Sequence[Any], incremental: bool) -> Membership:
+        # Any position that is one keeps the client from looking up, and resetting, another; nothing is read from it.
+        placed = [Place(each.topic, each.partition, 0) for each in partitions]
+        if incremental:
+            self._consumer.incremental_assign(placed)
+        else:
+            self._consumer.assign(placed)
+        if placed:
+            self._consumer.pause(placed)
+        return membership_of(self._consumer.consumer_group_metadata())
+
+    async def let_go(self, partitions: Sequence[Any], *, incremental: bool) -> None:
+        """Inside of a callback: give partitions back."""
+        if incremental:
+            await self.incremental_unassign(list(partitions))
+        else:
+            await self.unassign()
+
+    async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> Sequence[Any]:
+        """Send one commit and wait for the answer; an error of single partitions is in what is returned.
+
+        Raises:
+            KafkaException: Nothing of it was acknowledged.
+        """
+        asked = [
+            Place(*name, committed.offset, committed.metadata) if committed.metadata else Place(*name, committed.offset)
+            for name, committed in offsets.items()
+        ]
+        answered: Sequence[Any] = await self.commit(offsets=asked, asynchronous=False)
+        return answered
+
+    async def leave(self) -> None:
+        """Leave the group and end the client."""
+        await self.close()
+
+    def abandon(self) -> None:
+        """Let the threads end when what they do has ended; nothing more is called."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def membership_of(metadata: object) -> Membership:
+    """Who we are, from a group's metadata as the client serialises them for producers.
+
+    The client tells its generation nowhere else. Under the group protocol `consumer` it is the member epoch.
+    """
+    raw = bytes(metadata) if isinstance(metadata, bytes | bytearray) else b""
+    if len(raw) < _METADATA_HEAD.size:
+        return Membership("", -1)
+    magic, generation = _METADATA_HEAD.unpack_from(raw)
+    if magic != _MAGIC:
+        return Membership("", -1)
+    _, member_id, *_ = raw[_METADATA_HEAD.size :].split(b"\0")
+    return Membership(member_id.decode(errors="replace"), generation)
+
+
+def places(partitions: Collection[TopicPartition]) -> list[Place]:
+    """Partitions as the client names them."""
+    return [Place(*name) for name in partitions]
