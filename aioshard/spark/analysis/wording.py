@@ -161,7 +161,7 @@ def about_arrivals(found: Arrivals) -> list[str]:
     backlog = found.backlog
     if backlog is not None:
         told.append(
-            f"An app that processes {backlog.rate:g} records/s would have been {backlog.most:,} records behind at "
+            f"An app that processes {backlog.rate:,.12g} records/s would have been {backlog.most:,} records behind at "
             f"most, {duration_as_text(backlog.most_at_us)} after the oldest record, and done "
             f"{duration_as_text(backlog.left_us)} after the latest one."
         )
