@@ -72,8 +72,11 @@ def test_a_loop_that_never_stands_still_is_left_alone(service: Callable[[random.
 def test_handlers_that_take_one_and_the_same_time_end_together() -> None:
     """Nothing ends for 5 ms, again and again, and then all end at once: as they would without a stall."""
     begins, ends, _ = run_of([5 * MILLISECOND] * 1_600, 16)
+    some_slow = ([5 * MILLISECOND] * 19 + [50 * MILLISECOND]) * 320
+    slow_begins, slow_ends, _ = run_of(some_slow, 64)
 
     assert stalls_of(begins, ends) == NONE
+    assert stalls_of(slow_begins, slow_ends).waited < sum(some_slow) / 100
 
 
 def test_a_loop_without_work_does_not_stand_still() -> None:

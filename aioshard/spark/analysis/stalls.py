@@ -20,7 +20,7 @@ _EXPECTED_ENDS = 6.0
 _SOON = 1_000
 """Microseconds after a gap in which those that waited for its end are seen to end."""
 _LONGER = 0.25
-"""Of a gap: by so much have those that end after it taken longer than others, on average. Handlers that take one and
+"""Of a gap: by so much have those that end after it taken longer than usual, most of them. Handlers that take one and
 the same time, and began together, end together after a gap as well; they have not."""
 
 
@@ -69,7 +69,7 @@ def stalls_of(started: Sequence[int], finished: Sequence[int]) -> Stalls:
         gap, since = int(gaps[place]), int(at[place])
         first, last = np.searchsorted(ends, [since + gap, since + gap + _SOON + 1], "left")
         late = of_end[first:last][ends[first:last] - of_end[first:last] <= since]
-        if len(late) and float(late.mean()) - usual >= _LONGER * gap:
+        if len(late) and float(np.median(late)) - usual >= _LONGER * gap:
             count, longest, total = count + 1, max(longest, gap), total + gap
             # What is left of those that run is anything up to what they usually take; all beyond it is waiting.
             each = gap - usual / 2 if gap > usual else gap * gap / (2 * usual)
