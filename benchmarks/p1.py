@@ -11,7 +11,7 @@ from tests.support.cluster import Message
 __all__ = ["CONCURRENCY", "KEYS", "PARTITIONS", "numbered_messages", "run"]
 
 TITLE = "CPU per record: no-op handler, 100 B, 8 partitions, 1,000 keys"
-OURS, PLAIN, JOURNAL = "aioshard", "plain loop", "aioshard, journal"
+OURS, PLAIN, JOURNAL, CONFLUENT = "aioshard", "plain loop", "aioshard, journal", "aioshard, confluent"
 CONCURRENCY = 64
 PARTITIONS = 8
 KEYS = 1_000
@@ -35,6 +35,7 @@ async def run(stage: Stage) -> Report:
         [
             Contestant(PLAIN),
             Contestant(OURS),
+            Contestant(CONFLUENT, package="confluent_kafka"),
             Contestant("aioshard, fixed shards"),
             Contestant(JOURNAL, package="pyarrow"),
             Contestant("fixed queues", part, rounds=3),

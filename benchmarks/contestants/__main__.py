@@ -16,6 +16,7 @@ WHERE = {
     "aioshard": "ours:on_demand",
     "aioshard, fixed shards": "ours:fixed_shards",
     "aioshard, journal": "ours:journaling",
+    "aioshard, confluent": "ours:confluent",
     "bare loop, no Kafka": "bare:bare_loop",
     "plain loop": "handwritten:plain_loop",
     "task per record": "handwritten:task_per_record",

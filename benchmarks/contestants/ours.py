@@ -6,7 +6,7 @@ from aioshard import App
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
-__all__ = ["fixed_shards", "journaling", "on_demand"]
+__all__ = ["confluent", "fixed_shards", "journaling", "on_demand"]
 
 
 async def on_demand(spec: Spec, meter: Meter) -> None:
@@ -21,6 +21,15 @@ async def fixed_shards(spec: Spec, meter: Meter) -> None:
     """As many numbered shards with one worker each."""
     app = _app(spec)
     app.consume(spec.topic, shards=spec.concurrency)(meter.handler)
+    async with app:
+        await meter.watch()
+
+
+async def confluent(spec: Spec, meter: Meter) -> None:
+    """As the default, with the other client."""
+    app = _app(spec)
+    app.configure(client="confluent")
+    app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
     async with app:
         await meter.watch()
 

@@ -18,7 +18,7 @@ from tests.guarantees.sampling import Sampling
 from tests.guarantees.sides import live, parkings, places_of_letters, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
-__all__ = ["SHORT", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
+__all__ = ["SHORT", "Client", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
 
 SHORT: Mapping[str, Any] = {
     "auto_offset_reset": "earliest",
@@ -38,6 +38,16 @@ READ_INTERVAL = 0.5
 
 Recourse = Literal["halt", "skip", "letters", "parked"]
 
+Client = Literal["aiokafka", "cooperative", "KIP-848"]
+
+_CLIENTS: Mapping[Client, Mapping[str, Any]] = {
+    "aiokafka": {},
+    "cooperative": {"client": "confluent"},
+    "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
+}
+_OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
+"""Settings that belong to the broker under KIP-848; the tests' broker has much the same ones."""
+
 
 class Scenario:
     """Owns the topic, the member processes and the observation of both; used with `async with`.
@@ -50,7 +60,10 @@ class Scenario:
         kills: How many processes `kill` has killed.
         skipped: Records that somebody had skipped, and when.
         notes: Figures of a test for its report, by name.
+        client: What the members read with.
     """
+
+    client: Client = "aiokafka"
 
     def __init__(self, kafka: KafkaCluster, topic: str, group: str, directory: Path) -> None:
         self.kafka = kafka
@@ -172,7 +185,9 @@ class Scenario:
         """Starts a process as member *name*, which does not run at the moment."""
         self._starts[name] = self._starts.get(name, 0) + 1
         process = f"{name}.{self._starts[name]}"
-        everything = {**SHORT, "bootstrap_servers": self.kafka.bootstrap, **(settings or {})}
+        everything = {**SHORT, "bootstrap_servers": self.kafka.bootstrap, **_CLIENTS[self.client], **(settings or {})}
+        if everything.get("group_protocol") == "consumer":
+            everything = {name: value for name, value in everything.items() if name not in _OF_THE_BROKER}
         self.members[name] = Member(
             Behaviour(str(self.directory), process, self.group, self.topic, everything, **behaviour)
         )

@@ -33,7 +33,10 @@ def start_load(scenario: Scenario) -> None:
     scenario.start_feeding(even_keys(seed=4, keys=600), backlog=1_500, chunk=500)
 
 
-@pytest.mark.parametrize("form", ["context", "record"])
+@pytest.mark.parametrize(
+    ("client", "form"),
+    [("aiokafka", "context"), ("aiokafka", "record"), ("cooperative", "context"), ("KIP-848", "context")],
+)
 async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: str) -> None:
     await scenario.create(partitions=8)
     for name in "abc":

@@ -49,6 +49,9 @@ QUICK: dict[str, str] = {
     "group.min.session.timeout.ms": "500",
     "group.consumer.min.session.timeout.ms": "500",
     "group.consumer.min.heartbeat.interval.ms": "100",
+    # Under that protocol a member cannot choose them.
+    "group.consumer.session.timeout.ms": "6000",
+    "group.consumer.heartbeat.interval.ms": "500",
     "group.coordinator.rebalance.protocols": "classic,consumer",
     # Retention and compaction come within a second instead of minutes.
     "log.initial.task.delay.ms": "200",

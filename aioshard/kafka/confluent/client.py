@@ -8,16 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaException
 
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError, TransportError
 from aioshard.kafka.confluent.asking import Asking
 from aioshard.kafka.confluent.calls import Calls
+from aioshard.kafka.confluent.health import Health
 from aioshard.kafka.confluent.intake import Intake
 from aioshard.kafka.confluent.member import Member
 from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
 from aioshard.kafka.confluent.topics import Topics
-from aioshard.kafka.confluent.translate import commit_error, error_of, group_error, reason
+from aioshard.kafka.confluent.translate import commit_error, error_of, reason
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
 from aioshard.kafka.options import client_options
 from aioshard.ports import (
@@ -75,12 +76,10 @@ class ConfluentTransport:
         self._member: Member | None = None
         self._listener: GroupListener | None = None
         self._membership = NOT_A_MEMBER
-        self._failure: TransportError | None = None
-        self._unreachable: str | None = None
+        self._health = Health(settings, group_id, self._interrupt)
         self._closed = False
         """Whether `close` was called: nothing more is handed out."""
-        self._left = False
-        """Whether nothing more may be asked of the brokers."""
+        self._left = False  # nothing more may be asked of the brokers
         self._handed_back = asyncio.Event()
         self._handed_back.set()
         self._room = asyncio.Event()
@@ -94,10 +93,7 @@ class ConfluentTransport:
         """See `Transport.trouble`."""
         if self._member is None or self._closed:
             return None
-        if self._unreachable is not None:
-            servers = self._settings.bootstrap_servers
-            return f"no broker of {servers} answers ({self._unreachable}); the client goes on trying"
-        return self._topics.trouble if self._topics is not None else None
+        return self._health.trouble or (self._topics.trouble if self._topics is not None else None)
 
     # Life -----------------------------------------------------------------------------
 
@@ -110,7 +106,7 @@ class ConfluentTransport:
         await find_broker(self._settings, asked)
         try:
             self._asking = Asking(self._settings, self._group_id)
-            self._member = Member({**self._options, "error_cb": self._hear})
+            self._member = Member({**self._options, "error_cb": self._health.hear})
         except (KafkaException, ValueError, TypeError) as error:
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
         self._topics = Topics(self._asking, frozenset(topics), pattern, self._settings.metadata_max_age)
@@ -177,7 +173,7 @@ class ConfluentTransport:
                 await self._read(member, loop)
         except Exception as error:  # noqa: BLE001 - whatever it is, the next poll raises it
             if not self._closed:
-                self._fail(error)
+                self._health.fail(error)
 
     async def _read(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
         changes = self._intake.changes(loop.time())
@@ -185,9 +181,9 @@ class ConfluentTransport:
         for change in turn.failed:
             self._intake.not_changed(change)
         if turn.messages:
-            self._unreachable = None
+            self._health.unreachable = None
             for message in self._intake.accept(turn.messages, loop.time()):
-                self._note_error(message)
+                self._health.note(message)
             self._interrupt()
         if turn.failed:
             await asyncio.sleep(_WAIT)  # what the client has been given is not there yet
@@ -201,42 +197,12 @@ class ConfluentTransport:
             async with asyncio.timeout(seconds):
                 await self._room.wait()
 
-    def _fail(self, error: Exception) -> None:
-        known = error_of(error)
-        if isinstance(error, TransportError):
-            self._failure = error
-        elif known is not None:
-            self._failure = group_error(known, self._group_id, self._settings.group_instance_id)
-        else:
-            self._failure = ClientLostError(f"the Kafka client's reading ended ({reason(error)})")
-            self._failure.__cause__ = error
-        self._interrupt()
-
-    def _note_error(self, message: Message) -> None:
-        """An error that is of no partition of ours."""
-        error = message.error()
-        if error is None:
-            return
-        code = error.code()
-        if error.fatal() or code in {KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED}:
-            self._failure = self._failure or group_error(error, self._group_id, self._settings.group_instance_id)
-        elif code not in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF}:  # noqa: SLF001 - its name
-            logger.warning("the Kafka client reports: %s", reason(error))
-
-    async def _hear(self, error: KafkaError) -> None:
-        """What the client tells of itself, such as brokers that are gone. Called inside of `Member.turn`."""
-        if error.fatal():
-            self._failure = group_error(error, self._group_id, self._settings.group_instance_id)
-            self._interrupt()
-        elif error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - the client's name for it
-            self._unreachable = reason(error)
-
     async def _watch(self, asking: Asking, topics: Topics) -> None:
         """Keep up what no read tells: ends of logs, brokers that are back, topics that are new."""
         while True:
             await asyncio.sleep(_ENDS_INTERVAL)
-            if self._unreachable is not None:
-                self._unreachable = await asking.reach()
+            if self._health.unreachable is not None:
+                self._health.unreachable = await asking.reach()
                 continue
             try:
                 async with asyncio.timeout(2 * _ENDS_INTERVAL):
@@ -282,8 +248,8 @@ class ConfluentTransport:
     def _raise_what_is_lost(self) -> None:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
-        if self._failure is not None:
-            raise self._failure
+        if self._health.failure is not None:
+            raise self._health.failure
         self._running()
 
     def wake(self) -> None:
@@ -398,7 +364,7 @@ class ConfluentTransport:
         try:
             listener.assigned(self._intake.partitions, membership)
         except Exception as error:  # noqa: BLE001 - the client would swallow it; the next poll raises it
-            self._fail(error)
+            self._health.fail(error)
 
     async def _hand_back(self, partitions: Sequence[Any]) -> None:
         await self._give_up(partitions, lost=False)
@@ -419,7 +385,7 @@ class ConfluentTransport:
             revoked = asyncio.create_task(listener.revoked(names, lost=lost), name=f"hand over {self._group_id}")
             await self._calls.serve_until(revoked)
         except Exception as error:  # noqa: BLE001 - the client would swallow it; the next poll raises it
-            self._fail(error)
+            self._health.fail(error)
         finally:
             self._intake.remove(names)
             if not self._incremental:

@@ -17,7 +17,7 @@ from confluent_kafka.aio import AIOConsumer
 from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 
-__all__ = ["Change", "Member", "Turn", "places"]
+__all__ = ["Change", "Member", "Turn", "membership_of", "places"]
 
 _THREADS = 3
 """One for the call that a callback interrupts, one for what the callback calls, one for nothing that is planned."""

@@ -1,0 +1,77 @@
+"""What the client tells of itself beside records: brokers that are gone, refusals, its end."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaError
+
+from aioshard.errors import ClientLostError, TransportError
+from aioshard.kafka.confluent.translate import error_of, group_error, reason
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["Health"]
+
+logger = logging.getLogger("aioshard.kafka.confluent.client")
+
+_DENIED = frozenset({KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED})
+_TOLD_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF})  # noqa: SLF001 - its names
+
+
+class Health:
+    """Whether the client lives, and what it lacks.
+
+    Attributes:
+        failure: What ends this life of the client, for the next poll to raise.
+        unreachable: Why no broker can be reached; None while one is, as far as known.
+    """
+
+    def __init__(self, settings: "Settings", group_id: str, failed: Callable[[], None]) -> None:
+        """Call *failed* when there is a failure."""
+        self.failure: TransportError | None = None
+        self.unreachable: str | None = None
+        self._settings = settings
+        self._group_id = group_id
+        self._failed = failed
+
+    @property
+    def trouble(self) -> str | None:
+        """A sentence on brokers that are gone, or None."""
+        if self.unreachable is None:
+            return None
+        servers = self._settings.bootstrap_servers
+        return f"no broker of {servers} answers ({self.unreachable}); the client goes on trying"
+
+    def fail(self, error: Exception) -> None:
+        """Nothing can be read any more."""
+        known = error_of(error)
+        if self.failure is not None:
+            return
+        if isinstance(error, TransportError):
+            self.failure = error
+        elif known is not None:
+            self.failure = self._of_group(known)
+        else:
+            self.failure = ClientLostError(f"the Kafka client's reading ended ({reason(error)})")
+            self.failure.__cause__ = error
+        self._failed()
+
+    def note(self, message: Any) -> None:
+        """An error among the records, of no partition of ours."""
+        error: KafkaError = message.error()
+        if error.fatal() or error.code() in _DENIED:
+            self.fail(self._of_group(error))
+        elif error.code() not in _TOLD_ELSEWHERE:
+            logger.warning("the Kafka client reports: %s", reason(error))
+
+    async def hear(self, error: KafkaError) -> None:
+        """An error of the client as a whole; the client waits for this."""
+        if error.fatal():
+            self.fail(self._of_group(error))
+        elif error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - its name
+            self.unreachable = reason(error)
+
+    def _of_group(self, error: KafkaError) -> TransportError:
+        return group_error(error, self._group_id, self._settings.group_instance_id)
