@@ -143,8 +143,8 @@ class Committer:
             else:
                 self.trouble = None
                 awaited += [epoch.frontier() for epoch in self._owned]
-                if any(epoch.tracker for epoch in self._owned):
-                    timeout = self._interval  # what finishes beyond the oldest is noted too
+                if self._owned:
+                    timeout = self._interval  # no future tells of what finishes beyond the oldest
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def _commit_due(self, transport: Transport) -> None:

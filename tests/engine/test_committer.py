@@ -392,6 +392,20 @@ async def test_what_finishes_beyond_the_oldest_is_noted_once_an_interval(desk: D
 
 
 @with_desk
+async def test_what_finishes_beyond_a_record_that_came_when_nothing_was_left_is_noted(desk: Desk) -> None:
+    epoch, _ = desk.epoch(records=0)
+    await asyncio.sleep(2.5)
+    found = [Record("orders", 0, offset, b"k", b"", (), 0.0) for offset in range(5)]
+    deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in found]
+    epoch.take_in(FetchedBatch(epoch.topic_partition, found, [1] * 5, 5), deliveries)
+    epoch.complete(deliveries[1])
+
+    await asyncio.sleep(2.5)
+
+    assert desk.noted == [[Run(1, 2)]]
+
+
+@with_desk
 async def test_what_another_owner_had_finished_beyond_our_position_stays_noted(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=5)
     epoch.inherited = (Run(5, 7), Run(20, 90))

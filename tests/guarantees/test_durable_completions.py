@@ -1,0 +1,130 @@
+"""What finished beyond records that cannot be finished is not run again after `kill -9` (I12)."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+
+from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, utf16_units
+from aioshard.records import TopicPartition
+from tests.guarantees.durable_member import FOREVER, PATTERNS, Member, stuck_offsets
+from tests.support.kafka_libs import PROJECT
+from tests.support.shared_kafka import SharedKafka
+
+COMMIT_INTERVAL = 0.5
+SETTINGS = {
+    "auto_offset_reset": "earliest",
+    "session_timeout": 6,
+    "heartbeat_interval": 1,
+    "commit_interval": COMMIT_INTERVAL,
+    "start_timeout": 60,
+    "stuck_after": FOREVER,
+    "max_buffered_records": 1_000_000,
+    "max_buffered_bytes": 1 << 30,
+}
+
+
+@contextlib.asynccontextmanager
+async def running(member: Member) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A member process; it is killed at the end if it lives."""
+    text = json.dumps(dataclasses.asdict(member))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.guarantees.durable_member", text, cwd=PROJECT
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def runs_in(file: Path) -> Counter[int]:
+    """How often each offset was finished, as a member has told."""
+    told = file.read_bytes() if file.exists() else b""
+    return Counter(int.from_bytes(told[place : place + 8], "big") for place in range(0, len(told) // 8 * 8, 8))
+
+
+class Committed:
+    """What the group has committed, asked from the broker."""
+
+    def __init__(self, admin: AIOKafkaAdminClient, group: str, topic: str) -> None:
+        self._admin = admin
+        self._group = group
+        self._partition = TopicPartition(topic, 0)
+
+    async def now(self) -> tuple[int, str]:
+        """Offset and text."""
+        found = await self._admin.list_consumer_group_offsets(self._group)
+        for partition, committed in found.items():
+            if (partition.topic, partition.partition) == self._partition:
+                return committed.offset, committed.metadata
+        return 0, ""
+
+    async def noted(self) -> set[int]:
+        """The offsets beyond the committed one that count as finished."""
+        offset, text = await self.now()
+        assert utf16_units(text) <= MOST_UNITS
+        noted = CommitMetadata.read(text, offset)
+        assert not noted.ignored
+        return {offset for run in noted.finished for offset in range(*run)}
+
+
+@pytest.fixture
+async def committed(kafka: SharedKafka, group: str, topic: str) -> AsyncIterator[Committed]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    await admin.start()
+    yield Committed(admin, group, topic)
+    await admin.close()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("pattern", PATTERNS)
+async def test_a_kill_repeats_next_to_nothing_of_a_hundred_thousand(
+    kafka: SharedKafka, committed: Committed, topic: str, group: str, tmp_path: Path, pattern: str
+) -> None:
+    """Where the text is full, nothing more was taken in, and nothing that it tells of runs again."""
+    records = 200_000 if pattern == "alternating" else 100_300
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(None, b"x")] * records)
+    first = Member(kafka.bootstrap, group, topic, records, pattern, str(tmp_path / "first"), settings=SETTINGS)
+    due = set(range(records)) - set(stuck_offsets(pattern, records))
+
+    async with running(first), asyncio.timeout(120):
+        while True:
+            noted = await committed.noted()
+            finished = runs_in(tmp_path / "first")
+            if len(noted) >= 99_000 or (pattern == "alternating" and noted and noted >= finished.keys()):
+                break
+            await asyncio.sleep(COMMIT_INTERVAL / 5)
+    before = runs_in(tmp_path / "first")
+    noted = await committed.noted()
+    offset, text = await committed.now()
+    assert offset == 0
+    assert noted <= before.keys() | set(stuck_offsets("", records))
+
+    second = dataclasses.replace(first, pattern="", file=str(tmp_path / "second"), until_caught_up=True)
+    async with running(second) as process, asyncio.timeout(120):
+        assert await process.wait() == 0
+
+    after = runs_in(tmp_path / "second")
+    again = before.keys() & after.keys()
+    print(
+        f"{pattern}: {len(before):,} finished, {len(text):,} characters noted {len(noted):,} of them, "
+        f"{len(again):,} ran again after the kill"
+    )
+    assert set(before) | set(after) == set(range(records)), "none is lost"
+    assert not again & noted, "what was noted is not run again"
+    assert len(again) <= len(before) / 100
+    if pattern == "alternating":
+        assert 20_000 < len(before) < len(due), "it stopped where its text was full"
+    assert (await committed.now())[0] == records
