@@ -80,9 +80,9 @@ class Notes:
         """How many more records a partition may take in, so that whatever finishes can be noted; None is any number."""
         if not self.most_units or epoch.one_way:
             return None
-        tracker = epoch.tracker
-        inherited = epoch.inherited
+        tracker, inherited = epoch.tracker, epoch.inherited
         end = max(tracker.position, inherited[-1].end) if inherited else tracker.position
-        return records_with_room(
-            end - tracker.committable, len(tracker) + len(inherited), max(self.most_units - _AROUND, 0)
-        )
+        units = max(self.most_units - _AROUND, 0)
+        more = records_with_room(end - tracker.committable, len(tracker) + len(inherited), units)
+        # Up to the end of what another owner noted nothing grows: what is missing there is noted as missing already.
+        return max(more, end - tracker.position)

@@ -293,6 +293,17 @@ def test_no_more_is_taken_in_than_can_be_noted(span: int, incomplete: range, mos
     assert limit is None or "can be noted with a commit" in limit.reason
 
 
+def test_what_a_full_text_says_is_missing_can_be_taken_in() -> None:
+    """Else whoever inherits a full text stands still for ever."""
+    buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
+    epoch = _epoch(buffer, 0, [])
+    epoch.inherited = runs_of(range(1, 58_900, 2))
+    admission = Admission(buffer, {TP: Partition(epoch)}, lambda: 0.0, 60.0, Notes())
+
+    assert admission.allowance(TP).records == 58_900
+    assert admission.limit(TP) is None
+
+
 def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
     """Patterns that are hard to note, at the border of what is admitted."""
     chosen = random.Random(3)
