@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from aioshard.clients import kafka_clients
 from aioshard.kafka.client import AiokafkaTransport
 from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, Membership, Oversized, record_size
 from aioshard.records import Record, TopicPartition
@@ -54,7 +55,8 @@ class Member:
     """One transport, and the listener that an engine would give it. Starts each partition at *start*."""
 
     def __init__(self, settings: Settings, group: str, start: int = 0) -> None:
-        self.transport = AiokafkaTransport(settings, group)
+        # Whatever the settings ask for; what aiokafka's alone has is looked at by the tests of that one only.
+        self.transport = cast("AiokafkaTransport", kafka_clients(settings, group).transport())
         self.start = start
         self.at_revoke: Callable[[Collection[TopicPartition], bool], Awaitable[None]] | None = None
         self.at_assign: Callable[[Collection[TopicPartition], Membership], None] | None = None

@@ -41,8 +41,7 @@ __all__ = ["ConfluentTransport"]
 
 logger = logging.getLogger("aioshard.kafka.confluent.client")
 
-_AT_ONCE = 500
-"""Messages that one call to the client takes."""
+_AT_ONCE = 500  # messages that one call to the client takes
 _WAIT = 0.05
 """Seconds that one call to the client waits: a commit, or a change of what is fetched, waits as long for its turn."""
 _ENDS_INTERVAL = 1.0
@@ -82,8 +81,7 @@ class ConfluentTransport:
         self._left = False  # nothing more may be asked of the brokers
         self._handed_back = asyncio.Event()
         self._handed_back.set()
-        self._room = asyncio.Event()
-        """Set when something was handed out, or the owner is wanted for another reason."""
+        self._room = asyncio.Event()  # something was handed out, or the owner is wanted for another reason
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,6 +114,8 @@ class ConfluentTransport:
         except TimeoutError:
             raise await why_unreachable(self._settings, asked, ()) from None
         await self._subscribe(names)
+        if self._topics.none_exists:
+            listener.assigned((), self._membership)  # the client joins no group before there is a topic
         owner = asyncio.create_task(self._own(self._member), name=f"confluent client of {self._group_id}")
         watch = asyncio.create_task(self._watch(self._asking, self._topics), name=f"brokers of {self._group_id}")
         self._tasks = [owner, watch]

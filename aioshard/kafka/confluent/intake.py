@@ -18,6 +18,8 @@ _RECORDS_PER_POLL = 500
 _PATIENCE = 0.25
 """Seconds for which nothing is read while a buffer is full, before its partition is no longer fetched: stopping costs
 what the client holds of it, and the group is not heard of while nothing is read."""
+_SHORT_PATIENCE = 0.02
+"""The same while the buffer of another partition is empty."""
 _FAULT_INTERVAL = 1.0
 """Seconds until a partition that cannot be read is tried again."""
 
@@ -222,18 +224,16 @@ class Intake:
             partition.fetching = change.fetch_from is None
 
     def _is_long_full(self, partition: _Partition, now: float) -> bool:
-        since = partition.full_since
-        return since is not None and (now >= since + _PATIENCE or self._somebody_starves())
+        return partition.full_since is not None and now >= partition.full_since + self._patience()
 
-    def _somebody_starves(self) -> bool:
-        return any(p.fetching and not p.records and p.full_since is None for p in self._partitions.values())
+    def _patience(self) -> float:
+        starving = any(p.fetching and not p.records and p.full_since is None for p in self._partitions.values())
+        return _SHORT_PATIENCE if starving else _PATIENCE
 
     def crowded(self, now: float) -> float:
         """Seconds for which nothing should be read because buffers that are fetched are full; 0 when it should."""
         full = [p.full_since for p in self._partitions.values() if p.fetching and p.full_since is not None]
-        if not full or self._somebody_starves():
-            return 0.0
-        return max(min(full) + _PATIENCE - now, 0.0)
+        return max(min(full) + self._patience() - now, 0.0) if full else 0.0
 
     # What the client brings -----------------------------------------------------------
 

@@ -15,7 +15,7 @@ _ASSIGNORS = {"sticky": "cooperative-sticky", "range": "range", "roundrobin": "r
 _PARTITION_FETCH = 256 * 1024
 """What one fetch brings of one partition at most, but for a single batch that is larger."""
 _LEAST_FETCH = 1024 * 1024
-_MOST_QUEUED = 1000
+_MOST_QUEUED = 10_000
 """Records in the client's own queue above which it fetches no more. Records wait in our buffers, by their bytes."""
 _FETCH_PAUSE_MS = 10
 """How long the client waits before it looks again whether its queue has room; a second unless it is told."""

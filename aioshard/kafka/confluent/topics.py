@@ -32,6 +32,11 @@ class Topics:
         self._missing: frozenset[str] = frozenset()
 
     @property
+    def none_exists(self) -> bool:
+        """Whether there is nothing to subscribe to yet."""
+        return self._subscribed <= self._missing | {_NO_TOPIC}
+
+    @property
     def trouble(self) -> str | None:
         """A sentence on what is missing, or None."""
         if not self._missing:
