@@ -40,7 +40,7 @@ def member(kafka: SharedKafka, group: str, members: list[Member], protocol: Mapp
         settings = settings_for(kafka.bootstrap, **{**COOPERATIVE, **overrides})
         if protocol is BY_THE_BROKER:
             kept = {name: getattr(settings, name) for name in settings.model_fields_set if name not in OF_THE_BROKER}
-            settings = type(settings)(**(kept | BY_THE_BROKER))
+            settings = type(settings)(**{**kept, **BY_THE_BROKER})
         made = Member(settings, group, start)
         members.append(made)
         return made
