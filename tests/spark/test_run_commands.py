@@ -153,3 +153,47 @@ async def test_what_follows_has_no_end_but_a_stop(
 
     assert process.returncode == 0, errors.decode()
     assert output.decode() == f"To go on: aioshard spark follow {run}\n"
+
+
+def spark_of(process: int) -> list[int]:
+    """The processes of Spark's Java that it has started and that run."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ValueError, OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return [one for one in found if is_spark(one)]
+
+
+def is_spark(process: int) -> bool:
+    """Whether it is Spark's Java, and runs."""
+    with contextlib.suppress(OSError):
+        return b"org.apache.spark.deploy.SparkSubmit" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processes of this system are not told by files")
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_signal_while_spark_starts_leaves_no_java_behind(
+    kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
+    async with command(app, "drain", str(run), "--master", "local[2,4]") as process, asyncio.timeout(200):
+        while not (java := spark_of(process.pid)):  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = b""
+        while b"a second signal ends it at once" not in said:
+            said = await process.stderr.readline()
+            assert said, "it ended without a word"
+        if signals == 2:
+            process.send_signal(signal.SIGINT)
+        output, errors = await process.communicate()  # its end, and that of all that hold what it prints to
+
+    assert (process.returncode, output) == (130, b"")
+    assert errors.endswith(b"Interrupted.\n") == (signals == 1)
+    assert not any(map(is_spark, java))
+    assert spark.status(run)["done"] == 0
