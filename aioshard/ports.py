@@ -218,6 +218,12 @@ class Transport(Protocol):
     async def partitions(self, topic: str) -> frozenset[int]:
         """The partition numbers of a topic as last known; empty when the topic does not exist."""
 
+    async def topics(self) -> frozenset[str]:
+        """Every topic that we may see now, without those of the brokers themselves."""
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """The first offset whose record is not older than *timestamp* (seconds since the epoch); None without one."""
+
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
         """Bound what the client may hold of *partitions* partitions together to *max_bytes*."""
 

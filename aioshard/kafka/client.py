@@ -323,6 +323,22 @@ class AiokafkaTransport:
         except kafka.KafkaError as error:
             raise request_error(error, f"the partitions of topic {topic!r}", self._group_id) from error
 
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`."""
+        internals, _ = self._running()
+        try:
+            return await internals.look_up_topics()
+        except kafka.KafkaError as error:
+            raise request_error(error, "the topics", self._group_id) from error
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
+        internals, _ = self._running()
+        try:
+            return await internals.offset_at(topic_partition, timestamp)
+        except kafka.KafkaError as error:
+            raise request_error(error, f"the offsets of {topic_partition} by time", self._group_id) from error
+
     # Handing over -----------------------------------------------------------------------
 
     async def _hand_back(self) -> None:

@@ -209,6 +209,19 @@ class Internals:
         separate.update_metadata(answer)
         return frozenset(separate.partitions_for_topic(topic) or ())
 
+    async def look_up_topics(self) -> frozenset[str]:
+        """The topics that we may see, asked now, without the brokers' own."""
+        answer = await self.client.send(self.client.get_random_node(), MetadataRequest(None))
+        separate = ClusterMetadata()
+        separate.update_metadata(answer)
+        return frozenset(separate.topics())
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """The first offset that is not older than *timestamp*, or None; retries what passes and has no deadline."""
+        asked = {topic_partition: round(timestamp * 1000)}
+        found = (await self.fetcher.get_offsets_by_times(asked, None))[topic_partition]
+        return None if found is None else int(found.offset)
+
     # The end --------------------------------------------------------------------------
 
     async def leave(self) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 from aiokafka import AIOKafkaConsumer
@@ -217,6 +217,18 @@ class RangeTransport:
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`."""
         return frozenset(name.partition for name in self._ranges if name.topic == topic)
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`: those of the ranges."""
+        return frozenset(name.topic for name in self._ranges)
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
+        """See `Transport.offset_at`: a run over history is not sought in.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(f"{topic_partition} is read in a range that was frozen: there is no seeking to {timestamp:g}")
 
 
 async def _begin(consumer: Any) -> bool:

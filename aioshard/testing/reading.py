@@ -106,6 +106,12 @@ class Reading:
         log = self._broker.log(*topic_partition)
         return LogRange(log.start, self._readable_end(log))
 
+    def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """The first readable offset that is not older than a time, or None."""
+        log = self._broker.log(*topic_partition)
+        readable = log.read(log.start, self._readable_end(log))
+        return next((record.offset for record in readable if record.timestamp >= timestamp), None)
+
     def next_look(self, now: float) -> float | None:
         """When a fault is due to be reported again, if one is."""
         return min((when for when in self._quiet_until.values() if when > now), default=None)

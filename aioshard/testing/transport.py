@@ -115,8 +115,7 @@ class InMemoryTransport:
             TransportError: The broker is not available, or a test asked for it.
         """
         if self._listener is not None:
-            message = "this client was started before: make a new one with the transport factory"
-            raise StateError(message)
+            raise StateError("this client was started before: make a new one with the transport factory")
         self._listener = listener
         await self._take("start")
         self._broker.check_start()
@@ -202,12 +201,8 @@ class InMemoryTransport:
 
     async def _give_back(self) -> None:
         loop = asyncio.get_running_loop()
-        remove = loop.call_later(
-            self._rebalance_timeout,
-            self._group.leave_unless_rejoined,
-            self._member_id,
-            self._group.generation,
-        )
+        leave = self._group.leave_unless_rejoined
+        remove = loop.call_later(self._rebalance_timeout, leave, self._member_id, self._group.generation)
         try:
             await self._revoke(lost=False)
         finally:
@@ -246,8 +241,7 @@ class InMemoryTransport:
     @property
     def _heard(self) -> GroupListener:
         if self._listener is None:
-            message = "this client has no listener: await start first"
-            raise StateError(message)
+            raise StateError("this client has no listener: await start first")
         return self._listener
 
     # Records ---------------------------------------------------------------------------
@@ -356,13 +350,11 @@ class InMemoryTransport:
             raise CommitRefusedError(message)
         await self._take("commit")
         if self._crashed:
-            message = "the commit was not acknowledged: the client has crashed"
-            raise CommitError(message)
+            raise CommitError("the commit was not acknowledged: the client has crashed")
         try:
             self._broker.commit(self._group.group_id, offsets, membership)
         except ConnectError as error:
-            message = f"the commit was not acknowledged: {error}"
-            raise CommitError(message) from error
+            raise CommitError(f"the commit was not acknowledged: {error}") from error
         await self._take("commit reply")
         self._broker.notify()  # Who waits for a commit may wait for its acknowledgement.
 
@@ -381,6 +373,16 @@ class InMemoryTransport:
         await self._ask("partitions")
         return frozenset(range(self._broker.topics().get(topic, 0)))
 
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`; a `ConnectError` while the broker is not available."""
+        await self._ask("partitions")
+        return frozenset(self._broker.topics())
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`; a `ConnectError` while the broker is not available."""
+        await self._ask("log ranges")
+        return self._reading.offset_at(topic_partition, timestamp)
+
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
         """See `Transport.adjust_prefetch`; nothing is prefetched here, so the numbers are only kept."""
         self.prefetch = (partitions, max_bytes)
@@ -388,8 +390,7 @@ class InMemoryTransport:
     async def _ask(self, operation: Operation) -> None:
         await self._take(operation)
         if self._crashed:
-            message = "the client has crashed: nothing reaches the broker any more"
-            raise ConnectError(message)
+            raise ConnectError("the client has crashed: nothing reaches the broker any more")
         self._broker.check_available()
 
     async def _take(self, operation: Operation) -> None:

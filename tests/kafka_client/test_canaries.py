@@ -110,7 +110,7 @@ INHERITED = {
 
 OTHERS = {
     "coordinator": {"coordinator_id", "ensure_coordinator_known", "generation", "member_id", "check_errors"},
-    "fetcher": {"beginning_offsets", "end_offsets"},
+    "fetcher": {"beginning_offsets", "end_offsets", "get_offsets_by_times"},
     "client": {"cluster", "coordinator_lookup", "force_metadata_update", "get_random_node", "send", "set_topics"},
     "part": {"next_fetch_offset"},
     "connection": {"close", "connected"},

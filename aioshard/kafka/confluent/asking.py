@@ -1,6 +1,7 @@
 """Questions to the brokers that are none of the group's business: they wait for no call of the consumer."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from aioshard.errors import TransportError
     from aioshard.settings import Settings
 
-__all__ = ["Asking"]
+__all__ = ["Asked", "Asking"]
 
 _specification: Any = OffsetSpec
 _EARLIEST, _LATEST = _specification.earliest(), _specification.latest()
+_OF_BROKERS = frozenset({"__consumer_offsets", "__transaction_state", "__share_group_state"})
 _RETRY_BACKOFF = 0.1
 """Seconds between two attempts of a question to the brokers."""
 _REQUEST_TIMEOUT = 5.0
@@ -34,7 +36,7 @@ class Asking:
     """
 
     def __init__(self, settings: "Settings", group_id: str) -> None:
-        self._group_id = group_id
+        self.group_id = group_id
         uncommitted = settings.isolation_level == "read_uncommitted"
         self._isolation = IsolationLevel.READ_UNCOMMITTED if uncommitted else IsolationLevel.READ_COMMITTED
         self._admin: Any = AdminClient(admin_options(settings))
@@ -51,11 +53,11 @@ class Asking:
         return {}
 
     async def _committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed | None]:
-        asked = ConsumerGroupTopicPartitions(self._group_id, places(partitions))
+        asked = ConsumerGroupTopicPartitions(self.group_id, places(partitions))
         futures = self._admin.list_consumer_group_offsets(
             [asked], require_stable=True, request_timeout=_REQUEST_TIMEOUT
         )
-        answer = await asyncio.wrap_future(futures[self._group_id])
+        answer = await asyncio.wrap_future(futures[self.group_id])
         found: dict[TopicPartition, Committed | None] = dict.fromkeys(partitions)
         for place in answer.topic_partitions:
             if place.error is not None:
@@ -93,12 +95,23 @@ class Asking:
         )
         names = [TopicPartition(place.topic, place.partition) for place in futures]
         found = await asyncio.gather(*map(asyncio.wrap_future, futures.values()), return_exceptions=True)
-        offsets = {}
+        offsets: dict[TopicPartition, int] = {}
         for name, each in zip(names, found, strict=True):
             if isinstance(each, BaseException):
                 raise each
             offsets[name] = each.offset
         return offsets
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """The first offset whose record is not older than a time, or None."""
+        which = _specification.for_timestamp(round(timestamp * 1000))
+        while True:
+            try:
+                found = (await self._offsets([topic_partition], which))[topic_partition]
+            except KafkaException as error:
+                await self._pause_or_raise(error, f"the offsets of {topic_partition} by time")
+            else:
+                return found if found >= 0 else None
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """The partitions of a topic as last known; empty where there is none."""
@@ -123,7 +136,7 @@ class Asking:
             if isinstance(answer, BaseException):
                 error = error_of(answer)
                 if error is None or error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                    raise request_error(answer, f"the partitions of topic {topic!r}", self._group_id) from answer
+                    raise request_error(answer, f"the partitions of topic {topic!r}", self.group_id) from answer
                 found[topic] = frozenset()
                 self._partitions.pop(topic, None)
             else:
@@ -148,7 +161,39 @@ class Asking:
         return None
 
     async def _pause_or_raise(self, raised: KafkaException, what: str) -> None:
-        failed: TransportError = request_error(raised, what, self._group_id)
+        failed: TransportError = request_error(raised, what, self.group_id)
         if not may_pass(error_of(raised)):
             raise failed from raised
         await asyncio.sleep(_RETRY_BACKOFF)
+
+
+class Asked:
+    """The part of a transport that only passes questions on."""
+
+    @abstractmethod
+    def _running(self) -> Asking:
+        """Who asks.
+
+        Raises:
+            ClientLostError: The client does not run.
+        """
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
+        return await self._running().committed(partitions)
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
+        return await self._running().partitions(topic)
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`."""
+        asking = self._running()
+        try:
+            return frozenset(topic for topic in await asking.all_topics() if topic not in _OF_BROKERS)
+        except KafkaException as error:
+            raise request_error(error, "the topics", asking.group_id) from error
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
+        return await self._running().offset_at(topic_partition, timestamp)

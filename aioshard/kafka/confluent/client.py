@@ -11,7 +11,7 @@ import anyio
 from confluent_kafka import KafkaException
 
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError, TransportError
-from aioshard.kafka.confluent.asking import Asking
+from aioshard.kafka.confluent.asking import Asked, Asking
 from aioshard.kafka.confluent.calls import Calls
 from aioshard.kafka.confluent.health import Health
 from aioshard.kafka.confluent.intake import Intake
@@ -48,7 +48,7 @@ _ENDS_INTERVAL = 1.0
 """Seconds between looks at the ends of logs that we have not reached, and at brokers that are gone."""
 
 
-class ConfluentTransport:
+class ConfluentTransport(Asked):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. One task, the
@@ -68,7 +68,7 @@ class ConfluentTransport:
         self._group_id = group_id
         self._options = consumer_options(settings, group_id)
         self._incremental = is_incremental(settings)
-        self._intake = Intake(share_of_buffer(1, settings.max_buffered_bytes // 2))
+        self._intake = Intake(share_of_buffer(1, settings.max_buffered_bytes // 2), incremental=self._incremental)
         self._calls = Calls()
         self._asking: Asking | None = None
         self._topics: Topics | None = None
@@ -176,6 +176,8 @@ class ConfluentTransport:
                 self._health.fail(error)
 
     async def _read(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._incremental and self._intake.start_over():
+            await member.start_over(self._intake.partitions)
         changes = self._intake.changes(loop.time())
         turn = await member.turn(changes, _AT_ONCE, 0.0 if self._calls.waiting else _WAIT)
         for change in turn.failed:
@@ -334,20 +336,12 @@ class ConfluentTransport:
         if why:
             raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: {why}")
 
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
-        return await self._running().committed(partitions)
-
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
         found = await self._running().log_ranges(partitions)
         for name, log in found.items():
             self._intake.note_end(name, log.end)
         return found
-
-    async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
-        return await self._running().partitions(topic)
 
     # Handing over: called by the client, inside of `Member.turn` ------------------------
 

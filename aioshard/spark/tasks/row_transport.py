@@ -12,7 +12,7 @@ import anyio
 import pyarrow as pa
 
 from aioshard.core.flow import Usage
-from aioshard.errors import DrainError, PlanError
+from aioshard.errors import DrainError, PlanError, StateError
 from aioshard.handlers import Registration
 from aioshard.ports import (
     AllowanceOf,
@@ -346,6 +346,18 @@ class RowTransport:
     async def partitions(self, topic: str) -> frozenset[int]:  # noqa: ARG002
         """See `Transport.partitions`: one for each handler."""
         return frozenset([0])
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`: rows are no topics that could be listed."""
+        return frozenset()
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
+        """See `Transport.offset_at`: rows come once, in their order.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(f"{topic_partition} is read as rows, once: there is no seeking to {timestamp:g}")
 
 
 def _refuse(topic: str) -> NoReturn:
