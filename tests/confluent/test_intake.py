@@ -174,7 +174,7 @@ def test_a_partition_that_cannot_be_read_is_told_once_and_tried_again_later() ->
     assert fault.error.position == 1
     assert intake.take(everything).new == []
     assert intake.changes(1.5) == [Change(ONE, None)]
-    assert intake.changes(2.1) == [Change(ONE, 1)]
+    assert intake.changes(2.1) == [Change(ONE, 1, anew=True)], "the client has given up on it"
 
 
 def test_a_record_that_does_not_fit_is_new_once() -> None:

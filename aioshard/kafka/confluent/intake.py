@@ -5,7 +5,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from aioshard.errors import StateError, TransportError
+from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
 from aioshard.kafka.confluent.member import Change
 from aioshard.kafka.confluent.translate import fetch_error
 from aioshard.ports import RECORD_OVERHEAD, AllowanceOf, Fault, FetchedBatch, Oversized
@@ -22,6 +22,9 @@ _SHORT_PATIENCE = 0.02
 """The same while the buffer of another partition is empty."""
 _FAULT_INTERVAL = 1.0
 """Seconds until a partition that cannot be read is tried again."""
+
+_FAILURES = 20
+"""Attempts to send the client somewhere after which it counts as having given up. Each takes 50 ms."""
 
 _new_record = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
@@ -46,8 +49,10 @@ class _Partition:
     """One assigned partition."""
 
     __slots__ = (
+        "broken",
         "bytes",
         "end",
+        "failures",
         "fault",
         "fetching",
         "full_since",
@@ -73,6 +78,10 @@ class _Partition:
         """Whether the client fetches it, as far as it was told."""
         self.moved = False
         """Whether the client has to go to `reach`, whatever it does now; what it brings before does not count."""
+        self.broken = False
+        """Whether the client has given up on it, and goes nowhere before it is assigned once more."""
+        self.failures = 0
+        """How often in a row the client could not go where it was told."""
         self.position = 0
         """The next offset to hand out."""
         self.reach = 0
@@ -111,9 +120,10 @@ class Intake:
         * A buffer goes over its share by what the client had in its own queue at most.
     """
 
-    def __init__(self, share: int) -> None:
-        """Hold at most about *share* bytes of each partition."""
+    def __init__(self, share: int, *, incremental: bool = True) -> None:
+        """Hold at most about *share* bytes of each partition; *incremental* is whether one can be assigned alone."""
         self.share = share
+        self._incremental = incremental
         self._partitions: dict[tuple[str, int], _Partition] = {}
         self._ready: dict[_Partition, None] = {}
         """Those with something to hand out, the one that was served last behind all others."""
@@ -206,10 +216,13 @@ class Intake:
                 partition.fault = None
                 partition.moved = True
                 wanted = partition.placed and not partition.paused
+            if wanted and partition.broken and not self._incremental:
+                continue  # before the next read, all start over
             if wanted and (partition.moved or not partition.fetching):
                 partition.moved = False
                 partition.fetching = True
-                changes.append(Change(partition.name, partition.reach))
+                changes.append(Change(partition.name, partition.reach, partition.broken))
+                partition.broken = False
             elif not wanted and partition.fetching:
                 partition.fetching = False
                 partition.moved = True
@@ -222,6 +235,20 @@ class Intake:
         if partition is not None:
             partition.moved = True
             partition.fetching = change.fetch_from is None
+            partition.failures += 1
+            if partition.failures >= _FAILURES:
+                partition.failures = 0
+                partition.broken = True
+
+    def start_over(self) -> bool:
+        """Whether the client has given up on a partition; from now on it fetches none before it is told again."""
+        wanted = [p for p in self._partitions.values() if p.broken and p.placed and not p.paused and p.fault is None]
+        if not wanted:
+            return False
+        for partition in self._partitions.values():
+            partition.broken = partition.fetching = False
+            partition.moved = True
+        return True
 
     def _is_long_full(self, partition: _Partition, now: float) -> bool:
         return partition.full_since is not None and now >= partition.full_since + self._patience()
@@ -289,6 +316,7 @@ class Intake:
 
     def _filled(self, partition: _Partition, now: float) -> None:
         if partition.records:
+            partition.failures = 0
             self._ready.setdefault(partition)
             if partition.bytes >= self.share and partition.full_since is None:
                 partition.full_since = now
@@ -302,6 +330,7 @@ class Intake:
                 self._ready.setdefault(partition)
             return
         partition.fault = fetch_error(error, partition.name, partition.reach)
+        partition.broken = isinstance(partition.fault, OffsetOutOfRangeError)
         partition.retry_at = now + _FAULT_INTERVAL
         self._ready.setdefault(partition)
 

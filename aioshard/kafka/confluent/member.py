@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaException, Message
+from confluent_kafka import OFFSET_BEGINNING, KafkaException, Message
 from confluent_kafka import TopicPartition as Place
 from confluent_kafka.aio import AIOConsumer
 
@@ -34,6 +34,8 @@ class Change(NamedTuple):
     topic_partition: TopicPartition
     fetch_from: int | None
     """Go on at this offset; None stops fetching."""
+    anew: bool = False
+    """Whether the client has given up on the partition: it has to be assigned again."""
 
 
 class Turn(NamedTuple):
@@ -77,10 +79,14 @@ class Member(AIOConsumer):
         consumer = self._consumer
         failed = []
         for change in changes:
-            name, offset = change
+            name, offset, anew = change
             try:
                 if offset is None:
                     consumer.pause([Place(*name)])
+                elif anew:
+                    consumer.incremental_unassign([Place(*name)])
+                    consumer.incremental_assign([Place(*name, offset)])
+                    consumer.resume([Place(*name)])
                 else:
                     consumer.resume([Place(*name)])
                     # The seek wakes the thread that fetches, which else goes on sleeping for up to a second.
@@ -95,21 +101,28 @@ class Member(AIOConsumer):
                 messages += consumer.consume(most, 0)
         return Turn(messages, failed)
 
+    async def start_over(self, partitions: Collection[TopicPartition]) -> None:
+        """Assign all that is ours once more, paused: the only way to one of them where assignments are not incremental."""
+        await self._call(self._place, places(partitions), False)
+
     async def adopt(self, partitions: Sequence[Any], *, incremental: bool) -> Membership:
         """Inside of a callback: take partitions over, paused; who we are now."""
         membership: Membership = await self._call(self._adopt, partitions, incremental)
         return membership
 
     def _adopt(self, partitions: Sequence[Any], incremental: bool) -> Membership:
-        # Any position that is one keeps the client from looking up, and resetting, another; nothing is read from it.
-        placed = [Place(each.topic, each.partition, 0) for each in partitions]
+        self._place(partitions, incremental)
+        return membership_of(self._consumer.consumer_group_metadata())
+
+    def _place(self, partitions: Sequence[Any], incremental: bool) -> None:
+        # A position that always is one keeps the client from giving up; nothing is read from there.
+        placed = [Place(each.topic, each.partition, OFFSET_BEGINNING) for each in partitions]
         if incremental:
             self._consumer.incremental_assign(placed)
         else:
             self._consumer.assign(placed)
         if placed:
             self._consumer.pause(placed)
-        return membership_of(self._consumer.consumer_group_metadata())
 
     async def let_go(self, partitions: Sequence[Any], *, incremental: bool) -> None:
         """Inside of a callback: give partitions back."""
