@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioshard.errors import DrainError, HaltedError, PlanError
-from aioshard.spark.draining.batches import WriteBatch, read_halted, summary_of
+from aioshard.spark.draining.batches import WriteBatch, batches_with_rows, read_halted, summary_of
 from aioshard.spark.draining.drain import _Run, follow
 from aioshard.spark.runs.directory import RunDirectory
 from aioshard.spark.runs.files import STOP
@@ -65,6 +65,17 @@ def test_a_batch_that_is_complete_runs_no_handler_again(tmp_path: Path) -> None:
 
     assert events == ["written", "told"]
     assert (place.list("outcomes"), summary_of(place)) == (["batch=0"], {"processed": 1})
+
+
+def test_a_batch_that_had_nothing_to_do_is_not_counted(tmp_path: Path) -> None:
+    place = RunDirectory(tmp_path)
+    write = WriteBatch(place, None, lambda rows: rows)
+    write(Rows(place, [], []), 0)  # type: ignore[arg-type]
+    assert batches_with_rows(place) == 0
+
+    write(Rows(place, ["processed"], []), 1)  # type: ignore[arg-type]
+
+    assert batches_with_rows(place) == 1
 
 
 def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:

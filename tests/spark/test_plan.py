@@ -352,6 +352,26 @@ async def test_dead_letters_do_not_go_where_the_run_reads(kafka: SharedKafka, to
         await made(app)
 
 
+async def test_a_dead_letter_topic_that_is_not_there_is_told(kafka: SharedKafka, topic: str, write: Write) -> None:
+    await kafka.create_topic(topic)
+    app = write(
+        handlers=(
+            f"@app.consume({topic!r}, on_failure=DeadLetter('{topic}.dlt'))\nasync def on(r: Record) -> None: ...\n"
+        )
+    )
+    told: list[str] = []
+
+    await made(app, on_failure="skip", tell=told.append)
+    assert not any("dead letters" in sentence for sentence in told)
+    await made(app, tell=told.append)
+    missing = f"dead letters would go to topic '{topic}.dlt', which does not exist"
+    assert sum(missing in sentence for sentence in told) == 1
+    await kafka.create_topic(f"{topic}.dlt")
+    told.clear()
+    await made(app, tell=told.append)
+    assert not any("dead letters" in sentence for sentence in told)
+
+
 async def test_a_pattern_that_matches_nothing_is_told(kafka: SharedKafka, topic: str, write: Write) -> None:
     app = write(handlers=f"@app.consume(pattern=r'{topic}-none-.*')\nasync def on(r: Record) -> None: ...\n")
     told: list[str] = []

@@ -13,7 +13,7 @@ from aioshard.spark.runs.files import HALTED, OUTCOMES, STAGING, SUMMARIES
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["Foreach", "HaltedRecord", "WriteBatch", "counts_of", "read_halted", "summary_of"]
+__all__ = ["Foreach", "HaltedRecord", "WriteBatch", "batches_with_rows", "counts_of", "read_halted", "summary_of"]
 
 _MOST_HALTED = 100
 """Halted records that are named; there may be more."""
@@ -132,6 +132,11 @@ def summary_of(place: RunDirectory) -> dict[str, int]:
     for name in place.list(OUTCOMES):
         counts.update(counts_of(place, name) or {})
     return dict(sorted(counts.items()))
+
+
+def batches_with_rows(place: RunDirectory) -> int:
+    """How many batches are complete, without those that had nothing to do: a drain that is stopped early ends so."""
+    return sum(1 for name in place.list(OUTCOMES) if counts_of(place, name) != {})
 
 
 def counts_of(place: RunDirectory, name: str) -> dict[str, int] | None:

@@ -10,12 +10,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import AioshardError, DataLossError, DrainError, HaltedError, PlanError
-from aioshard.spark.draining.batches import Foreach, WriteBatch, read_halted, summary_of
+from aioshard.spark.draining.batches import Foreach, WriteBatch, batches_with_rows, read_halted, summary_of
 from aioshard.spark.draining.logs import check_logs
 from aioshard.spark.draining.planned_source import planned_source
 from aioshard.spark.runs.checkpoint import Border, last_border
 from aioshard.spark.runs.directory import RunDirectory
-from aioshard.spark.runs.files import CHECKPOINT, HALTED, HANDED_OVER, OUTCOMES, STOP, VERIFIED
+from aioshard.spark.runs.files import CHECKPOINT, HALTED, HANDED_OVER, STOP, VERIFIED
 from aioshard.spark.runs.plan import Plan
 from aioshard.spark.runs.told import raised_by_task
 from aioshard.spark.session import check_speculation, slots_of
@@ -62,7 +62,7 @@ class DrainReport:
 
     Attributes:
         state: `finished`: all is done up to the planned ends. `stopped`: at a border before them.
-        batches: Micro-batches that are complete, over all drains of the run.
+        batches: Micro-batches with rows that are complete, over all drains of the run.
         records: Offsets of the plan.
         done: Offsets before the last border.
         statuses: Rows by status, of all batches.
@@ -206,7 +206,7 @@ def status(directory: str | PathLike[str] | RunDirectory) -> dict[str, Any]:
         "records": plan.records,
         "done": done,
         "finished": done == plan.records,
-        "batches": len(place.list(OUTCOMES)),
+        "batches": batches_with_rows(place),
         "vector": starts_of(plan.ranges) if border is None else border.vector,
         "statuses": summary_of(place),
         "stopping": place.exists(STOP),
@@ -309,7 +309,7 @@ class _Run:
         done = _done(self.plan, border)
         return DrainReport(
             state="finished" if done == self.plan.records else "stopped",
-            batches=0 if border is None else border.batch + 1,
+            batches=batches_with_rows(self.place),
             records=self.plan.records,
             done=done,
             statuses=summary_of(self.place),

@@ -61,19 +61,28 @@ def check_policies(app: App, on_failure: str | None) -> None:
         )
 
 
-def check_dead_letters(handlers: Sequence[PlannedHandler], on_failure: str | None) -> None:
-    """Refuse dead letters that would be read by the run that sends them.
+async def check_dead_letters(
+    handlers: Sequence[PlannedHandler], on_failure: str | None, brokers: HistoryBrokers, tell: Tell
+) -> None:
+    """Refuse dead letters that would be read by the run that sends them, and tell of topics that are not there.
+
+    Such a topic is no reason to refuse: it may be created until the hand-over, which sends the letters, brokers may
+    create it by themselves, and a user who may write to it need not be allowed to see it.
 
     Raises:
-        PlanError: They would.
+        PlanError: They would be read.
+        TransportError: The brokers did not tell.
     """
+    policies = [handler.on_failure for handler in handlers] if on_failure is None else [on_failure]
+    topics = {policy.removeprefix(DEAD_LETTER) for policy in policies if policy.startswith(DEAD_LETTER)}
     read = {topic: handler.name for handler in handlers for topic in handler.topics}
-    for policy in [handler.on_failure for handler in handlers] if on_failure is None else [on_failure]:
-        topic = policy.removeprefix(DEAD_LETTER)
-        if policy.startswith(DEAD_LETTER) and topic in read:
-            raise PlanError(
-                f"dead letters would go to topic {topic!r}, which handler {read[topic]!r} reads: name another"
-            )
+    for topic in sorted(topics & read.keys()):
+        raise PlanError(f"dead letters would go to topic {topic!r}, which handler {read[topic]!r} reads: name another")
+    for topic in sorted(topics - await brokers.topics()) if topics else ():
+        tell(
+            f"dead letters would go to topic {topic!r}, which does not exist, or this user may not see it: create it "
+            "before the hand-over, which sends them and does not end without it"
+        )
 
 
 async def planned_handlers(

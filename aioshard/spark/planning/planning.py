@@ -129,7 +129,7 @@ async def plan(
         check_lease(lease)
     async with HistoryBrokers(settings) as brokers:
         handlers = await planned_handlers(loaded, brokers, shuffle=shuffle, tell=tell)
-        check_dead_letters(handlers, on_failure)
+        await check_dead_letters(handlers, on_failure, brokers, tell)
         found = await _ask(brokers, settings, group_id, handlers, times=(start, end))
         ranges, finished = _ranges(found, start, end, settings)
         made = Plan(
