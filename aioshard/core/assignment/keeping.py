@@ -1,0 +1,84 @@
+"""Of assignments that are equally even, the one that moves the fewest partitions."""
+
+from collections.abc import Mapping
+
+from aioshard.core.assignment.balance import Holdings
+
+__all__ = ["keep_more"]
+
+_POOL = ""
+"""What a load comes from and goes to; no member's name, which Kafka does not leave empty."""
+_AT_MOST = 4_000_000
+"""Pairs of members, times topics, beyond which the search would hold up the leader for seconds."""
+
+
+def keep_more(holdings: Holdings) -> None:
+    """Bring partitions back home, by exchanges that leave the loads as even as they are.
+
+    An exchange is a cycle of members, each passing one partition on, or a chain at whose ends two loads change
+    places. As long as one brings more partitions home than it takes away, it is done; when there is none, fewer
+    moves are not possible. Not looked for where there is none: among members with the same subscriptions. Nor in
+    groups so large that it takes seconds: those are as even, and may move a few partitions more.
+    """
+    names = holdings.names
+    if len(set(holdings.topics.values())) <= 1 or not _away_from_home(holdings):
+        return
+    if len(names) ** 2 * len(holdings.subscribers) > _AT_MOST:
+        return
+    while cycle := _gaining_cycle(_costs(holdings)):
+        links = [(giver, taker) for giver, taker in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
+        # All are chosen before any is moved: nobody passes on what it has just got.
+        chosen = [
+            (holdings.cheapest(giver, taker), giver, taker) for giver, taker in links if _POOL not in {giver, taker}
+        ]
+        for topic_partition, giver, taker in chosen:
+            holdings.move(topic_partition, giver, taker)
+
+
+def _away_from_home(holdings: Holdings) -> bool:
+    return any(at.partition not in holdings.held[name].get(at.topic, ()) for at, name in holdings.homes.items())
+
+
+def _costs(holdings: Holdings) -> dict[tuple[str, str], int]:
+    """What it costs that one member passes a partition to another, or that a load changes.
+
+    How even it is counts for more than all moves together.
+    """
+    weight = 2 * len(holdings.names) + 2
+    found: dict[tuple[str, str], int] = {}
+    for giver in holdings.names:
+        for topic, numbers in holdings.held[giver].items():
+            strangers = {home for number in numbers if (home := holdings.home(topic, number)) != giver}
+            for taker in holdings.subscribers[topic]:
+                if taker != giver:
+                    cost = -1 if taker in strangers else 0 if strangers else 1
+                    found[giver, taker] = min(cost, found.get((giver, taker), cost))
+        # The sum of the squares of the loads, as it changes when one is taken away or added.
+        found[_POOL, giver] = (1 - 2 * holdings.load[giver]) * weight
+        found[giver, _POOL] = (1 + 2 * holdings.load[giver]) * weight
+    return dict(sorted(found.items()))
+
+
+def _gaining_cycle(costs: Mapping[tuple[str, str], int]) -> list[str]:
+    """A cycle whose costs are less than nothing together, as Bellman and Ford find it; empty where there is none."""
+    distance = {name: 0 for link in costs for name in link}
+    came_from: dict[str, str] = {}
+    last: str | None = None
+    for _ in distance:
+        last = None
+        for (giver, taker), cost in costs.items():
+            if distance[giver] + cost < distance[taker]:
+                distance[taker] = distance[giver] + cost
+                came_from[taker] = giver
+                last = taker
+        if last is None:
+            return []
+    if last is None:
+        return []
+    at = last
+    for _ in distance:
+        at = came_from[at]  # after so many steps back it is on the cycle itself
+    cycle = [at]
+    while (before := came_from[cycle[-1]]) != at:
+        cycle.append(before)
+    return cycle[::-1]

@@ -1,0 +1,26 @@
+"""Sticky: as even as fair, and of all the ways to be so the one that moves least."""
+
+from collections.abc import Mapping
+
+from aioshard.core.assignment.balance import Holdings
+from aioshard.core.assignment.keeping import keep_more
+from aioshard.core.assignment.members import Assignment, Member, Partitions, owners
+
+__all__ = ["assign_sticky"]
+
+
+def assign_sticky(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
+    """Leave partitions where they were, except what has to move for the numbers to be as even as they can be.
+
+    Example:
+        >>> from aioshard.records import TopicPartition
+        >>> had = tuple(TopicPartition("t", number) for number in (0, 1, 2))
+        >>> members = {"a": Member(frozenset({"t"}), owned=had, generation=1), "b": Member(frozenset({"t"}))}
+        >>> [[at.partition for at in got] for got in assign_sticky(members, {"t": range(3)}).values()]
+        [[0, 1], [2]]
+    """
+    holdings = Holdings(members, partitions, owners(members, partitions))
+    holdings.place_the_rest()
+    holdings.level()
+    keep_more(holdings)
+    return holdings.assignment()

@@ -1,0 +1,285 @@
+"""Assignors: valid, as even as can be, moving no more than must move, and the same whatever the order of the input."""
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioshard.core.assignment import ASSIGNORS, Assignment, Member, Partitions
+from aioshard.core.assignment.backlog import backlogs
+from aioshard.records import TopicPartition
+
+T = TypeVar("T")
+Members = Mapping[str, Member]
+
+EVERY_ASSIGNOR = pytest.mark.parametrize("name", ASSIGNORS)
+
+ARTICLE_PARTITIONS = {"T1": range(2), "T2": range(1), "T3": range(2), "T4": range(1), "T5": range(2)}
+ARTICLE_MEMBERS = {
+    "C1": Member(frozenset({"T1", "T2", "T3", "T4", "T5"})),
+    "C2": Member(frozenset({"T1", "T3", "T5"})),
+    "C3": Member(frozenset({"T1", "T3", "T5"})),
+    "C4": Member(frozenset({"T1", "T2", "T3", "T4", "T5"})),
+}
+
+
+# What is drawn ---------------------------------------------------------------------------
+
+
+def drawn(
+    chance: random.Random, most_members: int, most_topics: int, most_partitions: int
+) -> tuple[Members, Partitions]:
+    """A group in which everybody subscribes to something, some had something, and some of that is not so any more."""
+    partitions = {
+        f"t{number}": range(chance.randint(1, most_partitions)) for number in range(chance.randint(1, most_topics))
+    }
+    everything = [TopicPartition(topic, number) for topic in partitions for number in partitions[topic]]
+    known = [*partitions, "unknown"]
+    members = {}
+    alike = chance.random() < 0.3
+    for number in range(chance.randint(1, most_members)):
+        topics = frozenset(partitions if alike else chance.sample(known, chance.randint(1, len(known))))
+        owned = chance.sample(everything, chance.randint(0, len(everything)) // 2)
+        owned += [TopicPartition("gone", 3)] * (chance.random() < 0.1)
+        left = {at: chance.choice([0, 3, chance.randint(0, 10_000)]) for at in owned if chance.random() < 0.9}
+        members[f"m{number}"] = Member(topics, tuple(owned), chance.randint(-1, 3), left)
+    return members, partitions
+
+
+SMALL_GROUPS = st.builds(lambda seed: drawn(random.Random(seed), 3, 3, 2), st.integers(min_value=0))
+GROUPS = st.builds(lambda seed: drawn(random.Random(seed), 8, 6, 8), st.integers(min_value=0))
+
+
+def shuffled(members: Members, partitions: Partitions, chance: random.Random) -> tuple[Members, Partitions]:
+    """The same group, told in another order."""
+    others = {
+        name: Member(
+            frozenset(mixed(member.topics, chance)),
+            tuple(mixed(member.owned, chance)),
+            member.generation,
+            {at: member.backlogs[at] for at in mixed(member.backlogs, chance)},
+        )
+        for name, member in ((name, members[name]) for name in mixed(members, chance))
+    }
+    return others, {topic: mixed(partitions[topic], chance) for topic in mixed(partitions, chance)}
+
+
+def mixed(things: Iterable[T], chance: random.Random) -> list[T]:
+    found = list(things)
+    chance.shuffle(found)
+    return found
+
+
+# What is measured ------------------------------------------------------------------------
+
+
+def check_validity(members: Members, partitions: Partitions, assignment: Assignment) -> None:
+    subscribed = set().union(*(member.topics for member in members.values())) & partitions.keys()
+    due = sorted(TopicPartition(topic, number) for topic in subscribed for number in partitions[topic])
+    assert list(assignment) == sorted(members)
+    assert sorted(itertools.chain(*assignment.values())) == due, "each partition of a subscribed topic, once"
+    assert all(at.topic in members[name].topics for name, got in assignment.items() for at in got)
+
+
+def loads(assignment: Assignment) -> list[int]:
+    return sorted(len(got) for got in assignment.values())
+
+
+def most_even_loads(members: Members, partitions: Partitions) -> list[int]:
+    """The loads of the most even assignment, found in another way: one partition after the other is let in, and those
+    before it make room along the alternating path that ends with whoever has least."""
+    holder: dict[TopicPartition, str] = {}
+    load = dict.fromkeys(members, 0)
+    for topic in partitions:
+        for number in partitions[topic]:
+            first = TopicPartition(topic, number)
+            came: dict[str, tuple[TopicPartition, str | None]] = {}
+            waiting: list[tuple[TopicPartition, str | None]] = [(first, None)]
+            while waiting:
+                at, before = waiting.pop()
+                for name, member in members.items():
+                    if at.topic in member.topics and name not in came:
+                        came[name] = at, before
+                        waiting += [(one, name) for one, held_by in holder.items() if held_by == name]
+            if not came:
+                continue
+            least = min(came, key=load.__getitem__)
+            load[least] += 1
+            taker: str | None = least
+            while taker is not None:
+                at, before = came[taker]
+                holder[at] = taker
+                taker = before
+    return sorted(load.values())
+
+
+def away(members: Members, assignment: Assignment) -> int:
+    """How many partitions are not with the one that had them last."""
+    latest: dict[TopicPartition, tuple[int, str]] = {}
+    for name, member in sorted(members.items()):
+        for at in member.owned:
+            if at not in latest or latest[at][0] < member.generation:
+                latest[at] = member.generation, name
+    return sum(at in latest and latest[at][1] != name for name, got in assignment.items() for at in got)
+
+
+def remembering(members: Members, assignment: Assignment, generation: int = 9) -> dict[str, Member]:
+    """The members after they got an assignment; those without one are new."""
+    return {name: Member(member.topics, assignment.get(name, ()), generation) for name, member in members.items()}
+
+
+# What holds ------------------------------------------------------------------------------
+
+
+@EVERY_ASSIGNOR
+def test_a_thousand_random_subscriptions_are_assigned_validly_and_alike_on_every_member(name: str) -> None:
+    chance = random.Random(f"a thousand of {name}")
+    for _ in range(1_000):
+        members, partitions = drawn(chance, 8, 6, 8)
+
+        assignment = ASSIGNORS[name](members, partitions)
+
+        check_validity(members, partitions, assignment)
+        assert ASSIGNORS[name](*shuffled(members, partitions, chance)) == assignment
+        if name in {"fair", "sticky"}:
+            assert loads(assignment) == most_even_loads(members, partitions)
+
+
+@given(group=SMALL_GROUPS)
+@settings(max_examples=300, deadline=None)
+def test_sticky_moves_the_fewest_partitions_of_all_the_most_even_assignments(group: tuple[Members, Partitions]) -> None:
+    members, partitions = group
+    found = ASSIGNORS["sticky"](members, partitions)
+
+    places = [
+        [(TopicPartition(topic, number), name) for name in members if topic in members[name].topics]
+        for topic in partitions
+        for number in partitions[topic]
+    ]
+    every = (
+        {name: tuple(at for at, holder in pairs if holder == name) for name in members}
+        for pairs in itertools.product(*filter(None, places))
+    )
+    assert (loads(found), away(members, found)) == min(
+        ((loads(one), away(members, one)) for one in every), key=lambda one: (sum(x * x for x in one[0]), one[1])
+    )
+
+
+@given(group=GROUPS, seed=st.integers(min_value=0))
+@settings(max_examples=150, deadline=None)
+def test_sticky_members_that_agree_on_everything_move_only_what_must(
+    group: tuple[Members, Partitions], seed: int
+) -> None:
+    members, partitions = group
+    members = {name: Member(frozenset(partitions)) for name in members}
+    before = ASSIGNORS["sticky"](members, partitions)
+    leaver = random.Random(seed).choice(sorted(members))
+
+    rest = {name: member for name, member in remembering(members, before).items() if name != leaver}
+    if rest:
+        after = ASSIGNORS["sticky"](rest, partitions)
+        assert all(set(before[name]) <= set(after[name]) for name in rest), "only what the leaver had has moved"
+
+    joined = ASSIGNORS["sticky"](remembering(members, before) | {"new": Member(frozenset(partitions))}, partitions)
+    assert all(set(joined[name]) <= set(before[name]) for name in members), "only to the one that joined"
+    assert len(joined["new"]) == sum(map(len, before.values())) // (len(members) + 1)
+
+
+@given(group=GROUPS)
+@settings(max_examples=150, deadline=None)
+def test_sticky_and_lag_leave_alone_what_is_even(group: tuple[Members, Partitions]) -> None:
+    members, partitions = group
+    before = ASSIGNORS["sticky"](members, partitions)
+
+    assert ASSIGNORS["sticky"](remembering(members, before), partitions) == before
+    assert ASSIGNORS["lag"](remembering(members, before), partitions) == before, "nothing is known of any backlog"
+
+
+@given(group=GROUPS)
+@settings(max_examples=150, deadline=None)
+def test_lag_is_within_the_largest_backlog_of_what_is_best(group: tuple[Members, Partitions]) -> None:
+    members, partitions = group
+    left = backlogs(members, partitions)
+    largest = max(left.values(), default=0)
+    allowance = sum(left.values()) / (100 * len(members))
+
+    found = {name: sum(left[at] for at in got) for name, got in ASSIGNORS["lag"](members, partitions).items()}
+    greedy = dict.fromkeys(sorted(members), 0)
+    for at in sorted(left, key=lambda one: (-left[one], one)):
+        greedy[min((name for name in greedy if at.topic in members[name].topics), key=lambda one: greedy[one])] += left[
+            at
+        ]
+
+    if sum(left.values()):
+        assert max(found.values()) <= max(greedy.values()) + largest + allowance
+        if len({frozenset(member.topics & partitions.keys()) for member in members.values()}) == 1:
+            assert max(found.values()) - min(found.values()) <= largest + allowance
+
+
+# What is known ---------------------------------------------------------------------------
+
+
+def as_text(assignment: Assignment) -> dict[str, str]:
+    return {name: " ".join(f"{at.topic}-{at.partition}" for at in got) for name, got in assignment.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("range", {"C1": "T1-0 T2-0 T3-0 T4-0 T5-0", "C2": "T1-1 T3-1 T5-1", "C3": "", "C4": ""}),
+        ("roundrobin", {"C1": "T1-0 T3-0 T5-0", "C2": "T1-1 T3-1 T5-1", "C3": "", "C4": "T2-0 T4-0"}),
+        ("fair", {"C1": "T2-0 T3-0", "C2": "T1-0 T3-1", "C3": "T1-1 T5-0", "C4": "T4-0 T5-1"}),
+        ("sticky", {"C1": "T2-0 T3-0", "C2": "T1-0 T3-1", "C3": "T1-1 T5-0", "C4": "T4-0 T5-1"}),
+    ],
+)
+def test_five_topics_and_four_members_that_do_not_all_read_all(name: str, expected: dict[str, str]) -> None:
+    assert as_text(ASSIGNORS[name](ARTICLE_MEMBERS, ARTICLE_PARTITIONS)) == expected
+
+
+def test_a_standby_takes_over_all_of_the_member_that_dies() -> None:
+    partitions = {"t": range(20)}
+    members = {f"m{number:02}": Member(frozenset({"t"})) for number in range(21)}
+    before = ASSIGNORS["sticky"](members, partitions)
+    (standby,) = (name for name, got in before.items() if not got)
+
+    rest = {name: member for name, member in remembering(members, before).items() if name != "m03"}
+    after = ASSIGNORS["sticky"](rest, partitions)
+
+    assert after == {name: got for name, got in before.items() if name != "m03"} | {standby: before["m03"]}
+
+
+def test_of_two_that_claim_a_partition_the_later_generation_has_it() -> None:
+    topic, had = frozenset({"t"}), (TopicPartition("t", 0),)
+    members = {"a": Member(topic, had, 4), "b": Member(topic, had, 5)}
+
+    assert ASSIGNORS["sticky"](members, {"t": range(2)})["b"] == had
+
+
+def test_one_partition_with_a_long_backlog_is_left_to_one_member_while_others_share_the_rest() -> None:
+    topic = frozenset({"t"})
+    left = {TopicPartition("t", number): 100_000 if number == 0 else 20_000 for number in range(6)}
+    members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic)}
+
+    found = ASSIGNORS["lag"](members, {"t": range(6)})
+
+    assert {name: sum(left[at] for at in got) for name, got in found.items()} == {"a": 100_000, "b": 100_000}
+
+
+def test_partitions_that_are_read_to_the_end_are_spread_by_number() -> None:
+    topic = frozenset({"t"})
+    left = {TopicPartition("t", number): 100_000 if number == 0 else number % 2 for number in range(9)}
+    members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic), "c": Member(topic)}
+
+    assert loads(ASSIGNORS["lag"](members, {"t": range(9)})) == [3, 3, 3]
+
+
+def test_a_partition_that_nobody_tells_of_counts_as_the_mean_of_the_others() -> None:
+    topic = frozenset({"t"})
+    left = {TopicPartition("t", 0): 100, TopicPartition("t", 1): 300}
+    members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic)}
+
+    assert backlogs(members, {"t": range(3)}) == left | {TopicPartition("t", 2): 200}
