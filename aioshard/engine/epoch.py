@@ -40,7 +40,7 @@ class Delivery(Untroubled):
     Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).
     """
 
-    __slots__ = ("__dict__", "arrived", "epoch", "key", "offset", "record", "run", "size", "starts")
+    __slots__ = ("__dict__", "arrived", "aside", "epoch", "key", "offset", "record", "run", "size", "starts")
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -49,6 +49,8 @@ class Delivery(Untroubled):
         self.key = key
         self.size = size
         self.arrived = arrived
+        self.aside = False
+        """Whether a worker has to look at `cancelled` or `detour` before it runs the handler."""
         self.starts = 0
         """How often a worker has started it."""
 

@@ -65,8 +65,6 @@ class Untroubled:
     """What has to be done after the handler has succeeded, before the record is complete."""
     detours: int = 0
     """How often the detour has failed."""
-    aside: bool = False
-    """Whether a worker has to look at `cancelled` or `detour` before it runs the handler."""
     block: Block | None = None
     limited_since: float | None = None
     """Loop time since which it waits for a token of its key's rate limit; None when it does not."""
