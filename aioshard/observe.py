@@ -18,6 +18,8 @@ __all__ = [
     "JournalStatistics",
     "PartitionDiagnosis",
     "PartitionStatistics",
+    "RebalancePhase",
+    "RebalanceReport",
     "Stack",
     "Statistics",
     "Verdict",
@@ -96,6 +98,55 @@ class JournalStatistics:
     """Why nothing can be written now."""
 
 
+RebalancePhase = Literal["drain", "commit", "join", "resume", "over"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceReport:
+    """What one rebalance did to this process. All times in seconds.
+
+    Invariants:
+        * `drain_seconds + commit_seconds + join_seconds + resume_seconds` is `seconds`.
+    """
+
+    number: int
+    """Counted in this process."""
+    at: float
+    """When it began, since the epoch."""
+    cause: str
+    """As far as a member can know: only the one that assigns knows who came or went."""
+    phase: RebalancePhase
+    """What it is at; `over` when everything that is ours goes on."""
+    generation: int | None = None
+    """Of the group after it; None until the group has said what is ours."""
+    revoked: int = 0
+    """Partitions that were taken away, those among them that came back too."""
+    in_flight: int = 0
+    """Records that ran when they were."""
+    drained: int = 0
+    """Those of them that ended within the drain."""
+    cancelled: int = 0
+    """Those that were cancelled at its deadline; they run again."""
+    assigned: int = 0
+    """Partitions that were given."""
+    kept: int = 0
+    """Partitions that go on where they were: never taken away, or given back and continued in place."""
+    dropped: int = 0
+    """Incomplete records in hand of partitions that went elsewhere or begin anew; they are fetched again."""
+    replayed: int = 0
+    """Records that this process has run again between this rebalance and the next one."""
+    seconds: float = 0.0
+    """From its begin until everything that is ours goes on."""
+    drain_seconds: float = 0.0
+    """Until what ran had ended, or was cancelled."""
+    commit_seconds: float = 0.0
+    """Until that was committed."""
+    join_seconds: float = 0.0
+    """Until the group had said what is ours: the other members drain, join and are told."""
+    resume_seconds: float = 0.0
+    """Until the brokers had said where to go on."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statistics:
     """The state of an app at one moment."""
@@ -123,6 +174,8 @@ class Statistics:
     handlers: tuple[HandlerStatistics, ...]
     journal: JournalStatistics | None = None
     """None where none is written."""
+    rebalance_reports: tuple[RebalanceReport, ...] = ()
+    """The latest rebalances, oldest first; the last one may be under way."""
 
     def asdict(self) -> dict[str, Any]:
         """The same as plain dictionaries and tuples, ready for JSON."""

@@ -1,0 +1,181 @@
+"""What each rebalance did, and how long each part of it took."""
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from aioshard.observe import RebalancePhase, RebalanceReport
+
+__all__ = ["RebalanceLog"]
+
+logger = logging.getLogger("aioshard.engine.rebalance")
+
+_KEPT = 20
+"""So many of the latest are told of."""
+
+_DOING: dict[RebalancePhase, str] = {
+    "drain": "what runs of the partitions that are taken away is being finished",
+    "commit": "what was finished is being committed",
+    "join": "our partitions are handed back, and the group has not said yet what is ours: others drain, or join",
+    "resume": "the brokers are being asked where to go on",
+    "over": "it is over",
+}
+
+
+@dataclasses.dataclass
+class _Current:
+    """A rebalance that is under way."""
+
+    report: RebalanceReport
+    began: float
+    """Loop time of its begin, and of the begin of the phase."""
+    phase_began: float
+    replayed_before: int
+
+
+class RebalanceLog:
+    """Takes note of what the rebalance and the opening do; owned by them.
+
+    Invariants:
+        * The seconds of the phases are those of one rebalance, one after the other: their sum is `seconds`.
+    """
+
+    def __init__(self, clock: Callable[[], float], replayed: Callable[[], int]) -> None:
+        """Make a log.
+
+        Args:
+            clock: Loop time.
+            replayed: How many records this process has run again.
+        """
+        self._clock = clock
+        self._replayed = replayed
+        self._over: deque[RebalanceReport] = deque(maxlen=_KEPT)
+        self._current: _Current | None = None
+        self._count = 0
+        self._replayed_then = 0
+
+    def reports(self) -> tuple[RebalanceReport, ...]:
+        """The latest ones, oldest first; the last may be under way. Safe from any thread."""
+        current = self._current
+        over = tuple(self._over)
+        if current is not None:
+            now = self._clock()
+            under_way = dataclasses.replace(
+                self._timed(current, now),
+                seconds=now - current.began,
+                replayed=self._replayed() - current.replayed_before,
+            )
+            return (*over, under_way)
+        if over:
+            return (*over[:-1], dataclasses.replace(over[-1], replayed=self._replayed() - self._replayed_then))
+        return ()
+
+    def doing(self) -> str | None:
+        """What a rebalance that is under way is at, as a clause."""
+        current = self._current
+        return None if current is None else _DOING[current.report.phase]
+
+    # What happens ------------------------------------------------------------------------
+
+    def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
+        """Partitions are being taken away, while so many records run."""
+        self._finish()
+        cause = "the group has dropped us" if lost else "members, topics or partitions of the group have changed"
+        current = self._begin(cause, "join" if lost else "drain")
+        current.report = dataclasses.replace(current.report, revoked=partitions, in_flight=in_flight)
+
+    def drained(self, cancelled: int) -> None:
+        """The drain is over; what had not ended was cancelled."""
+        current = self._enter("commit")
+        if current is not None:
+            ended = max(current.report.in_flight - cancelled, 0)
+            current.report = dataclasses.replace(current.report, drained=ended, cancelled=cancelled)
+
+    def handed_back(self) -> None:
+        """Nothing of it is ours any more, until the group says so."""
+        self._enter("join")
+
+    def assigned(self, partitions: int, untouched: int, generation: int) -> None:
+        """The group has given us *partitions*, beside those that were never taken away."""
+        current = self._current or self._begin("we have joined the group, or got more of it", "join")
+        self._enter("resume")
+        current.report = dataclasses.replace(current.report, assigned=partitions, kept=untouched, generation=generation)
+
+    def opened(self, *, in_place: bool) -> None:
+        """A partition goes on: where it was, or in a new epoch."""
+        if self._current is not None and in_place:
+            report = self._current.report
+            self._current.report = dataclasses.replace(report, kept=report.kept + 1)
+
+    def dropped(self, records: int) -> None:
+        """An ownership has ended with incomplete records in hand."""
+        if self._current is not None and records:
+            report = self._current.report
+            self._current.report = dataclasses.replace(report, dropped=report.dropped + records)
+
+    def settled(self) -> None:
+        """All that is ours goes on."""
+        if self._current is not None:
+            self._finish()
+            _tell(self._over[-1])
+
+    # Phases ---------------------------------------------------------------------------
+
+    def _begin(self, cause: str, phase: Literal["drain", "join"]) -> _Current:
+        self._count += 1
+        if self._over:
+            replayed = self._replayed() - self._replayed_then
+            self._over[-1] = dataclasses.replace(self._over[-1], replayed=replayed)
+        now = self._clock()
+        report = RebalanceReport(number=self._count, at=time.time(), cause=cause, phase=phase)
+        self._replayed_then = self._replayed()
+        self._current = _Current(report, now, now, self._replayed_then)
+        return self._current
+
+    def _enter(self, phase: RebalancePhase) -> _Current | None:
+        current = self._current
+        if current is not None:
+            now = self._clock()
+            current.report = dataclasses.replace(self._timed(current, now), phase=phase)
+            current.phase_began = now
+        return current
+
+    def _timed(self, current: _Current, now: float) -> RebalanceReport:
+        """The report with the time of the phase that it is in."""
+        report = current.report
+        if report.phase == "over":
+            return report
+        name = f"{report.phase}_seconds"
+        return dataclasses.replace(report, **{name: getattr(report, name) + now - current.phase_began})
+
+    def _finish(self) -> None:
+        current = self._enter("over")
+        if current is not None:
+            self._over.append(dataclasses.replace(current.report, seconds=current.phase_began - current.began))
+            self._current = None
+
+
+def _tell(report: RebalanceReport) -> None:
+    logger.info(
+        "rebalance %d, generation %s, took %.2f s: %s; %d partition(s) taken away with %d record(s) in flight, of "
+        "which %d ended and %d were cancelled; %d given, %d kept in place, %d record(s) in hand dropped; drain %.2f s, "
+        "commit %.2f s, join %.2f s, resume %.2f s",
+        report.number,
+        report.generation,
+        report.seconds,
+        report.cause,
+        report.revoked,
+        report.in_flight,
+        report.drained,
+        report.cancelled,
+        report.assigned,
+        report.kept,
+        report.dropped,
+        report.drain_seconds,
+        report.commit_seconds,
+        report.join_seconds,
+        report.resume_seconds,
+    )
