@@ -10,6 +10,7 @@ import re
 from typing import Final, NamedTuple
 
 from aioshard.core.finished_offsets import LAST_OFFSET, Run, read_finished, written
+from aioshard.core.parallel_consumer import read_parallel_consumer
 
 __all__ = ["MOST_UNITS", "CommitMetadata", "Lease", "utf16_units"]
 
@@ -73,7 +74,7 @@ class CommitMetadata:
 
     @classmethod
     def read(cls, text: str, offset: int) -> "CommitMetadata":
-        """Read what was committed with *offset*; never raises, whatever the text.
+        """Read what was committed with *offset*, also by Confluent's Parallel Consumer; never raises.
 
         Args:
             text: As the broker has it. A NUL at its end, which librdkafka appends, is no part of it.
@@ -86,7 +87,7 @@ class CommitMetadata:
         head = _HEAD.match(text)
         if head is None:
             damaged = text.startswith("aioshard/")
-            return cls(ignored=("it begins like ours and is not",)) if damaged else cls(foreign=text)
+            return cls(ignored=("it begins like ours and is not",)) if damaged else _read_of_others(text, offset)
         if int(head[1]) != _VERSION:
             return cls(foreign=text, ignored=(f"its format {head[1]} is not known to this version of aioshard",))
         return _read_fields(text, head.end(), offset)
@@ -145,6 +146,15 @@ class CommitMetadata:
 def utf16_units(text: str) -> int:
     """How long a broker finds a text."""
     return len(text) + sum(1 for character in text if ord(character) > _PLANE_END)
+
+
+def _read_of_others(text: str, offset: int) -> CommitMetadata:
+    """Parallel Consumer's text says the same as ours, so that nothing of it has to be kept; others are foreign."""
+    try:
+        finished = read_parallel_consumer(text, offset)
+    except ValueError as error:
+        return CommitMetadata(foreign=text, ignored=(f"Confluent Parallel Consumer has noted it, and {error}",))
+    return CommitMetadata(foreign=text) if finished is None else CommitMetadata(finished=finished)
 
 
 # The fields ---------------------------------------------------------------------------
