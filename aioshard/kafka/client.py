@@ -11,6 +11,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
+from aioshard.kafka.backlog import Backlog
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
 from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals, Rebalances
@@ -76,6 +77,8 @@ class AiokafkaTransport:
         self._handed_back = asyncio.Event()
         self._handed_back.set()
         self._waiting = Waiting()
+        self._backlog: Backlog | None = None
+        """What is left to read, where the assignor wants to know."""
 
     @property
     def trouble(self) -> str | None:
@@ -96,9 +99,20 @@ class AiokafkaTransport:
 
         Topics and a pattern may be given together; the pattern is for a whole name.
         """
+        self._listener = listener
+        internals = await self.connect(topics)
+        rebalances = Rebalances(self._hand_back, self._take_over)
+        if pattern is None:
+            internals.consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
+        else:
+            internals.consumer.subscribe(pattern=one_pattern(self._topics.names, pattern), listener=rebalances)
+        for task in internals.background_tasks().values():
+            task.add_done_callback(self._waiting.look_again)
+
+    async def connect(self, topics: Collection[str]) -> Internals:
+        """Connect, and look for *topics*, without joining the group: enough for all questions. See `start`."""
         if self._internals is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
-        self._listener = listener
         self._topics.names = frozenset(topics)
         # The client would try one server after the other, and take its full time-out for each.
         server = await find_broker(self._settings, self._options)
@@ -109,20 +123,16 @@ class AiokafkaTransport:
             if isinstance(error, ValueError | TypeError):
                 raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
             raise
-        rebalances = Rebalances(self._hand_back, self._take_over)
-        if pattern is None:
-            internals.consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
-        else:
-            internals.consumer.subscribe(pattern=one_pattern(self._topics.names, pattern), listener=rebalances)
         self._topics.watch(internals.client.cluster)
-        for task in internals.background_tasks().values():
-            task.add_done_callback(self._waiting.look_again)
+        return internals
 
     async def _connect(self, server: str) -> Internals:
         consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
         internals = self._internals = Internals(consumer, self._group_id)
         read_committed = self._settings.isolation_level == "read_committed"
         self._intake = Intake(internals, self._group_id, read_committed=read_committed)
+        if self._settings.assignor == "lag":
+            self._backlog = Backlog(internals, self._intake)
         client = internals.client
         answered = False
         try:
@@ -272,6 +282,8 @@ class AiokafkaTransport:
             await internals.commit_once(offsets)
         except kafka.KafkaError as error:
             raise commit_error(error, offsets.keys(), self._group_id) from error
+        if self._backlog is not None:
+            self._backlog.committed(offsets)
 
     def _refuse_what_is_not_ours(
         self, intake: Intake, partitions: Collection[TopicPartition], membership: Membership
@@ -351,6 +363,8 @@ class AiokafkaTransport:
         try:
             if owned:
                 await listener.revoked(owned, lost=internals.membership() == NOT_A_MEMBER)
+                if self._backlog is not None:
+                    internals.tell_backlogs(await self._backlog.left())
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
             self._listener_failure = error
         finally:
@@ -367,6 +381,8 @@ class AiokafkaTransport:
         if assignment is None:
             return
         intake.begin(assignment)
+        if self._backlog is not None:
+            self._backlog.begin()
         self._membership = internals.membership()
         internals.tell_generation(self._membership.generation)
         try:

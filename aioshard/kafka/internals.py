@@ -120,6 +120,13 @@ class Internals:
             if told is not None:
                 told(generation)
 
+    def tell_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
+        """Tell the assignor how many records are left of each partition, for when we join again."""
+        for assignor in self.coordinator._assignors:
+            told = getattr(assignor, "on_backlogs", None)
+            if told is not None:
+                told(backlogs)
+
     # Fetching -------------------------------------------------------------------------
 
     def bound_prefetch(self, partition_bytes: int) -> None:
@@ -200,6 +207,10 @@ class Internals:
         starts = await self.fetcher.beginning_offsets(partitions, None)
         ends = await self.fetcher.end_offsets(partitions, None)
         return {partition: LogRange(starts[partition], ends[partition]) for partition in partitions}
+
+    async def ends(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """The ends of logs; retries what passes and has no deadline."""
+        return await self.fetcher.end_offsets(partitions, None)  # type: ignore[no-any-return]
 
     async def look_up_topic(self, topic: str) -> frozenset[int]:
         """The partitions of a topic, asked now; neither follows the topic from here on nor creates it."""

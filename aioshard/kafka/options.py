@@ -6,16 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.client import AIOKafkaClient
-from aiokafka.coordinator.assignors.range import RangePartitionAssignor
-from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
-from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 
+from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.security import security_options
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["Compression", "assignor", "client_options", "consumer_options", "partition_share", "producer_options"]
+__all__ = ["Compression", "client_options", "consumer_options", "partition_share", "producer_options"]
 
 Compression = Literal["none", "gzip", "lz4", "snappy", "zstd"]
 
@@ -66,7 +64,7 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         # A response is in memory twice while it is decoded, beside what the client still holds of the one before.
         "fetch_max_bytes": max(half // 2, 1),
         "max_partition_fetch_bytes": partition_share(1, half),
-        "partition_assignment_strategy": (assignor(settings.assignor),),
+        "partition_assignment_strategy": (ConsumerAssignor(settings.assignor),),
         **security_options(settings),
         **settings.client_options,
     }
@@ -118,16 +116,6 @@ def _common_options(settings: "Settings", client: Callable[..., Any], request_ti
         # What is for consumers, such as fetch_min_bytes, has no meaning here.
         **{name: value for name, value in settings.client_options.items() if name in known},
     }
-
-
-def assignor(name: str) -> Any:
-    """The assignor of that name, for one consumer alone."""
-    if name == "range":
-        return RangePartitionAssignor
-    if name == "roundrobin":
-        return RoundRobinPartitionAssignor
-    # It keeps its state on the class, which would be shared by all consumers of the process.
-    return type("StickyAssignorOfOneConsumer", (StickyPartitionAssignor,), {})
 
 
 def _milliseconds(seconds: float) -> int:

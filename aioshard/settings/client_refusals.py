@@ -70,11 +70,6 @@ def client_contradictions(values: Mapping[str, Any], given: Collection[str]) -> 
             "; under 'classic' a member does: use assignor"
         )
     if not confluent:
-        if values["assignor"] in {"fair", "lag"}:
-            yield (
-                f"assignor={values['assignor']!r} is not available in this version of aioshard; use 'sticky', "
-                "'roundrobin' or 'range'"
-            )
         return
     if values["assignor"] in {"fair", "lag"} and values["group_protocol"] == "classic":
         yield (

@@ -8,7 +8,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
-from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
@@ -36,6 +35,7 @@ import aioshard.kafka.internals
 import aioshard.kafka.options
 from aioshard.errors import AuthorizationError, CommitError
 from aioshard.kafka import reading, sending
+from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.options import client_options, producer_options
 from aioshard.kafka.reading import ReadingClient
 from aioshard.kafka.sending import SendingClient
@@ -356,13 +356,45 @@ async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
     assert coordinator._pending_exception is None
 
 
-def test_the_sticky_assignor_keeps_its_state_on_the_class_that_we_make_for_each_consumer() -> None:
-    first, second = (aioshard.kafka.options.assignor("sticky") for _ in range(2))
-    first.member_assignment = [("t", 0)]
-    first.on_generation_assignment(7)
-    assert (first.member_assignment, first.generation) == ([("t", 0)], 7)
-    assert (second.member_assignment, second.generation) == (None, -1)
-    assert (StickyPartitionAssignor.member_assignment, StickyPartitionAssignor.generation) == (None, -1)
+async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(
+    kafka: SharedKafka, topic: str, group: str
+) -> None:
+    called = []
+
+    class Recorder(ConsumerAssignor):
+        def metadata(self, topics: Iterable[str]) -> Any:
+            called.append("metadata")
+            return super().metadata(topics)
+
+        def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:
+            called.append("assign")
+            return super().assign(cluster, members)
+
+        def on_assignment(self, assignment: Any) -> None:
+            called.append("on_assignment")
+            super().on_assignment(assignment)
+
+        def on_generation_assignment(self, generation: int) -> None:
+            called.append("on_generation_assignment")
+            super().on_generation_assignment(generation)
+
+    await kafka.create_topic(topic)
+    consumer = AIOKafkaConsumer(
+        topic,
+        bootstrap_servers=kafka.bootstrap,
+        group_id=group,
+        partition_assignment_strategy=(Recorder("sticky"),),
+        auto_offset_reset="none",
+        enable_auto_commit=False,
+    )
+    try:
+        async with asyncio.timeout(30):
+            await consumer.start()
+        assert consumer.assignment() == {TopicPartition(topic, 0)}
+        # If it calls the fourth too, we need not any more.
+        assert called == ["metadata", "assign", "on_assignment"]
+    finally:
+        await consumer.stop()
 
 
 # The producer ----------------------------------------------------------------------------

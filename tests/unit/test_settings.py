@@ -251,8 +251,6 @@ def test_drain_timeout_none_is_computed() -> None:
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
-        ({"assignor": "fair"}, "use 'sticky'"),
-        ({"assignor": "lag"}, "use 'sticky'"),
         (
             {"client": "confluent", "security_protocol": "SASL_SSL", "sasl_mechanism": "GSSAPI"},
             "use client='aiokafka', or PLAIN or SCRAM",

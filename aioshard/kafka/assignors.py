@@ -1,0 +1,146 @@
+"""The assignors as aiokafka calls them: one object for each consumer, with what that consumer tells the group."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignorUserDataV1
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
+from aiokafka.protocol.struct import Struct
+from aiokafka.protocol.types import Array, Int16, Int32, Int64, Schema, String
+
+from aioshard.core.assignment import ASSIGNORS, Member
+from aioshard.core.assignment.members import NO_GENERATION
+from aioshard.records import TopicPartition
+
+__all__ = ["BacklogUserData", "ConsumerAssignor"]
+
+logger = logging.getLogger("aioshard.kafka.assignors")
+
+_VERSION = 0
+_UNKNOWN = -1
+"""What stands for a backlog that the member does not know."""
+
+
+class BacklogUserData(Struct):  # type: ignore[misc]
+    """What a member tells the others under `lag`: what it had, since when, and how much of it was left to read."""
+
+    class Had(NamedTuple):
+        """A topic of which it had partitions."""
+
+        topic: str
+        partitions: Sequence[tuple[int, int]]
+        """Number and backlog of each; -1 is unknown."""
+
+    version: int
+    had: Sequence[Had]
+    generation: int
+
+    SCHEMA = Schema(
+        ("version", Int16),
+        ("had", Array(("topic", String("utf-8")), ("partitions", Array(("partition", Int32), ("backlog", Int64))))),
+        ("generation", Int32),
+    )
+
+
+class ConsumerAssignor:
+    """An assignor with the memory of one consumer.
+
+    aiokafka takes any object with `name`, `metadata`, `assign` and `on_assignment`. Its own sticky one keeps its
+    memory on the class, so that all consumers of a process would share it. What `sticky` tells is what aiokafka's and
+    Java's `sticky` tell: they may be in one group.
+
+    Example:
+        >>> ConsumerAssignor("fair").metadata(["orders"]).user_data
+        b''
+    """
+
+    def __init__(self, name: str) -> None:
+        """Take the name as the setting `assignor` has it."""
+        self.name = name
+        self.owned: Sequence[TopicPartition] = ()
+        """What the consumer has, or had last."""
+        self.generation = NO_GENERATION
+        """The generation in which it got that."""
+        self.backlogs: Mapping[TopicPartition, int] = {}
+        """How many records were left of it when it was last taken away."""
+
+    # What aiokafka calls ----------------------------------------------------------------
+
+    def metadata(self, topics: Iterable[str]) -> Any:
+        """What the consumer tells when it joins."""
+        return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
+
+    def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
+        """Work out who gets what; called on the leader of the group only."""
+        told = {name: self._member(metadata) for name, metadata in members.items()}
+        topics = sorted(set().union(*(member.topics for member in told.values())))
+        known = {topic: cluster.partitions_for_topic(topic) for topic in topics}
+        unknown = [topic for topic, partitions in known.items() if not partitions]
+        if unknown:
+            logger.warning("nobody gets partitions of %s: the brokers tell of none", ", ".join(unknown))
+        partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
+        found = ASSIGNORS[self.name](told, partitions)
+        return {name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(got), b"") for name, got in found.items()}
+
+    def on_assignment(self, assignment: Any) -> None:
+        """Remember what the consumer got."""
+        self.owned = tuple(TopicPartition(one.topic, one.partition) for one in assignment.partitions())
+
+    # What the transport calls -----------------------------------------------------------
+
+    def on_generation_assignment(self, generation: int) -> None:
+        """Remember the generation of the latest assignment."""
+        self.generation = generation
+
+    def on_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
+        """Remember how many records are left of what the consumer has."""
+        self.backlogs = dict(backlogs)
+
+    # User data ----------------------------------------------------------------------------
+
+    def _user_data(self) -> bytes:
+        data: Any = None
+        if self.name == "sticky" and self.owned:
+            data = StickyAssignorUserDataV1(_by_topic(self.owned), self.generation)
+        elif self.name == "lag" and self.owned:
+            had = [
+                (topic, [(number, self.backlogs.get(TopicPartition(topic, number), _UNKNOWN)) for number in numbers])
+                for topic, numbers in _by_topic(self.owned)
+            ]
+            data = BacklogUserData(_VERSION, had, self.generation)
+        return b"" if data is None else bytes(data.encode())
+
+    def _member(self, metadata: Any) -> Member:
+        """What a member tells. One whose words make no sense counts as new: a group must go on."""
+        topics = frozenset(metadata.subscription)
+        if not metadata.user_data or self.name not in {"sticky", "lag"}:
+            return Member(topics)
+        try:
+            return _sticky(topics, metadata.user_data) if self.name == "sticky" else _lag(topics, metadata.user_data)
+        except (ValueError, TypeError) as error:
+            logger.warning(
+                "a member of the group tells what %r does not understand, and counts as new: %s", self.name, error
+            )
+            return Member(topics)
+
+
+def _sticky(topics: frozenset[str], user_data: bytes) -> Member:
+    told = StickyAssignorUserDataV1.decode(user_data)
+    owned = tuple(TopicPartition(topic, number) for topic, numbers in told.previous_assignment for number in numbers)
+    return Member(topics, owned, told.generation)
+
+
+def _lag(topics: frozenset[str], user_data: bytes) -> Member:
+    told = BacklogUserData.decode(user_data)
+    if told.version != _VERSION:
+        raise ValueError(f"version {told.version} of the user data, where {_VERSION} was expected")
+    had = {TopicPartition(topic, number): left for topic, pairs in told.had for number, left in pairs}
+    return Member(topics, tuple(had), told.generation, {at: left for at, left in had.items() if left != _UNKNOWN})
+
+
+def _by_topic(partitions: Iterable[TopicPartition]) -> list[tuple[str, list[int]]]:
+    ordered = groupby(sorted(partitions), key=lambda one: one.topic)
+    return [(topic, [one.partition for one in ones]) for topic, ones in ordered]

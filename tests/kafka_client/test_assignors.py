@@ -1,0 +1,184 @@
+"""Assignors in real groups, and what members tell each other for them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
+
+from aioshard.kafka.assignors import ConsumerAssignor
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+from tests.kafka_client.members import PATIENCE, Member
+from tests.support.shared_kafka import SharedKafka
+
+Join = Callable[..., Member]
+
+
+def cluster(**partitions: int) -> Any:
+    return SimpleNamespace(partitions_for_topic=lambda topic: set(range(partitions[topic])) or None)
+
+
+def assigned(assignor: ConsumerAssignor, generation: int, topic: str, *numbers: int) -> None:
+    assignor.on_assignment(ConsumerProtocolMemberAssignment(0, [(topic, list(numbers))], b""))
+    assignor.on_generation_assignment(generation)
+
+
+def sent(metadata: Any) -> Any:
+    """As it arrives at the leader."""
+    return ConsumerProtocolMemberMetadata.decode(metadata.encode())
+
+
+def gets(found: Any) -> dict[str, list[int]]:
+    arrived = {name: ConsumerProtocolMemberAssignment.decode(assignment.encode()) for name, assignment in found.items()}
+    return {name: [at.partition for at in assignment.partitions()] for name, assignment in arrived.items()}
+
+
+# What members tell -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sticky", "lag"])
+def test_each_consumer_of_a_process_remembers_its_own(name: str) -> None:
+    one, two, leader = (ConsumerAssignor(name) for _ in range(3))
+    assigned(one, 4, "t", 0, 3)
+    assigned(two, 4, "t", 1, 2)
+
+    members = {"a": sent(two.metadata(["t"])), "b": sent(one.metadata(["t"])), "c": sent(leader.metadata(["t"]))}
+
+    assert gets(leader.assign(cluster(t=6), members)) == {"a": [1, 2], "b": [0, 3], "c": [4, 5]}
+
+
+def test_a_member_tells_what_is_left_of_what_it_has() -> None:
+    one, leader = ConsumerAssignor("lag"), ConsumerAssignor("lag")
+    assigned(one, 4, "t", 0, 1, 2)
+    one.on_backlogs({TopicPartition("t", 0): 2**40, TopicPartition("t", 1): 2**39, TopicPartition("t", 2): 2**39})
+
+    members = {"a": sent(one.metadata(["t"])), "b": sent(leader.metadata(["t"]))}
+
+    assert sorted(gets(leader.assign(cluster(t=3), members)).values()) == [[0], [1, 2]]
+
+
+def test_sticky_understands_what_the_clients_own_sticky_tells_and_is_understood() -> None:
+    ours = ConsumerAssignor("sticky")
+    theirs: Any = type("Theirs", (StickyPartitionAssignor,), {})
+    assigned(ours, 4, "t", 1, 2)
+    theirs.on_assignment(ConsumerProtocolMemberAssignment(0, [("t", [0, 3])], b""))
+    theirs.on_generation_assignment(4)
+
+    members = {"a": sent(ours.metadata(["t"])), "b": sent(theirs.metadata(["t"]))}
+
+    parsed = StickyPartitionAssignor.parse_member_metadata(members["a"])
+    assert (parsed.partitions, parsed.generation) == ([("t", 1), ("t", 2)], 4)
+    assert gets(ours.assign(cluster(t=4), members)) == {"a": [1, 2], "b": [0, 3]}
+
+
+@pytest.mark.parametrize("name", ["sticky", "lag"])
+@pytest.mark.parametrize("user_data", [b"\0", b"\xff" * 40, b"\0\1" + b"\0" * 8])
+def test_a_member_that_makes_no_sense_counts_as_new(
+    name: str, user_data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = ConsumerAssignor(name)
+    assigned(leader, 4, "t", 0, 1)
+    members = {"a": sent(leader.metadata(["t"])), "b": sent(ConsumerProtocolMemberMetadata(0, ["t"], user_data))}
+
+    with caplog.at_level(logging.WARNING, "aioshard.kafka.assignors"):
+        assert gets(leader.assign(cluster(t=4), members)) == {"a": [0, 1], "b": [2, 3]}
+
+
+def test_a_topic_without_partitions_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assignor = ConsumerAssignor("fair")
+    members = {"a": sent(assignor.metadata(["t", "gone"]))}
+
+    assert gets(assignor.assign(cluster(t=1, gone=0), members)) == {"a": [0]}
+    assert "nobody gets partitions of gone" in caplog.text
+
+
+# Real groups -----------------------------------------------------------------------------
+
+
+def held(member: Member) -> set[TopicPartition]:
+    return set(member.assignments[-1].partitions) if member.assignments else set()
+
+
+async def settle(*members: Member, partitions: int) -> None:
+    """Poll all members until they are in one generation and have all partitions, each once; some may have none."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            generations = {member.transport.membership().generation for member in members}
+            everything = [at for member in members for at in held(member)]
+            if (
+                len(generations) == 1
+                and -1 not in generations
+                and len(everything) == len(set(everything)) == partitions
+            ):
+                return
+            await asyncio.gather(*(member.poll() for member in members))
+
+
+@pytest.mark.parametrize("assignor", ["range", "roundrobin", "fair", "sticky", "lag"])
+async def test_three_members_agree_and_those_who_stay_take_over_from_the_one_that_leaves(
+    kafka: SharedKafka, topic: str, member: Join, assignor: str
+) -> None:
+    await kafka.create_topic(topic, partitions=9)
+    one, two, three = (member(assignor=assignor) for _ in range(3))
+
+    for joining in (one, two, three):
+        await joining.transport.start([topic], None, joining)
+    await settle(one, two, three, partitions=9)
+    before = {number: held(m) for number, m in enumerate((one, two, three))}
+    await three.transport.close()
+    await settle(one, two, partitions=9)
+
+    assert [len(had) for had in before.values()] == [3, 3, 3]
+    assert sorted(len(held(m)) for m in (one, two)) == [4, 5]
+    if assignor in {"sticky", "lag"}:
+        assert before[0] < held(one)
+        assert before[1] < held(two)
+
+
+async def test_members_with_different_subscriptions_get_two_each(kafka: SharedKafka, topic: str, member: Join) -> None:
+    """Range gives them five, three, none and none."""
+    partitions = {"1": 2, "2": 1, "3": 2, "4": 1, "5": 2}
+    for number, count in partitions.items():
+        await kafka.create_topic(f"{topic}-{number}", partitions=count)
+    members = [member(assignor="fair") for _ in range(4)]
+
+    for one, numbers in zip(members, ("12345", "135", "135", "12345"), strict=True):
+        await one.transport.start([f"{topic}-{number}" for number in numbers], None, one)
+    await settle(*members, partitions=8)
+
+    assert [len(held(one)) for one in members] == [2, 2, 2, 2]
+    assert not any(at.topic[-1] in "24" for one in members[1:3] for at in held(one)), "to subscribers only"
+
+
+async def test_who_joins_a_group_that_is_behind_gets_a_share_of_the_backlog(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    await kafka.create_topic(topic, partitions=6)
+    backlog = {0: 600, 1: 200, 2: 200, 3: 200, 4: 0, 5: 0}
+    for partition, count in backlog.items():
+        # 50 of each are read before anybody else comes.
+        await kafka.produce(topic, [(None, b"v")] * (count + 50), partition=partition)
+    members = [member(assignor="lag") for _ in range(3)]
+    for one in members:
+        one.at_revoke = committing(one, 50)
+
+    shares = []
+    for number, one in enumerate(members, start=1):
+        await one.transport.start([topic], None, one)
+        await settle(*members[:number], partitions=6)
+        shares.append(sorted(sum(backlog[at.partition] for at in held(one)) for one in members[:number]))
+
+    assert shares == [[1200], [600, 600], [200, 400, 600]]
+    assert [len(held(one)) for one in members] == [2, 2, 2], "those without a backlog are spread by their number"
+
+
+def committing(member: Member, offset: int) -> Callable[[Collection[TopicPartition], bool], Awaitable[None]]:
+    async def commit(partitions: Collection[TopicPartition], _: bool) -> None:
+        await member.transport.commit({at: Committed(offset, "") for at in partitions}, member.transport.membership())
+
+    return commit
