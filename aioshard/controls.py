@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aioshard.engine.control import pause, release, resume, set_concurrency
+from aioshard.engine.control import SeekTo, answered, open_epoch, pause, release, resume, seek, set_concurrency
 from aioshard.engine.failing.recourse import skipping
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose
@@ -34,7 +34,7 @@ _ANSWER_TIMEOUT = 10.0
 class Controls:
     """The part of an app that acts on its running engine, and looks into it.
 
-    `publish` is a coroutine of the app's event loop. The others may be called from any thread: they return when
+    Coroutines are for the app's event loop. The others may be called from any thread: they return when
     the engine has done it.
     """
 
@@ -142,6 +142,83 @@ class Controls:
             StateError: As `pause_handler`.
         """
         self._do(lambda engine: resume(engine, _handler(engine, name)))
+
+    async def seek(self, topic: str, partition: int, to: SeekTo) -> int:
+        """Have an assigned partition go on elsewhere; returns when it does.
+
+        Nothing new of the partition starts, what runs has `drain_timeout` to end, and what it finished is committed.
+        Then the new position is committed, before a record from there is handed out. Nothing of what was finished
+        before is taken along: records behind the new position are processed again, noted as finished or not, and
+        those before it are passed over. Other partitions go on all the time.
+
+        A rebalance meanwhile does not take the position back as long as the partition stays with this process, nor
+        does cancelling the call. From a handler of the same partition, ask in a task of its own: the drain waits for
+        the handler.
+
+        Args:
+            topic: A topic that the app consumes.
+            partition: Its number.
+            to: An offset; a datetime with its time zone, or seconds since the epoch as a float, for the first record
+                that is not older (the end of the log where all are); `"beginning"` or `"end"` of the log.
+
+        Returns:
+            The offset. Where retention has passed it by then, the partition goes on at the start of its log.
+
+        Raises:
+            StateError: The app does not run, or has no such partition now; an offset outside the log; a seek before
+                this one is under way; or the partition was given to another member before it was done.
+            TransportError: The brokers did not tell where that is.
+        """
+        return await seek(self.running_engine(), TopicPartition(topic, partition), to)
+
+    def assignment(self) -> tuple[TopicPartition, ...]:
+        """The partitions that this process has now, sorted; those that are being handed over are not among them.
+
+        Raises:
+            StateError: The app does not run.
+        """
+        return self._do(lambda engine: tuple(sorted(e.topic_partition for e in engine.rebalance.epochs if e.is_open)))
+
+    def position(self, topic: str, partition: int) -> int:
+        """The next offset of an assigned partition that is taken in; what lies before it may be incomplete still.
+
+        Raises:
+            StateError: The app does not run, or does not have the partition now.
+        """
+        return self._do(lambda engine: open_epoch(engine, TopicPartition(topic, partition)).tracker.position)
+
+    async def committed(self, topic: str, partition: int) -> int | None:
+        """What the group has committed on a partition, assigned or not, asked from the brokers now; None if nothing.
+
+        Raises:
+            StateError: The app does not run.
+            TransportError: The brokers did not tell.
+        """
+        engine, one = self.running_engine(), TopicPartition(topic, partition)
+        found = await answered(engine, engine.rebalance.client.committed([one]), f"what is committed on {one}")
+        commit = found[one]
+        return None if commit is None else commit.offset
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """The numbers of a topic's partitions, in order; none where the topic does not exist. It is not created.
+
+        Raises:
+            StateError: The app does not run.
+            TransportError: The brokers did not tell.
+        """
+        engine = self.running_engine()
+        asking = engine.rebalance.client.partitions(topic)
+        return tuple(sorted(await answered(engine, asking, f"the partitions of topic {topic!r}")))
+
+    async def topics(self) -> tuple[str, ...]:
+        """The names of all topics that this user may see, sorted, without those of the brokers themselves.
+
+        Raises:
+            StateError: The app does not run.
+            TransportError: The brokers did not tell.
+        """
+        engine = self.running_engine()
+        return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
 
     def set_concurrency(self, handler: str | Callable[..., Any], concurrency: int) -> None:
         """Have another number of workers for a handler from now on, until the app stops.

@@ -1,19 +1,29 @@
-"""What an operator does to a running engine: release halted records, pause and resume, change the concurrency."""
+"""What an operator does to a running engine: release halted records, pause and resume, seek, change the concurrency."""
 
+import asyncio
+import datetime as dt
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
+from typing import Literal, TypeVar
+
+import anyio
 
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.handler import Running
 from aioshard.engine.outcomes import Detour
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
-from aioshard.errors import HandlerError, StateError
+from aioshard.errors import HandlerError, StateError, TransportError
 from aioshard.records import TopicPartition
 
-__all__ = ["pause", "release", "resume", "set_concurrency"]
+__all__ = ["SeekTo", "answered", "open_epoch", "pause", "release", "resume", "seek", "set_concurrency"]
 
 logger = logging.getLogger("aioshard.engine.control")
+
+T = TypeVar("T")
+
+SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
+"""An offset; a time, also as seconds since the epoch in a float; or an end of the log."""
 
 
 def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
@@ -119,3 +129,82 @@ def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch
     if isinstance(what, str):
         return [e for e in engine.rebalance.epochs if engine.handler_of(e.topic_partition.topic).spec.name == what]
     return [epoch for epoch in engine.rebalance.epochs if epoch.topic_partition in what]
+
+
+async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
+    """Have a partition go on elsewhere, and wait until it does.
+
+    Returns:
+        The offset.
+
+    Raises:
+        StateError: It is not ours, *to* means nothing or is outside the log, or the partition was given away meanwhile.
+        TransportError: The brokers did not tell where that is.
+    """
+    open_epoch(engine, topic_partition)
+    start = await answered(engine, _offset_of(engine, topic_partition, to), f"where {to!r} is in {topic_partition}")
+    done = engine.rebalance.seek(open_epoch(engine, topic_partition), start)
+    logger.warning("%s goes on at offset %d: the application asked for %r", topic_partition, start, to)
+    await asyncio.shield(done)
+    return start
+
+
+async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
+    client = engine.rebalance.client
+    log = (await client.log_ranges([topic_partition]))[topic_partition]
+    match to:
+        case "beginning":
+            return log.start
+        case "end":
+            return log.end
+        case int() if not isinstance(to, bool):
+            if log.start <= to <= log.end:
+                return to
+            raise StateError(
+                f"seek of {topic_partition} to offset {to} was refused: its log is from {log.start} to {log.end}; "
+                "'beginning' and 'end' are where these are by then"
+            )
+        case dt.datetime() if to.tzinfo is not None:
+            return await _offset_at(engine, topic_partition, to.timestamp(), log.end)
+        case float() if 0 <= to < float("inf"):
+            return await _offset_at(engine, topic_partition, to, log.end)
+    raise StateError(
+        f"seek of {topic_partition} to {to!r} was refused: expected an offset (int), a datetime with its time zone, "
+        "seconds since the epoch (float), 'beginning' or 'end'"
+    )
+
+
+async def _offset_at(engine: Engine, topic_partition: TopicPartition, timestamp: float, end: int) -> int:
+    found = await engine.rebalance.client.offset_at(topic_partition, max(timestamp, 0.0))
+    return end if found is None else found
+
+
+async def answered(engine: Engine, asking: Awaitable[T], what: str) -> T:
+    """What the brokers answer, which must be within the time of a commit.
+
+    Raises:
+        TransportError: They did not tell *what*.
+    """
+    timeout = engine.options.limits.commit_timeout
+    try:
+        with anyio.fail_after(timeout):
+            return await asking
+    except TimeoutError:
+        raise TransportError(f"the brokers did not tell {what} within commit_timeout={timeout:g} s") from None
+
+
+def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Epoch:
+    """The ownership of a partition that is ours for certain.
+
+    Raises:
+        StateError: It is not.
+    """
+    fetcher = engine.rebalance.fetchers.get(topic_partition)
+    if fetcher is None:
+        raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
+    epoch = fetcher.epoch
+    if not epoch.is_open or epoch.outside_log is not None:
+        start = engine.rebalance.seeks.start_of(topic_partition)
+        why = "is being handed over or looked into" if start is None else f"is on its way to offset {start}"
+        raise StateError(f"{topic_partition} {why} now: try again when it goes on")
+    return epoch

@@ -13,6 +13,7 @@ from aioshard.core.finished_offsets import Run
 from aioshard.core.ownership import (
     Claim,
     Evidence,
+    Origin,
     first_mark,
     kept_mark,
     knows_topic,
@@ -22,6 +23,7 @@ from aioshard.core.ownership import (
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.fetcher import Fetcher
+from aioshard.engine.seeking import Seeks
 from aioshard.errors import LeasedError, NoOffsetError, OffsetOutOfRangeError, TransportError
 from aioshard.ports import Committed, FetchedBatch, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
@@ -55,6 +57,10 @@ class Owner(Protocol):
     @property
     def ends(self) -> dict[TopicPartition, int]:
         """End of each partition's log as first seen."""
+
+    @property
+    def seeks(self) -> Seeks:
+        """Where partitions are to go on, as the application asked for."""
 
     def claim_of(self, topic_partition: TopicPartition) -> Claim | None:
         """What speaks for going on with a partition where we were."""
@@ -132,11 +138,18 @@ class Opening:
 
     def _is_open(self, topic_partition: TopicPartition) -> bool:
         fetcher = self._owner.fetchers.get(topic_partition)
-        return fetcher is not None and fetcher.epoch.is_open and fetcher.epoch.outside_log is None
+        if fetcher is None:
+            return False
+        # What is drained for a seek is ours, and looked into when it is drained.
+        return (fetcher.epoch.is_open and fetcher.epoch.outside_log is None) or self._owner.seeks.drains(fetcher.epoch)
 
     def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
         epoch = fetcher.epoch
-        if epoch.is_open and epoch.outside_log is not None:
+        start = self._owner.seeks.start_of(epoch.topic_partition)
+        reason: str | None
+        if start is not None:
+            reason = f"the application asked to go on at offset {start}"
+        elif epoch.is_open and epoch.outside_log is not None:
             reason = self._pass_over(fetcher, epoch.outside_log, log)
         else:
             evidence = Evidence(*now, committed.offset if committed else None, log.start, log.end)
@@ -176,7 +189,8 @@ class Opening:
         for topic_partition in partitions:
             ours = committed[topic_partition]
             offset = ours.offset if ours else None
-            origin = origin_of(
+            asked = self._owner.seeks.start_of(topic_partition)
+            origin = _within(asked, ranges[topic_partition]) or origin_of(
                 offset,
                 ranges[topic_partition],
                 self._limits.auto_offset_reset,
@@ -187,7 +201,8 @@ class Opening:
                 lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
                 raise lost or NoOffsetError(self._limits.group_id, topic_partition)
             epoch = self._owner.begin(topic_partition, origin.offset)
-            epoch.acknowledged = offset
+            # What was asked for is committed although the offset may be the same: the text with it is not.
+            epoch.acknowledged = offset if asked is None else None
             if ours is None:
                 epoch.mark = first_mark(membership.generation, numbers[topic_partition.topic], now)
             else:
@@ -196,7 +211,7 @@ class Opening:
                 if not origin.resolved:
                     epoch.inherited = _believable(found_noted.finished, topic_partition, ranges[topic_partition])
             if origin.resolved:
-                if ours is not None:
+                if ours is not None and asked is None:
                     message = "committed offset %d of %s is outside its log; going on at %d"
                     logger.warning(message, ours.offset, topic_partition, origin.offset)
                 resolved.append(epoch)
@@ -245,6 +260,11 @@ class Opening:
             raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
         for epoch in epochs:
             self._owner.open(epoch, membership)
+
+
+def _within(asked: int | None, log: LogRange) -> Origin | None:
+    """Where to begin for who asked: there, or as near as the log is by now."""
+    return None if asked is None else Origin(min(max(asked, log.start), log.end), resolved=True)
 
 
 def _believable(finished: tuple[Run, ...], topic_partition: TopicPartition, log: LogRange) -> tuple[Run, ...]:

@@ -13,6 +13,7 @@ from aioshard.engine.epoch import Epoch, Gate, Rerun
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher
 from aioshard.engine.opening import Limits, Opening
+from aioshard.engine.seeking import Seeks
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
 from aioshard.errors import (
@@ -86,6 +87,8 @@ class Rebalance:
         """End of each partition's log as first seen; for consuming up to there."""
         self.unsettled: dict[frozenset[TopicPartition], str] = {}
         """Why it is not known yet where to go on with partitions that are ours."""
+        self.seeks = Seeks()
+        """Where partitions are to go on, as the application asked for."""
         self._limits = limits
         self._outside = outside
         self._committer = committer
@@ -130,6 +133,8 @@ class Rebalance:
         self.settled.clear()
         self._stop_settling()
         epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
+        for epoch in epochs:
+            self.seeks.let_go(epoch)
         if lost:
             for epoch in epochs:
                 self.end(epoch, "the group has dropped us")
@@ -196,6 +201,7 @@ class Rebalance:
         """End an ownership; what of it is incomplete is dropped, and what runs is told to end."""
         dropped = len(epoch.tracker)
         ended = self._with_side(epoch)
+        self.seeks.let_go(epoch)
         self._committer.disown(epoch)
         self._reruns[epoch.topic_partition] = epoch.end()
         self.fetchers.pop(epoch.topic_partition).feed.purge(epoch)
@@ -220,6 +226,7 @@ class Rebalance:
         """Take note of an assignment and look into it; see `GroupListener.assigned`."""
         self.rebalances += 1
         given = frozenset(partitions)
+        self.seeks.keep(given)
         for epoch in self.epochs:
             if epoch in self._opened_in:
                 self._opened_in[epoch] = membership
@@ -243,9 +250,34 @@ class Rebalance:
             self.end(epoch, str(error))
         self._look_into(frozenset([topic_partition]), self.client.membership(), f"restart {topic_partition}")
 
+    def seek(self, epoch: Epoch, start: int) -> asyncio.Future[None]:
+        """Have an open partition go on at *start*, drained first; the future ends when it does.
+
+        The position is committed before a record of it is handed out, with nothing of what was finished before.
+
+        Raises:
+            StateError: Another position was asked for, and is not reached yet.
+        """
+        done = self.seeks.ask(epoch, start)
+        self.client.pause([epoch.topic_partition])  # what comes while it drains would be fetched for nothing
+        self._tasks.start(self._leave(epoch, start), f"seek {epoch.topic_partition}")
+        return done
+
+    async def _leave(self, epoch: Epoch, start: int) -> None:
+        """Drain an epoch and commit what it finished; then look into its partition, unless a rebalance does."""
+        late = await self.drain([epoch], self._limits.drain_timeout)
+        if late:
+            logger.warning("%d record(s) still ran when the time to drain was over, and were cancelled", late)
+        await self._committer.flush([epoch], self._limits.commit_timeout)
+        if self.seeks.drains(epoch):
+            membership = self._opened_in[epoch]
+            self.end(epoch, f"the application asked to go on at offset {start}")
+            self._look_into(frozenset([epoch.topic_partition]), membership, f"seek {epoch.topic_partition}")
+
     def stop_opening(self) -> None:
         """From now on no gate opens: the app is draining for good."""
         self._stopping = True
+        self.seeks.give_up_all()
         self._stop_settling()
 
     def _look_into(self, partitions: frozenset[TopicPartition], membership: Membership, name: str) -> None:
@@ -313,3 +345,4 @@ class Rebalance:
         )
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
         self.client.resume([epoch.topic_partition])
+        self.seeks.reached(epoch.topic_partition)
