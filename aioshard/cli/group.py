@@ -6,7 +6,9 @@ from aioshard.cli.groups import LazyCommand, LazyGroup
 
 __all__ = ["COMMANDS", "command"]
 
-COMMANDS: dict[str, LazyCommand] = {}
+COMMANDS = {
+    "simulate": LazyCommand("aioshard.cli.group_simulate", "Work out who would get which partitions.", "simulation"),
+}
 """Module and summary of each command; the module is imported when it is used."""
 
 
