@@ -13,6 +13,7 @@ from aioshard.engine.epoch import Epoch, Gate, Rerun
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher
 from aioshard.engine.opening import Limits, Opening
+from aioshard.engine.rebalance_log import RebalanceLog
 from aioshard.engine.seeking import Seeks
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
@@ -45,6 +46,10 @@ class Outside(Protocol):
 
     def feed_of(self, topic: str) -> Feed:
         """Where the records of a topic go."""
+
+    @property
+    def replayed(self) -> int:
+        """How many records this process has run again."""
 
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
         """Why the application has paused a partition, or None."""
@@ -81,6 +86,8 @@ class Rebalance:
         self.fetchers: dict[TopicPartition, Fetcher] = {}
         """Of the partitions that are ours, or may be ours again."""
         self.rebalances = 0
+        self.log = RebalanceLog(clock, lambda: outside.replayed)
+        """What each of them did."""
         self.settled = asyncio.Event()
         """Set while the partitions of an assignment are all open (or there are none)."""
         self.ends: dict[TopicPartition, int] = {}
@@ -135,6 +142,8 @@ class Rebalance:
         epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
         for epoch in epochs:
             self.seeks.let_go(epoch)
+        in_flight = sum(len(worker.deliveries) for worker in self._outside.workers)
+        self.log.revoked(len(epochs), in_flight, lost=lost)
         if lost:
             for epoch in epochs:
                 self.end(epoch, "the group has dropped us")
@@ -146,8 +155,10 @@ class Rebalance:
             late = await self.drain(epochs, self._limits.drain_timeout)
             if late:
                 logger.warning("%d record(s) still ran when the time to drain was over, and were cancelled", late)
+            self.log.drained(late)
             await self._committer.flush(epochs, self._limits.commit_timeout)
         finally:
+            self.log.handed_back()
             for epoch in epochs:
                 self._committer.disown(epoch)
         for epoch in epochs:
@@ -200,6 +211,7 @@ class Rebalance:
     def end(self, epoch: Epoch, reason: str) -> None:
         """End an ownership; what of it is incomplete is dropped, and what runs is told to end."""
         dropped = len(epoch.tracker)
+        self.log.dropped(dropped)
         ended = self._with_side(epoch)
         self.seeks.let_go(epoch)
         self._committer.disown(epoch)
@@ -235,6 +247,8 @@ class Rebalance:
                 self.client.seek(epoch.topic_partition, epoch.tracker.position)
             else:
                 self.end(epoch, "the partition was given to another member")
+        untouched = len(self._opened_in.keys() - {epoch for epoch in self.epochs if epoch.topic_partition in given})
+        self.log.assigned(len(given), untouched, membership.generation)
         self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
         # What came with an assignment before this one and is not open yet is in this one too.
         self._stop_settling()
@@ -313,6 +327,7 @@ class Rebalance:
                 self._settling.difference_update([asyncio.current_task()])
                 if not self._settling:
                     self.settled.set()
+                    self.log.settled()
                 return
 
     def begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
@@ -332,6 +347,7 @@ class Rebalance:
     def open(self, epoch: Epoch, membership: Membership) -> None:
         """Let an epoch go on: it is ours for certain under *membership*."""
         self._opened_in[epoch] = membership
+        self.log.opened(in_place=epoch.topic_partition in self._claims)
         self._committer.own(epoch)
         epoch.open()
         logger.info(

@@ -138,6 +138,11 @@ class Engine:
         completed = self._observe(self.handler_of(topic_partition.topic).spec)
         return ObservedEpoch(topic_partition, number, start, self.buffer, completed=completed)
 
+    @property
+    def replayed(self) -> int:
+        """How many records this process has run again."""
+        return self.pump.replayed + sum(handler.counters.replayed for handler in self.handlers)
+
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
         """Why the application has paused a partition, or its handler; None when it has not."""
         by_handler = self.pauses.get(self.handler_of(topic_partition.topic).spec.name)

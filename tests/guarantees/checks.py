@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from aioshard.core.finished_offsets import Run, holds
 from tests.guarantees.observations import Kind, Place, Seen
 
 __all__ = [
@@ -50,6 +51,8 @@ class CommitsAt(NamedTuple):
     offsets: Mapping[int, int]
     side_ends: Mapping[int, int] = {}
     """The ends of the partitions of the side topic, where there is one; asked for after that."""
+    noted: Mapping[int, Sequence[Run]] = {}
+    """What the commits noted as finished beyond them."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +226,14 @@ class OneAtATimePerKey:
 class NeverAhead:
     """I1, I2: at the moment of each sample every record below the committed offset had a terminal outcome.
 
-    It had finished, or was skipped, or its dead letter or parked copy had been in the side topic.
+    It had finished, or was skipped, or its dead letter or parked copy had been in the side topic. The same for what
+    was noted as finished beyond it.
     """
 
     def breaches(self, story: Story) -> Iterator[str]:
-        """Committed offsets that had passed a record that was not finished."""
+        """Committed offsets that had passed a record that was not finished, and notes of such a record."""
         finished = story.first_passable()
+        yield from _noted_ahead(story, finished)
         offsets: dict[int, list[int]] = defaultdict(list)
         slowest: dict[int, list[tuple[int, int]]] = defaultdict(list)
         """For each record of a partition: which of it and those before it finished last, and when."""
@@ -250,6 +255,22 @@ class NeverAhead:
                     )
 
 
+def _noted_ahead(story: Story, finished: Mapping[Place, int]) -> Iterator[str]:
+    looked_at: set[tuple[int, Run]] = set()
+    for commits in story.commits:
+        for partition, runs in commits.noted.items():
+            for run in runs:
+                if (partition, run) in looked_at:
+                    continue
+                looked_at.add((partition, run))
+                for offset in range(*run):
+                    place = (partition, offset)
+                    if place in story.produced and finished.get(place, FOREVER) > commits.answered:
+                        yield (
+                            f"record {_name(place)} was noted as finished by {story.after(commits.answered)}, too early"
+                        )
+
+
 @dataclass(frozen=True)
 class CommitsOnlyAdvance:
     """I9: nothing is committed by whoever does not own a partition: committed offsets never go back."""
@@ -268,22 +289,26 @@ class CommitsOnlyAdvance:
 
 @dataclass(frozen=True)
 class OnlyUncommittedAgain:
-    """I12: nothing starts that the broker had already told to be committed.
+    """I12: nothing starts that the broker had already told to be committed, or noted as finished beyond that.
 
     Attributes:
         apart_from: Records that were parked: they are run again after they were committed.
+        frozen: Processes that stood still: they do not know yet what others have committed since.
     """
 
     apart_from: Collection[Place] = ()
+    frozen: Collection[str] = ()
 
     def breaches(self, story: Story) -> Iterator[str]:
-        """Starts below an offset that was committed before them."""
+        """Starts below an offset that was committed before them, or noted with it."""
         known: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        noted: dict[int, list[Sequence[Run]]] = defaultdict(list)
         for commits in story.commits:
             for partition, offset in commits.offsets.items():
                 known[partition].append((commits.answered, offset))
+                noted[partition].append(commits.noted.get(partition, ()))
         for seen in story.of(Kind.STARTED):
-            if seen.place in self.apart_from:
+            if seen.place in self.apart_from or seen.process in self.frozen:
                 continue
             told = known[seen.partition]
             before = bisect_left(told, (seen.at, -1)) - 1
@@ -291,6 +316,11 @@ class OnlyUncommittedAgain:
                 yield (
                     f"{seen.process} started {_name(seen.place)} at {story.after(seen.at)}, after the commit of "
                     f"{told[before][1]} at {story.after(told[before][0])}"
+                )
+            elif before >= 0 and holds(noted[seen.partition][before], seen.offset):
+                yield (
+                    f"{seen.process} started {_name(seen.place)} at {story.after(seen.at)}, after it was noted as "
+                    f"finished at {story.after(told[before][0])}"
                 )
 
 

@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import GroupLoadInProgressError, KafkaError
 
+from aioshard.core.commit_metadata import CommitMetadata
 from tests.guarantees.checks import CommitsAt
 
 __all__ = ["Sampling"]
@@ -82,6 +83,11 @@ class Sampling:
                     answered,
                     {partition: offset for partition, offset in offsets.items() if offset >= 0},
                     {at.partition: end for at, end in ends.items()},
+                    {
+                        at.partition: CommitMetadata.read(found[at].metadata, found[at].offset).finished
+                        for at in found
+                        if at.topic == self._topic and "done=" in found[at].metadata
+                    },
                 )
             )
             return self.commits[-1]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from aioshard.core.finished_offsets import Run
 from tests.guarantees.checks import (
     CommitsAt,
     CommitsOnlyAdvance,
@@ -219,6 +220,20 @@ def test_a_start_of_what_was_committed_is_found() -> None:
 
 def test_a_start_before_the_commit_was_told_is_nothing_again() -> None:
     verify(with_steps((49, "p", S, 0, 2, 2)), OnlyUncommittedAgain())
+
+
+def test_a_note_of_what_had_not_finished_is_found() -> None:
+    early = CommitsAt(13, 13, {0: 0}, noted={0: (Run(2, 5),)})
+
+    assert "record 0/4 was noted as finished by" in broken(NeverAhead(), replace(GOOD, commits=(early, *GOOD.commits)))
+
+
+def test_a_start_of_what_was_noted_as_finished_is_found_unless_the_process_stood_still() -> None:
+    noted = CommitsAt(43, 43, {0: 2}, noted={0: (Run(4, 5),)})
+    again = replace(GOOD, seen=(*GOOD.seen, *story((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
+
+    assert "p started 0/4 at +0.000 s, after it was noted as finished" in broken(OnlyUncommittedAgain(), again)
+    verify(again, OnlyUncommittedAgain(frozen={"p"}))
 
 
 def test_a_partition_that_is_not_committed_to_its_end_lags() -> None:

@@ -118,7 +118,10 @@ def _general(engine: Engine, now: float) -> Iterator[Finding]:
     if engine.state in ("starting", "running") and not engine.rebalance.settled.is_set():
         since = _seconds(engine.since.of("settled", fact=False), now)
         reasons = "; ".join(tuple(engine.rebalance.unsettled.values()))
-        what = f"where to go on is not known yet: {reasons}" if reasons else "the group is rebalancing"
+        doing = engine.rebalance.log.doing()
+        what = f"the group is rebalancing: {doing}" if doing else "the group is rebalancing"
+        if reasons:
+            what = f"where to go on is not known yet: {reasons}"
         yield Finding("rebalancing", f"{what}{for_seconds(since)}", since, None)
     elif not engine.rebalance.epochs:
         yield Finding("nothing assigned", "no partition is assigned to this process", None, None)

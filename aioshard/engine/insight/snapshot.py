@@ -26,7 +26,7 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         rebalances=engine.rebalance.rebalances,
         commits=engine.committer.commits,
         commit_failures=engine.committer.failures,
-        replayed=engine.pump.replayed + sum(running.counters.replayed for running in engine.handlers),
+        replayed=engine.replayed,
         already_done=engine.pump.already_done,
         buffered_records=engine.buffer.records,
         buffered_bytes=engine.buffer.bytes,
@@ -37,6 +37,7 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
         ),
         handlers=tuple(_handler(running) for running in engine.handlers),
+        rebalance_reports=engine.rebalance.log.reports(),
     )
 
 
