@@ -46,7 +46,11 @@ async def test_what_is_kept_is_handed_out_while_the_rest_drains(kafka: SharedKaf
     one, two = member(), member()
     keep_kept(one)
     await one.join(topic)
-    await until(lambda: all(len(found) > 5 for found in one.records.values()) and len(one.records) == 4, one)
+
+    def five(at: TopicPartition) -> Allowance:
+        return Allowance(1, 1 << 20) if len(one.offsets(at)) < 5 else NOTHING
+
+    await one.poll_until(lambda: all(len(one.offsets(at)) == 5 for at in held(one)), five)
     draining, go_on = asyncio.Event(), asyncio.Event()
     accepted: list[TopicPartition] = []
 

@@ -39,6 +39,10 @@ class Calls:
         self._arrived.set()
         await done
 
+    def first(self, call: Call) -> None:
+        """Have *call* done before everything that waits; does not wait for it."""
+        self._waiting.appendleft((call, asyncio.get_running_loop().create_future()))
+
     async def serve(self) -> None:
         """Do what waits. To be called by whoever may call the client."""
         while self._waiting:
@@ -59,19 +63,21 @@ class Calls:
 
     async def serve_until(self, task: "asyncio.Task[None]") -> None:
         """Do what comes until *task* has ended; raises what that raised."""
-        try:
-            while not task.done():
-                self._arrived.clear()
-                await self.serve()
-                arrived = asyncio.ensure_future(self._arrived.wait())
-                try:
-                    await asyncio.wait({task, arrived}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    arrived.cancel()
-        finally:
-            if not task.done():
-                task.cancel()
+        while not task.done():
+            self._arrived.clear()
+            # Not awaited for itself: what hangs must not keep us longer than *task*, which has a deadline.
+            serving = asyncio.create_task(self._serve_arriving(), name="calls while partitions are handed over")
+            try:
+                await asyncio.wait({task, serving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                serving.cancel()
         await task
+
+    async def _serve_arriving(self) -> None:
+        while True:
+            await self.serve()
+            await self._arrived.wait()
+            self._arrived.clear()
 
     def close(self, error: Exception) -> None:
         """From now on everybody gets *error*."""

@@ -13,14 +13,13 @@ from confluent_kafka import KafkaException
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError, TransportError
 from aioshard.kafka.confluent.asking import Asked, Asking
 from aioshard.kafka.confluent.calls import Calls
+from aioshard.kafka.confluent.commits import Commits
 from aioshard.kafka.confluent.health import Health
 from aioshard.kafka.confluent.intake import Intake
 from aioshard.kafka.confluent.member import Member
 from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
 from aioshard.kafka.confluent.topics import Topics
-from aioshard.kafka.confluent.translate import commit_error, error_of, reason
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, find_broker, why_unreachable
-from aioshard.kafka.options import client_options
+from aioshard.kafka.confluent.translate import reason
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
@@ -42,10 +41,8 @@ __all__ = ["ConfluentTransport"]
 logger = logging.getLogger("aioshard.kafka.confluent.client")
 
 _AT_ONCE = 500  # messages that one call to the client takes
-_WAIT = 0.05
-"""Seconds that one call to the client waits: a commit, or a change of what is fetched, waits as long for its turn."""
-_ENDS_INTERVAL = 1.0
-"""Seconds between looks at the ends of logs that we have not reached, and at brokers that are gone."""
+_WAIT = 0.05  # seconds that one call to the client waits, and a commit for its turn
+_ENDS_INTERVAL = 1.0  # seconds between looks at the ends of logs that we have not reached
 
 
 class ConfluentTransport(Asked):
@@ -57,8 +54,8 @@ class ConfluentTransport(Asked):
 
     Invariants:
         * Nothing is handed out of a partition before the engine has seeked and resumed it.
-        * Nothing is committed but between two reads, of partitions that are ours then: the client takes none away
-          while a commit runs, so what it repeats by itself concerns what is ours still.
+        * Nothing is committed but between two reads, of partitions that are ours then. What is not answered when the
+          client takes partitions away is settled before they go, so nothing of theirs is sent later.
         * What is kept in a rebalance stays in its buffer and is handed out all the time, also while others drain.
     """
 
@@ -70,14 +67,14 @@ class ConfluentTransport(Asked):
         self._incremental = is_incremental(settings)
         self._intake = Intake(share_of_buffer(1, settings.max_buffered_bytes // 2), incremental=self._incremental)
         self._calls = Calls()
+        self._commits = Commits(group_id)
         self._asking: Asking | None = None
         self._topics: Topics | None = None
         self._member: Member | None = None
         self._listener: GroupListener | None = None
         self._membership = NOT_A_MEMBER
         self._health = Health(settings, group_id, self._interrupt)
-        self._closed = False
-        """Whether `close` was called: nothing more is handed out."""
+        self._closed = False  # `close` was called: nothing more is handed out
         self._left = False  # nothing more may be asked of the brokers
         self._handed_back = asyncio.Event()
         self._handed_back.set()
@@ -91,7 +88,7 @@ class ConfluentTransport(Asked):
         """See `Transport.trouble`."""
         if self._member is None or self._closed:
             return None
-        return self._health.trouble or (self._topics.trouble if self._topics is not None else None)
+        return self._asking.trouble if self._asking is not None else None
 
     # Life -----------------------------------------------------------------------------
 
@@ -100,21 +97,21 @@ class ConfluentTransport(Asked):
         if self._listener is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
         self._listener = listener
-        asked = client_options(self._settings, request_timeout=CONNECT_TIMEOUT)
-        await find_broker(self._settings, asked)
+        self._asking = Asking(self._settings, self._group_id)
         try:
-            self._asking = Asking(self._settings, self._group_id)
-            self._member = Member({**self._options, "error_cb": self._health.hear})
+            await self._asking.connect(topics)
+            self._topics = Topics(self._asking, frozenset(topics), pattern, self._settings.metadata_max_age)
+            names = await self._topics.look_up()
+            told = {"error_cb": self._health.hear, "on_commit": self._commits.hear}
+            self._member = Member({**self._options, **told})
         except (KafkaException, ValueError, TypeError) as error:
+            await self.close()
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
-        self._topics = Topics(self._asking, frozenset(topics), pattern, self._settings.metadata_max_age)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                names = await self._topics.look_up()
-        except TimeoutError:
-            raise await why_unreachable(self._settings, asked, ()) from None
+        except BaseException:
+            await self.close()
+            raise
         await self._subscribe(names)
-        if self._topics.none_exists:
+        if not await self._topics.exist():
             listener.assigned((), self._membership)  # the client joins no group before there is a topic
         owner = asyncio.create_task(self._own(self._member), name=f"confluent client of {self._group_id}")
         watch = asyncio.create_task(self._watch(self._asking, self._topics), name=f"brokers of {self._group_id}")
@@ -149,6 +146,8 @@ class ConfluentTransport(Asked):
             # A deadline may have ended the above, and would end every await that follows too.
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+                if self._asking is not None:
+                    await self._asking.close()
 
     def _running(self) -> Asking:
         if self._asking is None or self._left:
@@ -183,12 +182,11 @@ class ConfluentTransport(Asked):
         for change in turn.failed:
             self._intake.not_changed(change)
         if turn.messages:
-            self._health.unreachable = None
             for message in self._intake.accept(turn.messages, loop.time()):
                 self._health.note(message)
             self._interrupt()
         if turn.failed:
-            await asyncio.sleep(_WAIT)  # what the client has been given is not there yet
+            await asyncio.sleep(_WAIT)  # what it has been given is not there yet
 
     async def _pause(self, seconds: float) -> None:
         """Read nothing for a while, because there is no room for it."""
@@ -203,15 +201,12 @@ class ConfluentTransport(Asked):
         """Keep up what no read tells: ends of logs, brokers that are back, topics that are new."""
         while True:
             await asyncio.sleep(_ENDS_INTERVAL)
-            if self._health.unreachable is not None:
-                self._health.unreachable = await asking.reach()
-                continue
             try:
                 async with asyncio.timeout(2 * _ENDS_INTERVAL):
-                    for name, end in (await asking.ends(self._intake.behind())).items():
-                        self._intake.note_end(name, end)
+                    for name, log in (await asking.log_ranges(self._intake.behind())).items():
+                        self._intake.note_end(name, log.end)
                     names = await topics.changed()
-            except (KafkaException, TransportError, TimeoutError) as error:
+            except (TransportError, TimeoutError) as error:
                 logger.debug("the ends of logs were not told: %s", reason(error))
                 continue
             if names is not None:
@@ -309,20 +304,27 @@ class ConfluentTransport(Asked):
             return
         self._running()
         self._room.set()
-        await self._calls.call(lambda: self._commit_now(offsets, membership))
+        answer: asyncio.Future[None] | None = None
 
-    async def _commit_now(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        async def send() -> None:
+            nonlocal answer
+            answer = await self._commit_now(offsets, membership)
+
+        await self._calls.call(send)
+        if answer is not None:
+            await answer
+
+    async def _commit_now(
+        self, offsets: Mapping[TopicPartition, Committed], membership: Membership
+    ) -> "asyncio.Future[None] | None":
         self._running()
         self._refuse_what_is_not_ours(offsets.keys(), membership)
         if self._member is None:
-            return
-        try:
-            answered = await self._member.commit_once(offsets)
-        except KafkaException as error:
-            raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
-        for place in answered:
-            if place.error is not None:
-                raise commit_error(place.error, offsets.keys(), self._group_id)
+            return None
+        if self._handed_back.is_set():
+            return await self._commits.send(self._member, offsets)
+        await self._commits.send_at_once(self._member, offsets)
+        return None
 
     def _refuse_what_is_not_ours(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         current = self._membership
@@ -377,6 +379,10 @@ class ConfluentTransport(Asked):
         self._intake.pause(names)
         try:
             revoked = asyncio.create_task(listener.revoked(names, lost=lost), name=f"hand over {self._group_id}")
+            if lost:
+                self._commits.lose()
+            else:
+                self._calls.first(lambda: self._commits.settle(member))
             await self._calls.serve_until(revoked)
         except Exception as error:  # noqa: BLE001 - the client would swallow it; the next poll raises it
             self._health.fail(error)

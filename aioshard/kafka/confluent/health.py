@@ -1,4 +1,4 @@
-"""What the client tells of itself beside records: brokers that are gone, refusals, its end."""
+"""What the client tells of itself beside records: refusals, its end."""
 
 import logging
 from collections.abc import Callable
@@ -21,28 +21,18 @@ _TOLD_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTI
 
 
 class Health:
-    """Whether the client lives, and what it lacks.
+    """Whether the client lives.
 
     Attributes:
         failure: What ends this life of the client, for the next poll to raise.
-        unreachable: Why no broker can be reached; None while one is, as far as known.
     """
 
     def __init__(self, settings: "Settings", group_id: str, failed: Callable[[], None]) -> None:
         """Call *failed* when there is a failure."""
         self.failure: TransportError | None = None
-        self.unreachable: str | None = None
         self._settings = settings
         self._group_id = group_id
         self._failed = failed
-
-    @property
-    def trouble(self) -> str | None:
-        """A sentence on brokers that are gone, or None."""
-        if self.unreachable is None:
-            return None
-        servers = self._settings.bootstrap_servers
-        return f"no broker of {servers} answers ({self.unreachable}); the client goes on trying"
 
     def fail(self, error: Exception) -> None:
         """Nothing can be read any more."""
@@ -70,8 +60,6 @@ class Health:
         """An error of the client as a whole; the client waits for this."""
         if error.fatal():
             self.fail(self._of_group(error))
-        elif error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - its name
-            self.unreachable = reason(error)
 
     def _of_group(self, error: KafkaError) -> TransportError:
         return group_error(error, self._group_id, self._settings.group_instance_id)

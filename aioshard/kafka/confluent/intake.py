@@ -5,7 +5,8 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
+from aioshard.errors import OffsetOutOfRangeError, StateError
+from aioshard.kafka.confluent.held import Held
 from aioshard.kafka.confluent.member import Change
 from aioshard.kafka.confluent.translate import fetch_error
 from aioshard.ports import RECORD_OVERHEAD, AllowanceOf, Fault, FetchedBatch, Oversized
@@ -45,69 +46,6 @@ class Found:
         """The most that any partition was allowed."""
 
 
-class _Partition:
-    """One assigned partition."""
-
-    __slots__ = (
-        "broken",
-        "bytes",
-        "end",
-        "failures",
-        "fault",
-        "fetching",
-        "full_since",
-        "moved",
-        "name",
-        "paused",
-        "placed",
-        "position",
-        "reach",
-        "records",
-        "reported",
-        "retry_at",
-        "sizes",
-    )
-
-    def __init__(self, name: TopicPartition) -> None:
-        self.name = name
-        self.placed = False
-        """Whether the engine has given it a position."""
-        self.paused = True
-        """Whether the engine wants nothing of it."""
-        self.fetching = False
-        """Whether the client fetches it, as far as it was told."""
-        self.moved = False
-        """Whether the client has to go to `reach`, whatever it does now; what it brings before does not count."""
-        self.broken = False
-        """Whether the client has given up on it, and goes nowhere before it is assigned once more."""
-        self.failures = 0
-        """How often in a row the client could not go where it was told."""
-        self.position = 0
-        """The next offset to hand out."""
-        self.reach = 0
-        """The next offset that the client is to bring."""
-        self.records: list[Record] = []
-        self.sizes: list[int] = []
-        self.bytes = 0
-        self.full_since: float | None = None
-        """Since when it has more than its share."""
-        self.end: int | None = None
-        self.fault: TransportError | None = None
-        self.retry_at = 0.0
-        self.reported = False
-        """Whether the record that did not fit was handed out."""
-
-    def drop(self) -> None:
-        """Forget what was read."""
-        self.records = []
-        self.sizes = []
-        self.bytes = 0
-        self.full_since = None
-        self.fault = None
-        self.retry_at = 0.0
-        self.reported = False
-
-
 class Intake:
     """The partitions that are ours, and the small buffer of each.
 
@@ -124,8 +62,8 @@ class Intake:
         """Hold at most about *share* bytes of each partition; *incremental* is whether one can be assigned alone."""
         self.share = share
         self._incremental = incremental
-        self._partitions: dict[tuple[str, int], _Partition] = {}
-        self._ready: dict[_Partition, None] = {}
+        self._partitions: dict[tuple[str, int], Held] = {}
+        self._ready: dict[Held, None] = {}
         """Those with something to hand out, the one that was served last behind all others."""
 
     @property
@@ -141,7 +79,7 @@ class Intake:
     def add(self, partitions: Collection[TopicPartition]) -> None:
         """Partitions came; each is paused and waits for its position."""
         for name in partitions:
-            self._partitions[name] = _Partition(name)
+            self._partitions[name] = Held(name)
 
     def remove(self, partitions: Collection[TopicPartition]) -> None:
         """Partitions went; what was read of them is forgotten."""
@@ -250,7 +188,7 @@ class Intake:
             partition.moved = True
         return True
 
-    def _is_long_full(self, partition: _Partition, now: float) -> bool:
+    def _is_long_full(self, partition: Held, now: float) -> bool:
         return partition.full_since is not None and now >= partition.full_since + self._patience()
 
     def _patience(self) -> float:
@@ -269,7 +207,7 @@ class Intake:
     ) -> list[Any]:
         """Put messages into the buffers; returns errors that are of no partition of ours."""
         others: list[Any] = []
-        partition: _Partition | None = None
+        partition: Held | None = None
         last_topic: str | None = None
         last_number = -1
         for message in messages:
@@ -314,14 +252,14 @@ class Intake:
             self._filled(partition, now)
         return others
 
-    def _filled(self, partition: _Partition, now: float) -> None:
+    def _filled(self, partition: Held, now: float) -> None:
         if partition.records:
             partition.failures = 0
             self._ready.setdefault(partition)
             if partition.bytes >= self.share and partition.full_since is None:
                 partition.full_since = now
 
-    def _accept_error(self, partition: _Partition, message: Any, error: KafkaError, now: float) -> None:
+    def _accept_error(self, partition: Held, message: Any, error: KafkaError, now: float) -> None:
         offset = message.offset()
         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is how the client names it
             if offset is not None and offset >= partition.reach:
@@ -358,7 +296,7 @@ class Intake:
                 break  # Nobody may take more now; asking for an allowance costs more than a record.
         return found
 
-    def _take_from(self, partition: _Partition, found: Found, limit: int, room: int, *, alone: bool) -> None:
+    def _take_from(self, partition: Held, found: Found, limit: int, room: int, *, alone: bool) -> None:
         left = room - found.bytes
         sizes = partition.sizes
         if len(sizes) <= limit and partition.bytes <= left:
@@ -396,7 +334,7 @@ class Intake:
         if partition.records or partition.fault is not None:
             self._ready[partition] = None
 
-    def _pass_over(self, partition: _Partition, found: Found) -> None:
+    def _pass_over(self, partition: Held, found: Found) -> None:
         """Nothing is left but that the position has moved, or that there is an error."""
         self._ready.pop(partition, None)
         if partition.position != partition.reach:

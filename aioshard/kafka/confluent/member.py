@@ -102,8 +102,8 @@ class Member(AIOConsumer):
         return Turn(messages, failed)
 
     async def start_over(self, partitions: Collection[TopicPartition]) -> None:
-        """Assign all that is ours once more, paused: the only way to one of them where assignments are not incremental."""
-        await self._call(self._place, places(partitions), False)
+        """Assign all that is ours once more, paused: the only way to one of them where assignments are whole."""
+        await self._call(self._place, places(partitions), incremental=False)
 
     async def adopt(self, partitions: Sequence[Any], *, incremental: bool) -> Membership:
         """Inside of a callback: take partitions over, paused; who we are now."""
@@ -111,10 +111,10 @@ class Member(AIOConsumer):
         return membership
 
     def _adopt(self, partitions: Sequence[Any], incremental: bool) -> Membership:
-        self._place(partitions, incremental)
+        self._place(partitions, incremental=incremental)
         return membership_of(self._consumer.consumer_group_metadata())
 
-    def _place(self, partitions: Sequence[Any], incremental: bool) -> None:
+    def _place(self, partitions: Sequence[Any], *, incremental: bool) -> None:
         # A position that always is one keeps the client from giving up; nothing is read from there.
         placed = [Place(each.topic, each.partition, OFFSET_BEGINNING) for each in partitions]
         if incremental:
@@ -131,17 +131,17 @@ class Member(AIOConsumer):
         else:
             await self.unassign()
 
+    async def send_commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Send a commit; the coroutine that was given as `on_commit` hears the answer, inside of a later `turn`."""
+        await self.commit(offsets=_committing(offsets), asynchronous=True)
+
     async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> Sequence[Any]:
         """Send one commit and wait for the answer; an error of single partitions is in what is returned.
 
         Raises:
             KafkaException: Nothing of it was acknowledged.
         """
-        asked = [
-            Place(*name, committed.offset, committed.metadata) if committed.metadata else Place(*name, committed.offset)
-            for name, committed in offsets.items()
-        ]
-        answered: Sequence[Any] = await self.commit(offsets=asked, asynchronous=False)
+        answered: Sequence[Any] = await self.commit(offsets=_committing(offsets), asynchronous=False)
         return answered
 
     async def leave(self) -> None:
@@ -167,6 +167,13 @@ def membership_of(metadata: object) -> Membership:
         return Membership("", -1)
     _, member_id, *_ = raw[_METADATA_HEAD.size :].split(b"\0")
     return Membership(member_id.decode(errors="replace"), generation)
+
+
+def _committing(offsets: Mapping[TopicPartition, Committed]) -> list[Place]:
+    return [
+        Place(*name, committed.offset, committed.metadata) if committed.metadata else Place(*name, committed.offset)
+        for name, committed in offsets.items()
+    ]
 
 
 def places(partitions: Collection[TopicPartition]) -> list[Place]:

@@ -8,7 +8,7 @@ from aioshard.kafka.options import partition_share
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["admin_options", "consumer_options", "is_incremental", "quiet_log", "share_of_buffer"]
+__all__ = ["consumer_options", "is_incremental", "quiet_log", "share_of_buffer"]
 
 _ASSIGNORS = {"sticky": "cooperative-sticky", "range": "range", "roundrobin": "roundrobin"}
 """What the settings call an assignor, and what the client calls it."""
@@ -35,8 +35,8 @@ def share_of_buffer(partitions: int, max_bytes: int) -> int:
     return partition_share(partitions, max_bytes // 2)
 
 
-def admin_options(settings: "Settings") -> dict[str, Any]:
-    """What every client is told: where the brokers are, and who we are."""
+def _connection_options(settings: "Settings") -> dict[str, Any]:
+    """Where the brokers are, and who we are."""
     options: dict[str, Any] = {
         "bootstrap.servers": settings.require_bootstrap_servers(),
         "client.id": settings.client_id or "aioshard",
@@ -63,7 +63,7 @@ def admin_options(settings: "Settings") -> dict[str, Any]:
 def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
     """Everything that the consumer is told; which of it a user may set, the settings have checked."""
     quarter = max(settings.max_buffered_bytes // 8, _LEAST_FETCH)
-    options = admin_options(settings) | {
+    options = _connection_options(settings) | {
         "group.id": group_id,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,

@@ -16,7 +16,7 @@ from aioshard.errors import (
 )
 from aioshard.records import TopicPartition
 
-__all__ = ["commit_error", "error_of", "fetch_error", "group_error", "may_pass", "reason", "request_error"]
+__all__ = ["commit_error", "error_of", "fetch_error", "group_error", "may_pass", "reason"]
 
 _MOVED_ON = frozenset(
     {
@@ -84,17 +84,6 @@ def group_error(error: KafkaError, group_id: str, instance: str | None) -> Trans
     return _denied(error, group_id) or ClientLostError(
         f"the Kafka client gave up on group {group_id!r} ({reason(error)}); a new client is needed"
     )
-
-
-def request_error(raised: BaseException, what: str, group_id: str) -> TransportError:
-    """A failed question to the brokers: *what* was asked for, as in "the committed offsets of orders/0"."""
-    error = error_of(raised)
-    denied = _denied(error, group_id) if error is not None else None
-    if denied is not None:
-        return denied
-    failed = TransportError(f"the brokers did not tell {what}: {reason(raised)}")
-    failed.retriable = may_pass(error)
-    return failed
 
 
 def commit_error(error: KafkaError | None, partitions: Collection[TopicPartition], group_id: str) -> TransportError:

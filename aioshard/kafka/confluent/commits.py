@@ -1,0 +1,116 @@
+"""Commits of one member: sent between two reads, answered in a read; inside of a callback sent and answered at once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+
+from aioshard.errors import CommitError, CommitRefusedError
+from aioshard.kafka.confluent.member import Member
+from aioshard.kafka.confluent.translate import commit_error, error_of
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+
+__all__ = ["Commits"]
+
+Offsets = Mapping[TopicPartition, Committed]
+
+
+class _Sent:
+    """A commit that was sent and not answered."""
+
+    __slots__ = ("answer", "offsets")
+
+    def __init__(self, offsets: Offsets) -> None:
+        self.offsets = offsets
+        self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Commits:
+    """Sends commits, one at a time, and knows what became of each.
+
+    The client may keep a commit for as long as it looks for the group's coordinator, so nobody waits inside of the
+    call: reading goes on. What is unanswered when partitions are taken away is sent once more inside of the callback,
+    while they are still ours; its answer comes after that of the first.
+
+    Invariants:
+        * Nothing is sent before what was sent before it is answered.
+        * When a callback has returned, everything that was sent before it is answered, or has failed for good.
+    """
+
+    def __init__(self, group_id: str) -> None:
+        self._group_id = group_id
+        self._unanswered: deque[_Sent] = deque()
+
+    async def send(self, member: Member, offsets: Offsets) -> "asyncio.Future[None]":
+        """Hand a commit to the client; the future says what became of it.
+
+        Raises:
+            CommitError: The one before is not answered, or the client did not take it.
+        """
+        if self._unanswered:
+            raise CommitError(
+                f"a commit of group {self._group_id!r} was not sent and stays due: the one before it is not answered"
+            )
+        sent = _Sent(offsets)
+        self._unanswered.append(sent)
+        try:
+            await member.send_commit(offsets)
+        except KafkaException as error:
+            self._unanswered.remove(sent)
+            raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
+        return sent.answer
+
+    async def send_at_once(self, member: Member, offsets: Offsets) -> None:
+        """Inside of a callback: send a commit and wait for the answer.
+
+        Raises:
+            CommitRefusedError: The group has moved on.
+            CommitError: It was not acknowledged.
+        """
+        try:
+            answered = await member.commit_once(offsets)
+        except KafkaException as error:
+            raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
+        refused = next((place.error for place in answered if place.error is not None), None)
+        if refused is not None:
+            raise commit_error(refused, offsets.keys(), self._group_id)
+
+    async def settle(self, member: Member) -> None:
+        """Inside of a callback: find out what became of what is not answered, by sending it once more."""
+        for sent in list(self._unanswered):
+            if sent.answer.done() and not sent.answer.cancelled():
+                continue
+            try:
+                await self.send_at_once(member, sent.offsets)
+            except CommitError as error:
+                _resolve(sent, error)
+            else:
+                _resolve(sent, None)
+
+    def lose(self) -> None:
+        """Membership is gone: what is not answered counts for nothing."""
+        for sent in self._unanswered:
+            _resolve(
+                sent, CommitRefusedError(f"a commit of group {self._group_id!r} was not answered before it dropped us")
+            )
+
+    async def hear(self, error: KafkaError | None, places: Sequence[Any]) -> None:
+        """The client's answer to the oldest commit that was sent; called inside of a read."""
+        if not self._unanswered:
+            return
+        sent = self._unanswered.popleft()
+        refused = error or next((place.error for place in places if place.error is not None), None)
+        _resolve(sent, None if refused is None else commit_error(refused, sent.offsets.keys(), self._group_id))
+
+
+def _resolve(sent: _Sent, error: Exception | None) -> None:
+    if sent.answer.done():
+        return
+    if error is None:
+        sent.answer.set_result(None)
+    else:
+        sent.answer.set_exception(error)
+        sent.answer.exception()  # who waits gets it; that nobody does is no error
