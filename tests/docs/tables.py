@@ -4,12 +4,14 @@
 """
 
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import click
+from click.testing import CliRunner
 
 from aioshard.cli import main as entry
 from aioshard.settings import SettingDescription, Settings
@@ -138,7 +140,20 @@ _SHOWN = """\
       show_source: true"""
 
 
+def assignors() -> str:
+    """One group under each assignor that knows no backlog, as the command shows it."""
+    topics = [f"--topic=T{number}={count}" for number, count in enumerate((2, 1, 2, 1, 2), start=1)]
+    members = [f"--member={name}" for name in ("C1", "C2=T1,T3,T5", "C3=T1,T3,T5", "C4")]
+    arguments = ["group", "simulate", *topics, *members]
+    shown = [f"```console\n$ aioshard {shlex.join(arguments)} --assignor fair\n```"]
+    for name in ("range", "roundrobin", "fair", "sticky"):
+        ran = CliRunner().invoke(entry.cli, [*arguments, "--assignor", name], catch_exceptions=False)
+        shown.append(f"### {name}\n\n```text\n{ran.output.strip()}\n```")
+    return "\n\n".join(shown)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
+    "assignors": assignors,
     "settings": settings,
     "metrics": metrics,
     "commands": commands,
