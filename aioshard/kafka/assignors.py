@@ -1,6 +1,7 @@
 """The assignors as aiokafka calls them: one object for each consumer, with what that consumer tells the group."""
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, Cons
 from aiokafka.protocol.struct import Struct
 from aiokafka.protocol.types import Array, Int16, Int32, Int64, Schema, String
 
-from aioshard.core.assignment import ASSIGNORS, Member
+from aioshard.core.assignment import ASSIGNORS, Member, Partitions
+from aioshard.core.assignment.delay import DelayedReassignment
 from aioshard.core.assignment.members import NO_GENERATION
 from aioshard.records import TopicPartition
 
@@ -57,9 +59,12 @@ class ConsumerAssignor:
         b''
     """
 
-    def __init__(self, name: str) -> None:
-        """Take the name as the setting `assignor` has it."""
+    def __init__(self, name: str, delay: float = 0) -> None:
+        """Take the name as the setting `assignor` has it, and *delay* in seconds as `reassignment_delay`."""
         self.name = name
+        self._delayed = DelayedReassignment(delay)
+        self._leads = False
+        """Whether this consumer has worked out the latest assignment."""
         self.owned: Sequence[TopicPartition] = ()
         """What the consumer has, or had last."""
         self.generation = NO_GENERATION
@@ -71,6 +76,7 @@ class ConsumerAssignor:
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """What the consumer tells when it joins."""
+        self._leads = False
         return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,11 +88,30 @@ class ConsumerAssignor:
         if unknown:
             logger.warning("nobody gets partitions of %s: the brokers tell of none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
-        found = ASSIGNORS[self.name](told, partitions)
+        self._leads = True
+        found = ASSIGNORS[self.name](told, self._without_withheld(told, partitions))
         return {name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(got), b"") for name, got in found.items()}
+
+    def _without_withheld(self, told: Mapping[str, Member], partitions: Partitions) -> Partitions:
+        now = time.monotonic()
+        withheld = self._delayed.withheld(told, partitions, now)
+        if not withheld or self._delayed.until is None:
+            return partitions
+        logger.warning(
+            "%d partitions of a member that is gone wait %.3g s for another in its place, and nobody reads them: %s",
+            len(withheld),
+            self._delayed.until - now,
+            ", ".join(map(str, sorted(withheld))),
+        )
+        return {
+            topic: [number for number in numbers if TopicPartition(topic, number) not in withheld]
+            for topic, numbers in partitions.items()
+        }
 
     def on_assignment(self, assignment: Any) -> None:
         """Remember what the consumer got."""
+        if not self._leads:
+            self._delayed.forget()
         self.owned = tuple(TopicPartition(one.topic, one.partition) for one in assignment.partitions())
 
     # What the transport calls -----------------------------------------------------------
@@ -94,6 +119,12 @@ class ConsumerAssignor:
     def on_generation_assignment(self, generation: int) -> None:
         """Remember the generation of the latest assignment."""
         self.generation = generation
+
+    @property
+    def joins_again_in(self) -> float | None:
+        """Seconds until the consumer is to join again, to give out what it withholds as the leader; else None."""
+        until = self._delayed.until
+        return None if until is None else max(until - time.monotonic(), 0.0)
 
     def on_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
         """Remember how many records are left of what the consumer has."""

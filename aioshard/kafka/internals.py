@@ -29,6 +29,7 @@ from aioshard.records import TopicPartition
 __all__ = ["FetchError", "FetchResult", "Internals", "Rebalances"]
 
 _HURRIED_WAIT_MS = 10
+_TICK = 0.05
 
 
 class Internals:
@@ -40,6 +41,7 @@ class Internals:
         self.consumer: Any = consumer
         self.client: Any = consumer._client
         self.subscription: Any = consumer._subscription
+        self._joining_again: asyncio.TimerHandle | None = None
         refuse_useless_connections(self.client)
 
     # What there is --------------------------------------------------------------------
@@ -119,6 +121,17 @@ class Internals:
             told = getattr(assignor, "on_generation_assignment", None)
             if told is not None:
                 told(generation)
+            self._join_again_in(getattr(assignor, "joins_again_in", None))
+
+    def _join_again_in(self, seconds: float | None) -> None:
+        if self._joining_again is not None:
+            self._joining_again.cancel()
+            self._joining_again = None
+        if seconds is not None:
+            # A little later: the loop's clock may be ahead of the assignor's by a tick.
+            self._joining_again = asyncio.get_running_loop().call_later(
+                seconds + _TICK, self.coordinator.request_rejoin
+            )
 
     def tell_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
         """Tell the assignor how many records are left of each partition, for when we join again."""
@@ -260,6 +273,7 @@ class Internals:
 
     async def tear_down(self) -> None:
         """End every task and connection, whatever state they are in; takes at most 2 s."""
+        self._join_again_in(None)
         self.consumer._closed = True
         tasks: set[asyncio.Task[Any] | None] = set()
         if self.fetcher is not None:

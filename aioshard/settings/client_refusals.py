@@ -69,6 +69,11 @@ def client_contradictions(values: Mapping[str, Any], given: Collection[str]) -> 
             f"remote_assignor={values['remote_assignor']!r} is for group_protocol='consumer', where the broker assigns"
             "; under 'classic' a member does: use assignor"
         )
+    if values["reassignment_delay"] and (confluent or values["assignor"] not in {"sticky", "lag"}):
+        yield (
+            f"reassignment_delay={values['reassignment_delay']:g} s has no effect here: only 'sticky' and 'lag' of "
+            "client='aiokafka' know who had what; set assignor='sticky', or leave it out"
+        )
     if not confluent:
         return
     if values["assignor"] in {"fair", "lag"} and values["group_protocol"] == "classic":

@@ -123,6 +123,9 @@ class Settings(BaseSettings):
     assignor: Literal["range", "roundrobin", "sticky", "fair", "lag"] = "sticky"
     """How partitions are spread over the members; all members of a group need the same. With
     `client="confluent"`, `sticky` is the client's `cooperative-sticky`."""
+    reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), _SECONDS] = 0.0
+    """How long the partitions of a member that left or died wait for one that comes in its place; nobody reads
+    them until then. 0 gives them to the others at once. For the assignors `sticky` and `lag` of aiokafka."""
     remote_assignor: Literal["uniform", "range"] | None = None
     """How the broker spreads partitions under `group_protocol="consumer"`; None is the broker's own choice."""
     client_options: Annotated[dict[str, Any], NoDecode] = Field(default_factory=dict)

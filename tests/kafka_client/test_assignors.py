@@ -182,3 +182,59 @@ def committing(member: Member, offset: int) -> Callable[[Collection[TopicPartiti
         await member.transport.commit({at: Committed(offset, "") for at in partitions}, member.transport.membership())
 
     return commit
+
+
+async def three_with_a_delay(member: Join, topic: str, delay: float) -> list[Member]:
+    """Three that have two partitions each, when the last one has just left."""
+    members = [member(assignor="sticky", reassignment_delay=delay) for _ in range(3)]
+    for one in members:
+        await one.transport.start([topic], None, one)
+    await settle(*members, partitions=6)
+    assert [len(held(one)) for one in members] == [2, 2, 2]
+    return members
+
+
+async def test_what_a_member_had_waits_for_the_one_in_its_place(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic, partitions=6)
+    one, two, three = await three_with_a_delay(member, topic, 60)
+    before = [held(m) for m in (one, two, three)]
+
+    await three.transport.close()
+    await settle(one, two, partitions=4)
+    while_waiting = [held(m) for m in (one, two)]
+    new = member(assignor="sticky", reassignment_delay=60)
+    await new.transport.start([topic], None, new)
+    await settle(one, two, new, partitions=6)
+
+    assert while_waiting == before[:2], "nobody gets them yet"
+    assert [held(m) for m in (one, two, new)] == before
+
+
+async def test_what_nobody_comes_for_is_given_to_the_others(
+    kafka: SharedKafka, topic: str, member: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    await kafka.create_topic(topic, partitions=6)
+    one, two, three = await three_with_a_delay(member, topic, 2)
+    before = [held(m) for m in (one, two)]
+
+    left_at = asyncio.get_running_loop().time()
+    await three.transport.close()
+    await settle(one, two, partitions=6)
+
+    assert asyncio.get_running_loop().time() - left_at >= 2
+    assert [len(held(m)) for m in (one, two)] == [3, 3]
+    assert all(had < held(m) for had, m in zip(before, (one, two), strict=True))
+    assert "2 partitions of a member that is gone wait 2 s for another in its place" in caplog.text
+
+
+async def test_the_leader_may_be_the_one_that_leaves(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic, partitions=6)
+    one, two, three = await three_with_a_delay(member, topic, 2)
+    before = [held(m) for m in (two, three)]
+
+    await one.transport.close()
+    await settle(two, three, partitions=4)
+    assert [held(m) for m in (two, three)] == before
+    await settle(two, three, partitions=6)
+
+    assert [len(held(m)) for m in (two, three)] == [3, 3]

@@ -109,7 +109,14 @@ INHERITED = {
 """What our subclasses of theirs use of themselves."""
 
 OTHERS = {
-    "coordinator": {"coordinator_id", "ensure_coordinator_known", "generation", "member_id", "check_errors"},
+    "coordinator": {
+        "check_errors",
+        "coordinator_id",
+        "ensure_coordinator_known",
+        "generation",
+        "member_id",
+        "request_rejoin",
+    },
     "fetcher": {"beginning_offsets", "end_offsets", "get_offsets_by_times"},
     "client": {"cluster", "coordinator_lookup", "force_metadata_update", "get_random_node", "send", "set_topics"},
     "part": {"next_fetch_offset"},
