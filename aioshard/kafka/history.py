@@ -192,10 +192,7 @@ class HistoryBrokers(Administration):
         """
 
         async def ask() -> GroupDescription:
-            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-            answer = await self._client.send(node, _DescribeGroups(group_id))
-            (group,) = answer.to_object()["groups"]
-            _raise_for(group["error_code"])
+            group = await self._described(group_id)
             members = [
                 GroupMember(one["member_id"], one["client_id"], one["client_host"], one.get("group_instance_id"))
                 for one in group["members"]
@@ -203,6 +200,15 @@ class HistoryBrokers(Administration):
             return GroupDescription(group["state"], tuple(sorted(members)))
 
         return await self._patiently(ask, f"describe group {group_id!r}", group_id)
+
+    async def _described(self, group_id: str) -> dict[str, Any]:
+        """A group of the classic protocol, as its coordinator describes it; asked once."""
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        answer = await self._client.send(node, _DescribeGroups(group_id))
+        (group,) = answer.to_object()["groups"]
+        _raise_for(group["error_code"])
+        found: dict[str, Any] = group
+        return found
 
     async def commit_without_member(self, group_id: str, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit for a group that nobody is a member of: one request, once.

@@ -1,0 +1,156 @@
+"""Requests about consumer groups in versions that aiokafka does not have: newer groups described, a member removed."""
+
+import uuid
+from io import BytesIO
+from typing import Any, ClassVar
+
+from aiokafka.protocol.abstract import AbstractType
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Schema,
+    String,
+    TaggedFields,
+)
+
+__all__ = ["DescribeConsumerGroup", "RemoveStaticMember"]
+
+
+class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
+    """Sixteen bytes."""
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> uuid.UUID:
+        """Read one."""
+        return uuid.UUID(bytes=data.read(16))
+
+
+# ConsumerGroupDescribe, the only way to see a group of KIP-848 ---------------------------
+
+_PARTITIONS = Schema(
+    (
+        "topic_partitions",
+        CompactArray(
+            ("topic_id", _Uuid),
+            ("topic_name", CompactString("utf-8")),
+            ("partitions", CompactArray(Int32)),
+            ("tags", TaggedFields),
+        ),
+    ),
+    ("tags", TaggedFields),
+)
+
+
+class _DescribeConsumerGroupResponse(Response):  # type: ignore[misc]
+    API_KEY = 69
+    API_VERSION = 0
+    SCHEMA: ClassVar[Schema] = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "groups",
+            CompactArray(
+                ("error_code", Int16),
+                ("error_message", CompactString("utf-8")),
+                ("group_id", CompactString("utf-8")),
+                ("group_state", CompactString("utf-8")),
+                ("group_epoch", Int32),
+                ("assignment_epoch", Int32),
+                ("assignor_name", CompactString("utf-8")),
+                (
+                    "members",
+                    CompactArray(
+                        ("member_id", CompactString("utf-8")),
+                        ("instance_id", CompactString("utf-8")),
+                        ("rack_id", CompactString("utf-8")),
+                        ("member_epoch", Int32),
+                        ("client_id", CompactString("utf-8")),
+                        ("client_host", CompactString("utf-8")),
+                        ("subscribed_topic_names", CompactArray(CompactString("utf-8"))),
+                        ("subscribed_topic_regex", CompactString("utf-8")),
+                        ("assignment", _PARTITIONS),
+                        ("target_assignment", _PARTITIONS),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class _DescribeConsumerGroupStruct(RequestStruct):  # type: ignore[misc]
+    API_KEY = 69
+    API_VERSION = 0
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _DescribeConsumerGroupResponse
+    SCHEMA: ClassVar[Schema] = Schema(
+        ("group_ids", CompactArray(CompactString("utf-8"))),
+        ("include_authorized_operations", Boolean),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeConsumerGroup(Request[_DescribeConsumerGroupStruct]):  # type: ignore[misc]
+    """Asks for one group of the newer protocol. `IncompatibleBrokerVersion` before Kafka 3.7."""
+
+    API_KEY = 69
+
+    def __init__(self, group_id: str) -> None:
+        """Make the question."""
+        self._group_id = group_id
+
+    def build(self, request_struct_class: Any) -> Any:
+        """The request in the version that the broker takes."""
+        return request_struct_class([self._group_id], False, {})  # noqa: FBT003 - the protocol's order
+
+
+# LeaveGroup for somebody else ------------------------------------------------------------
+
+
+class _LeaveGroupResponse(Response):  # type: ignore[misc]
+    API_KEY = 13
+    API_VERSION = 3
+    SCHEMA: ClassVar[Schema] = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        (
+            "members",
+            Array(
+                ("member_id", String("utf-8")),
+                ("group_instance_id", String("utf-8")),
+                ("error_code", Int16),
+            ),
+        ),
+    )
+
+
+class _LeaveGroupStruct(RequestStruct):  # type: ignore[misc]
+    API_KEY = 13
+    API_VERSION = 3
+    RESPONSE_TYPE = _LeaveGroupResponse
+    SCHEMA: ClassVar[Schema] = Schema(
+        ("group", String("utf-8")),
+        ("members", Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8")))),
+    )
+
+
+class RemoveStaticMember(Request[_LeaveGroupStruct]):  # type: ignore[misc]
+    """Removes a static member from its group, whoever asks. Needs Kafka 2.4."""
+
+    API_KEY = 13
+
+    def __init__(self, group_id: str, instance_id: str) -> None:
+        """Make the order."""
+        self._group_id = group_id
+        self._instance_id = instance_id
+
+    def build(self, request_struct_class: Any) -> Any:
+        """The request in the version that the broker takes."""
+        return request_struct_class(self._group_id, [("", self._instance_id)])

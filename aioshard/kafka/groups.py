@@ -1,0 +1,216 @@
+"""A consumer group as commands see it: who coordinates it, who is in it, what it has committed; and orders about it."""
+
+import functools
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from aiokafka import errors as kafka
+from aiokafka.client import CoordinationType
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+from aiokafka.protocol.commit import OffsetFetchRequest
+
+from aioshard.errors import StateError, TransportError
+from aioshard.kafka.group_protocol import DescribeConsumerGroup, RemoveStaticMember
+from aioshard.kafka.history import GroupMember, HistoryBrokers
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+
+__all__ = ["Coordinator", "Group", "GroupBrokers", "MemberOfGroup", "offsets_partition"]
+
+_UNKNOWN_MEMBER = 25
+_OFFSETS_TOPIC = "__consumer_offsets"
+_NO_SUCH_GROUP, _NOT_SERVED = 69, 35
+"""Answers where a group is of the other protocol, and where the brokers do not have the newer one switched on."""
+
+
+class Coordinator(NamedTuple):
+    """The broker that coordinates a group."""
+
+    broker: int
+    host: str
+    port: int
+    offsets_partition: int | None
+    """The partition of the brokers' own topic in which the group's offsets are, whose leader it is. None where this
+    user may not see that topic."""
+
+
+class MemberOfGroup(NamedTuple):
+    """A member, and what it has."""
+
+    member: GroupMember
+    partitions: tuple[TopicPartition, ...]
+
+
+class Group(NamedTuple):
+    """What the brokers say of a group."""
+
+    state: str
+    """As the brokers call it, in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
+    protocol: str
+    """`classic`, or `consumer` (KIP-848)."""
+    assignor: str
+    """Empty where there is none."""
+    members: tuple[MemberOfGroup, ...]
+
+    @property
+    def owners(self) -> dict[TopicPartition, GroupMember]:
+        """Who has which partition."""
+        return {one: found.member for found in self.members for one in found.partitions}
+
+
+class GroupBrokers(HistoryBrokers):
+    """A connection for looking at a group from outside, and for orders about it. Owned by one event loop.
+
+    Example:
+        ```python
+        async with GroupBrokers(settings) as brokers:
+            group = await brokers.group("billing")
+        ```
+    """
+
+    async def coordinator(self, group_id: str) -> Coordinator:
+        """The broker that coordinates a group, whether or not there is such a group.
+
+        Raises:
+            AuthorizationError: We may not see the group.
+            TransportError: It was not told.
+        """
+
+        async def ask() -> tuple[int, str, int]:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            broker = self._client.cluster.broker_metadata(node)
+            return node, broker.host, broker.port
+
+        found = await self._patiently(ask, f"tell which of them coordinates group {group_id!r}", group_id)
+        try:
+            number = offsets_partition(group_id, len(await self._leaders(_OFFSETS_TOPIC)))
+        except TransportError:
+            number = None
+        return Coordinator(*found, number)
+
+    async def group(self, group_id: str) -> Group:
+        """What the brokers say of a group now, of either protocol; one that there is not is "dead".
+
+        Raises:
+            AuthorizationError: We may not see the group.
+            TransportError: It was not told.
+        """
+        newer = await self._patiently(
+            functools.partial(self._newer_group, group_id), f"describe group {group_id!r}", group_id
+        )
+        if newer is not None:
+            return newer
+        what = f"describe group {group_id!r}"
+        return await self._patiently(functools.partial(self._classic_group, group_id), what, group_id)
+
+    async def _newer_group(self, group_id: str) -> Group | None:
+        """A group of KIP-848; None where it is none, or the brokers know no such groups."""
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        try:
+            answer = await self._client.send(node, DescribeConsumerGroup(group_id))
+        except (kafka.IncompatibleBrokerVersion, NotImplementedError):
+            return None
+        (group,) = answer.to_object()["groups"]
+        if group["error_code"] in (_NO_SUCH_GROUP, _NOT_SERVED):
+            return None
+        _raise_for(group["error_code"])
+        members = []
+        for one in group["members"]:
+            partitions = sorted(
+                TopicPartition(topic["topic_name"], number)
+                for topic in one["assignment"]["topic_partitions"]
+                for number in topic["partitions"]
+            )
+            member = GroupMember(one["member_id"], one["client_id"], one["client_host"], one["instance_id"])
+            members.append(MemberOfGroup(member, tuple(partitions)))
+        return Group(group["group_state"].lower(), "consumer", group["assignor_name"] or "", tuple(sorted(members)))
+
+    async def _classic_group(self, group_id: str) -> Group:
+        found = await self._described(group_id)
+        members = [
+            MemberOfGroup(
+                GroupMember(one["member_id"], one["client_id"], one["client_host"], one.get("group_instance_id")),
+                _assigned(one["member_assignment"]),
+            )
+            for one in found["members"]
+        ]
+        return Group(found["state"].lower(), "classic", found["protocol"] or "", tuple(sorted(members)))
+
+    async def all_commits(self, group_id: str) -> dict[TopicPartition, Committed]:
+        """Everything that a group has committed.
+
+        Raises:
+            AuthorizationError: We may not read with the group.
+            TransportError: It was not told.
+        """
+
+        async def ask() -> dict[TopicPartition, Committed]:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            answer = await self._client.send(node, OffsetFetchRequest(group_id, None))
+            _raise_for(getattr(answer, "error_code", 0))
+            found = {}
+            for topic, stored in answer.topics:
+                for partition, offset, metadata, code in stored:
+                    _raise_for(code)
+                    if offset >= 0:
+                        found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+            return found
+
+        return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
+
+    async def remove_static_member(self, group_id: str, instance_id: str) -> None:
+        """Have a static member leave its group for good: its partitions go to the others at once.
+
+        Raises:
+            StateError: The group has no such member.
+            AuthorizationError: We may not read with the group.
+            TransportError: It was not done.
+        """
+
+        async def ask() -> int:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            answer = await self._client.send(node, RemoveStaticMember(group_id, instance_id))
+            _raise_for(answer.error_code)
+            ((_, _, code),) = answer.members
+            if code != _UNKNOWN_MEMBER:
+                _raise_for(code)
+            return int(code)
+
+        what = f"remove {instance_id!r} from group {group_id!r}"
+        if await self._patiently(ask, what, group_id) == _UNKNOWN_MEMBER:
+            raise StateError(
+                f"group {group_id!r} has no static member {instance_id!r}: aioshard group show {group_id} names those "
+                "that it has"
+            )
+
+
+def offsets_partition(group_id: str, partitions: int) -> int:
+    """In which of so many partitions of the brokers' own topic a group's offsets are; its leader coordinates the group.
+
+    Example:
+        >>> offsets_partition("hello", 50)
+        22
+    """
+    units = group_id.encode("utf-16-be")
+    code = 0
+    for place in range(0, len(units), 2):
+        code = (31 * code + int.from_bytes(units[place : place + 2])) & 0xFFFFFFFF
+    if code >= 1 << 31:
+        code = (1 << 32) - code  # Java's Math.abs; the least number has none, and counts as 0
+    return 0 if code == 1 << 31 else code % partitions
+
+
+def _assigned(content: bytes | None) -> tuple[TopicPartition, ...]:
+    """What a classic member has; nothing where it is no consumer, or the group rebalances."""
+    if not content:
+        return ()
+    try:
+        found = ConsumerProtocolMemberAssignment.decode(BytesIO(content))
+        return tuple(sorted(TopicPartition(topic, number) for topic, numbers in found.assignment for number in numbers))
+    except (ValueError, TypeError, UnicodeDecodeError):
+        return ()
+
+
+def _raise_for(code: int) -> None:
+    if code:
+        raise kafka.for_code(code)
