@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from aioshard.errors import CommitRefusedError
+from aioshard.errors import CommitRefusedError, TransportError
 from aioshard.ports import NOT_A_MEMBER, NOTHING, Allowance, Committed
 from aioshard.records import TopicPartition
 from tests.kafka_client.members import PATIENCE, Member
@@ -162,3 +162,25 @@ async def test_closing_while_the_engine_drains_waits_for_its_commit(
     (moved,) = one.revocations[0].partitions
     assert await two.transport.committed([moved]) == {moved: Committed(7, "")}
     await until(lambda: len(held(two)) == 2, two)
+
+
+async def test_two_members_with_one_instance_id_are_told_so(kafka: SharedKafka, topic: str, member: Join) -> None:
+    await kafka.create_topic(topic, 2)
+    first, second = member(group_instance_id="one"), member(group_instance_id="one")
+    await first.join(topic)
+
+    await second.transport.start([topic], None, second)
+
+    async def read(one: Member) -> None:
+        while True:
+            await one.poll()
+
+    reading = [asyncio.create_task(read(one), name="reads") for one in (first, second)]
+    (ended, *_), others = await asyncio.wait(reading, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+    with pytest.raises(TransportError, match="group_instance_id='one'") as refused:
+        ended.result()
+    assert not refused.value.retriable

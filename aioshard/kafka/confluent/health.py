@@ -16,7 +16,9 @@ __all__ = ["Health"]
 
 logger = logging.getLogger("aioshard.kafka.confluent.client")
 
-_DENIED = frozenset({KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED})
+_FINAL = frozenset(
+    {KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._FATAL}  # noqa: SLF001
+)
 _TOLD_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF})  # noqa: SLF001 - its names
 
 
@@ -51,14 +53,14 @@ class Health:
     def note(self, message: Any) -> None:
         """An error among the records, of no partition of ours."""
         error: KafkaError = message.error()
-        if error.fatal() or error.code() in _DENIED:
+        if error.fatal() or error.code() in _FINAL:
             self.fail(self._of_group(error))
         elif error.code() not in _TOLD_ELSEWHERE:
             logger.warning("the Kafka client reports: %s", reason(error))
 
     async def hear(self, error: KafkaError) -> None:
         """An error of the client as a whole; the client waits for this."""
-        if error.fatal():
+        if error.fatal() or error.code() in _FINAL:
             self.fail(self._of_group(error))
 
     def _of_group(self, error: KafkaError) -> TransportError:
