@@ -13,6 +13,9 @@ from aioshard.spark.runs.plan import CommittedThen
 LEASED = "aioshard/1 lease=7f3a@1767225600 done=r:4:Ich4:AQICAw"
 """5, 6 and 9 to 11 are finished."""
 
+PARALLEL_CONSUMER = "bgABAAIAAgAD"
+"""The same by another program."""
+
 
 def test_a_hand_over_ends_a_lease_that_was_there_when_the_plan_was_made() -> None:
     done = after(CommittedThen("orders", 0, 4, LEASED), 10)
@@ -24,10 +27,13 @@ def test_a_hand_over_ends_a_lease_that_was_there_when_the_plan_was_made() -> Non
 @pytest.mark.parametrize(("end", "left"), [(11, ((11, 12),)), (12, ()), (13, ())])
 def test_what_was_finished_before_the_end_is_not_noted_again(end: int, left: tuple[tuple[int, int], ...]) -> None:
     assert noted(after(CommittedThen("orders", 0, 4, LEASED), end)).finished == left
+    assert after(CommittedThen("orders", 0, 4, PARALLEL_CONSUMER), end) == after(
+        CommittedThen("orders", 0, 4, LEASED), end
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["worker-7", "aioshard/2 more=1", "aioshard/1 lease=x", "aioshard/1 done=q:4:AAAA:AQI"]
+    "text", ["worker-7", "aioshard/2 more=1", "aioshard/1 lease=x", "aioshard/1 done=q:4:AAAA:AQI", PARALLEL_CONSUMER]
 )
 def test_a_lease_hides_nothing_that_it_cannot_read(text: str) -> None:
     assert leased(Committed(4, text), Lease("7f3a", 1_767_225_600)) is None

@@ -39,9 +39,12 @@ def after(then: CommittedThen, end: int) -> Committed:
 
 
 def leased(now: Committed, lease: Lease | None) -> Committed | None:
-    """The same commit with another lease, or None where that must not be: another program's text would be hidden."""
+    """The same commit with another lease, or None where that must not be: another program's text would be hidden.
+
+    Parallel Consumer's is one, although it is read: a lease ends, and then who wrote it may go on.
+    """
     before = noted(now)
-    if before.foreign is not None or before.ignored:
+    if before.foreign is not None or before.ignored or (now.metadata and not now.metadata.startswith("aioshard/")):
         return None
     return now._replace(metadata=dataclasses.replace(before, lease=lease).text(now.offset))
 
