@@ -7,6 +7,10 @@ from aioshard.cli.groups import LazyCommand, LazyGroup
 __all__ = ["COMMANDS", "command"]
 
 COMMANDS = {
+    "show": LazyCommand("aioshard.cli.group_show", "Show a group's members and what it has committed.", "show"),
+    "lag": LazyCommand("aioshard.cli.group_show", "Show how far a group is behind.", "lag"),
+    "reset": LazyCommand("aioshard.cli.group_change", "Have a group without members go on elsewhere.", "reset"),
+    "leave": LazyCommand("aioshard.cli.group_change", "Have a static member leave for good.", "leave"),
     "simulate": LazyCommand("aioshard.cli.group_simulate", "Work out who would get which partitions.", "simulation"),
 }
 """Module and summary of each command; the module is imported when it is used."""
@@ -14,4 +18,4 @@ COMMANDS = {
 
 @click.command(cls=LazyGroup, lazy=COMMANDS)
 def command() -> None:
-    """Look at a consumer group, and work out who would get what."""
+    """Look at a consumer group, change it, and work out who would get what."""

@@ -1,0 +1,79 @@
+"""What the commands about a group have in common: the group and its offsets, looked at once."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import click
+
+from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.kafka.groups import Group, GroupBrokers
+from aioshard.kafka.history import GroupMember, LogBounds
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+
+__all__ = ["Look", "Place", "bounds_of", "group_argument", "look"]
+
+group_argument = click.argument("group", metavar="GROUP")
+
+
+class Place(NamedTuple):
+    """Where a group is on a partition."""
+
+    committed: Committed | None
+    bounds: LogBounds | None
+    """None where there is no such partition any more."""
+    member: GroupMember | None
+    """Who has it now."""
+
+    @property
+    def noted(self) -> CommitMetadata:
+        """What is noted with the offset."""
+        return CommitMetadata() if self.committed is None else CommitMetadata.read(self.committed.metadata, self.offset)
+
+    @property
+    def offset(self) -> int:
+        """The committed offset; -1 without one."""
+        return -1 if self.committed is None else self.committed.offset
+
+    @property
+    def finished(self) -> int:
+        """How many offsets beyond the committed one are noted as finished."""
+        return sum(run.end - run.start for run in self.noted.finished)
+
+    @property
+    def lag(self) -> int | None:
+        """How many offsets are not committed; None where nothing is, or the partition is gone."""
+        if self.bounds is None or self.committed is None:
+            return None
+        return max(self.bounds.stable - max(self.offset, self.bounds.start), 0)
+
+
+class Look(NamedTuple):
+    """A group at one moment."""
+
+    group: Group
+    places: Mapping[TopicPartition, Place]
+    """By partition, in order: all that it has committed or one of its members has."""
+
+
+async def look(brokers: GroupBrokers, group_id: str) -> Look:
+    """Look at a group now.
+
+    Raises:
+        TransportError: The brokers did not tell.
+    """
+    group, commits = await asyncio.gather(brokers.group(group_id), brokers.all_commits(group_id))
+    owners = group.owners
+    names = sorted({*commits, *owners})
+    bounds = await bounds_of(brokers, names)
+    places = {one: Place(commits.get(one), bounds.get(one), owners.get(one)) for one in names}
+    return Look(group, places)
+
+
+async def bounds_of(brokers: GroupBrokers, names: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
+    """The bounds of those partitions that there are: a group may have commits of topics that were deleted."""
+    there = await brokers.topics()
+    known = {topic: await brokers.partitions(topic) for topic in {one.topic for one in names} & there}
+    asked = [one for one in names if one.partition in known.get(one.topic, ())]
+    return await brokers.bounds(asked) if asked else {}

@@ -1,0 +1,258 @@
+"""`aioshard group show`, `lag`, `reset` and `leave` on a real broker."""
+
+import asyncio
+import datetime as dt
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.core.commit_metadata import CommitMetadata, Lease
+from aioshard.core.finished_offsets import Run
+from aioshard.kafka.groups import GroupBrokers
+from aioshard.ports import Committed, Message
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.support.shared_kafka import SharedKafka
+
+Aioshard = Callable[..., Awaitable[Any]]
+Publish = Callable[..., Awaitable[list[tuple[int, int]]]]
+
+LONG_AGO = 1_600_000_000.0
+
+
+class Place:
+    """A topic of two partitions with ten and five records, one a second since `LONG_AGO`; a group; and the command."""
+
+    def __init__(self, kafka: SharedKafka, aioshard: Aioshard, brokers: GroupBrokers, topic: str, group: str) -> None:
+        self.kafka = kafka
+        self.brokers = brokers
+        self.topic = topic
+        self.group = group
+        self.one, self.two = TopicPartition(topic, 0), TopicPartition(topic, 1)
+        self._aioshard = aioshard
+
+    async def run(self, command: str, *options: str, code: int = 0) -> Any:
+        place = ("--bootstrap-servers", self.kafka.bootstrap)
+        ended = await self._aioshard("group", command, self.group, *options, *place)
+        assert ended.code == code, ended
+        return ended
+
+    async def json(self, command: str, *options: str) -> Any:
+        return json.loads((await self.run(command, "--json", *options)).output)
+
+    async def commit(self, one: TopicPartition, offset: int, **noted: Any) -> None:
+        text = CommitMetadata(**noted).text(offset)
+        await self.brokers.commit_without_member(self.group, {one: Committed(offset, text)})
+
+    async def committed(self) -> dict[int, Committed]:
+        return {one.partition: found for one, found in (await self.brokers.all_commits(self.group)).items()}
+
+    def app(self, **options: Any) -> App:
+        app = App(self.group, bootstrap_servers=self.kafka.bootstrap, auto_offset_reset="earliest", **options)
+
+        @app.consume(self.topic)
+        async def handle(record: Record) -> None: ...
+
+        return app
+
+
+@pytest.fixture
+async def place(
+    kafka: SharedKafka, aioshard: Aioshard, publish: Publish, topic: str, group: str
+) -> AsyncIterator[Place]:
+    await kafka.create_topic(topic, 2, {"retention.ms": "-1"})
+    await publish(*(Message(topic, b"", partition=0, timestamp=LONG_AGO + number) for number in range(10)))
+    await publish(*(Message(topic, b"", partition=1, timestamp=LONG_AGO + number) for number in range(5)))
+    async with GroupBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+        yield Place(kafka, aioshard, brokers, topic, group)
+
+
+# show
+
+
+async def test_a_group_without_members_is_shown_with_what_is_noted(place: Place) -> None:
+    until = round(time.time()) + 3600
+    await place.commit(place.one, 3, finished=(Run(5, 8),))
+    await place.commit(place.two, 1, lease=Lease("run7", until))
+
+    found = await place.json("show")
+
+    assert (found["state"], found["protocol"], found["members"]) == ("empty", "classic", [])
+    assert found["coordinator"]["port"] > 0
+    assert found["partitions"] == [
+        {
+            "topic": place.topic,
+            "partition": partition,
+            "committed": committed,
+            "log_start": 0,
+            "end": end,
+            "lag": end - committed,
+            "member": None,
+            "finished_beyond": finished,
+            "lease": lease,
+            "foreign": None,
+            "ignored": [],
+        }
+        for partition, committed, end, finished, lease in (
+            (0, 3, 10, [[5, 8]], None),
+            (1, 1, 5, [], {"plan": "run7", "until": until}),
+        )
+    ]
+    told = (await place.run("show")).output
+    assert "is empty, protocol classic" in told
+    assert "as the leader of __consumer_offsets/" in told
+    assert "It has no members." in told
+    assert "leased to run run7 until" in told
+
+
+async def test_members_are_shown_with_what_they_have(place: Place) -> None:
+    async with place.app(group_instance_id="left-hand", client_id="billing-1"):
+        (member,) = (await place.json("show"))["members"]
+        told = (await place.run("show")).output
+
+    assert (member["instance_id"], member["client_id"]) == ("left-hand", "billing-1")
+    assert member["partitions"] == [[place.topic, 0], [place.topic, 1]]
+    assert f"left-hand    billing-1  127.0.0.1  {place.topic}/0-1" in told
+
+
+async def test_a_group_that_there_is_not_is_no_error(place: Place) -> None:
+    assert (await place.json("show"))["state"] == "dead"
+    assert "It has committed nothing." in (await place.run("show")).output
+
+
+# lag
+
+
+async def test_the_lag_is_told_and_since_when_a_partition_stands_still(place: Place, aioshard: Aioshard) -> None:
+    await place.commit(place.one, 3, finished=(Run(5, 8),))
+    await place.commit(place.two, 5)
+
+    ended = await aioshard(
+        "lag", place.group, "--json", "--watch", "0.2", "--looks", "2", "--bootstrap-servers", place.kafka.bootstrap
+    )
+
+    first, second = map(json.loads, ended.output.splitlines())
+    assert first["lag"] == second["lag"] == 7
+    assert [one["stands_since"] for one in first["partitions"]] == [None, None]
+    assert [one["stands_since"] for one in second["partitions"]] == [first["at"], None]
+    told = (await place.run("lag")).output.splitlines()
+    assert told[0] == f"group {place.group!r} is empty and 7 offset(s) behind"
+    assert told[2].split() == [f"{place.topic}/0", "3", "10", "7", "3", "-", "-"]
+    watched = (await place.run("lag", "--watch", "0.2", "--looks", "2", "--topic", place.topic)).output
+    assert "for 0 s" in watched
+
+
+async def test_looks_without_a_watch_make_no_sense(place: Place) -> None:
+    assert "--looks needs --watch" in (await place.run("lag", "--looks", "2", code=2)).errors
+
+
+# reset
+
+
+@pytest.mark.parametrize(
+    ("to", "expected"),
+    [
+        ("earliest", {0: 0, 1: 0}),
+        ("latest", {0: 10, 1: 5}),
+        ("4", {0: 4, 1: 4}),
+        (dt.datetime.fromtimestamp(LONG_AGO + 7, dt.UTC).isoformat(), {0: 7, 1: 5}),
+    ],
+)
+async def test_a_group_is_reset_only_with_yes_and_nothing_noted_is_taken_along(
+    place: Place, to: str, expected: dict[int, int]
+) -> None:
+    await place.commit(place.one, 3, finished=(Run(5, 8),))
+    await place.commit(place.two, 3)
+    before = await place.committed()
+
+    dry = await place.run("reset", "--to", to)
+
+    assert "Nothing was changed: --yes resets." in dry.output
+    assert await place.committed() == before
+    told = await place.json("reset", "--to", to, "--yes")
+    assert {one["partition"]: (one["committed"], one["to"]) for one in told["partitions"]} == {
+        number: (3, offset) for number, offset in expected.items()
+    }
+    assert await place.committed() == {number: Committed(offset, "") for number, offset in expected.items()}
+    assert "There is nothing to change" in (await place.run("reset", "--to", to, "--yes")).output
+
+
+async def test_only_what_is_named_is_reset(place: Place, tmp_path: Path) -> None:
+    await place.run("reset", "--to", "2", "--topic", place.topic, "--partition", "1", "--yes")
+    assert await place.committed() == {1: Committed(2, "")}
+
+    file = tmp_path / "offsets.json"
+    file.write_text(json.dumps({place.topic: {"0": 9}}))
+    await place.run("reset", "--to", str(file), "--yes")
+    assert await place.committed() == {0: Committed(9, ""), 1: Committed(2, "")}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--to", "latest"), "has committed nothing: name the --topic"),
+        (("--to", "11", "--topic", "TOPIC"), "is outside TOPIC/0: its log is from 0 to 10"),
+        (("--to", "1", "--partition", "1"), "--partition needs exactly one --topic"),
+        (("--to", "1", "--topic", "TOPIC", "--partition", "7"), "there is no partition 7 of TOPIC"),
+        (("--to", "yesterday", "--topic", "TOPIC"), "'earliest' or 'latest', a time such as"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(place: Place, options: tuple[str, ...], why: str) -> None:
+    given = (one.replace("TOPIC", place.topic) for one in options)
+    ended = await place.run("reset", *given, "--yes", code=2)
+    assert why.replace("TOPIC", place.topic) in " ".join(ended.errors.split())
+    assert await place.committed() == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"session_timeout": 6, "heartbeat_interval": 0.2}, {"client": "confluent", "group_protocol": "consumer"}],
+    ids=["classic", "KIP-848"],
+)
+async def test_the_broker_refuses_to_reset_a_group_that_has_members(place: Place, options: dict[str, Any]) -> None:
+    app = place.app(**options)
+    async with app:
+        async with asyncio.timeout(20):
+            while len(await place.committed()) < 2:  # noqa: ASYNC110 - the broker tells nobody
+                await asyncio.sleep(0.05)
+        before = await place.committed()
+
+        dry = await place.run("reset", "--to", "earliest")
+        refused = await place.run("reset", "--to", "earliest", "--yes", code=4)
+
+        assert "The group has members, and would be refused: member " in dry.output
+        assert "has members" in refused.errors
+        assert {n: one.offset for n, one in (await place.committed()).items()} == {
+            n: one.offset for n, one in before.items()
+        }
+
+
+async def test_a_leased_group_is_not_reset(place: Place) -> None:
+    await place.commit(place.one, 3, lease=Lease("run7", round(time.time()) + 3600))
+    assert (
+        "is leased to the run over history 'run7'"
+        in (await place.run("reset", "--to", "earliest", "--yes", code=4)).errors
+    )
+    await place.commit(place.one, 3, lease=Lease("run7", round(time.time()) - 1))
+    await place.run("reset", "--to", "earliest", "--yes")
+    assert await place.committed() == {0: Committed(0, "")}
+
+
+# leave
+
+
+async def test_a_static_member_that_has_gone_leaves_for_good(place: Place) -> None:
+    async with place.app(group_instance_id="left-hand", session_timeout=30):
+        pass
+    assert [one["instance_id"] for one in (await place.json("show"))["members"]] == ["left-hand"]
+
+    told = await place.run("leave", "left-hand")
+
+    assert told.output == f"'left-hand' has left group {place.group!r}.\n"
+    assert (await place.json("show"))["members"] == []
+    assert "has no static member 'left-hand'" in (await place.run("leave", "left-hand", code=1)).errors
