@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Asking"]
 
 
+class _Outsider(AiokafkaTransport):
+    """A client that joins no group, so it need not know who coordinates ours."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Brokers that are gone, and topics that are missing."""
+        internals = self._internals
+        if internals is None or self._closed:
+            return None
+        if not internals.connected:
+            return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client goes on trying"
+        return self._topics.trouble
+
+
 class Asking:
     """Asks about topics, logs and committed offsets, with connections of its own.
 
@@ -34,7 +48,7 @@ class Asking:
             "group_protocol": "classic",
             "remote_assignor": None,
         }
-        self.transport = AiokafkaTransport(settings.replace(**theirs), group_id)
+        self.transport = _Outsider(settings.replace(**theirs), group_id)
 
     @property
     def trouble(self) -> str | None:

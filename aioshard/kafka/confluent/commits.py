@@ -7,7 +7,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from aioshard.errors import CommitError, CommitRefusedError
+from aioshard.errors import CommitError, CommitRefusedError, TransportError
 from aioshard.kafka.confluent.member import Member
 from aioshard.kafka.confluent.translate import commit_error, error_of
 from aioshard.ports import Committed
@@ -74,9 +74,9 @@ class Commits:
             answered = await member.commit_once(offsets)
         except KafkaException as error:
             raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
-        refused = next((place.error for place in answered if place.error is not None), None)
-        if refused is not None:
-            raise commit_error(refused, offsets.keys(), self._group_id)
+        refusal = self._refusal_in(answered)
+        if refusal is not None:
+            raise refusal
 
     async def settle(self, member: Member) -> None:
         """Inside of a callback: find out what became of what is not answered, by sending it once more."""
@@ -85,7 +85,7 @@ class Commits:
                 continue
             try:
                 await self.send_at_once(member, sent.offsets)
-            except CommitError as error:
+            except TransportError as error:
                 _resolve(sent, error)
             else:
                 _resolve(sent, None)
@@ -102,8 +102,18 @@ class Commits:
         if not self._unanswered:
             return
         sent = self._unanswered.popleft()
-        refused = error or next((place.error for place in places if place.error is not None), None)
-        _resolve(sent, None if refused is None else commit_error(refused, sent.offsets.keys(), self._group_id))
+        refusal = self._refusal_in(places)
+        if refusal is None and error is not None:
+            refusal = commit_error(error, sent.offsets.keys(), self._group_id)
+        _resolve(sent, refusal)
+
+    def _refusal_in(self, places: Sequence[Any]) -> TransportError | None:
+        """What of an answer says that single partitions were not taken."""
+        refused = [place for place in places or () if place.error is not None]
+        if not refused:
+            return None
+        names = [TopicPartition(place.topic, place.partition) for place in refused]
+        return commit_error(refused[0].error, names, self._group_id)
 
 
 def _resolve(sent: _Sent, error: Exception | None) -> None:

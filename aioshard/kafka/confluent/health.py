@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError
 
 from aioshard.errors import ClientLostError, TransportError
-from aioshard.kafka.confluent.translate import error_of, group_error, reason
+from aioshard.kafka.confluent.translate import error_of, group_error, reason, topic_denied
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -53,6 +53,10 @@ class Health:
     def note(self, message: Any) -> None:
         """An error among the records, of no partition of ours."""
         error: KafkaError = message.error()
+        topic: str | None = message.topic()
+        if topic and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            self.fail(topic_denied(topic))
+            return
         if error.fatal() or error.code() in _FINAL:
             self.fail(self._of_group(error))
         elif error.code() not in _TOLD_ELSEWHERE:

@@ -16,7 +16,7 @@ from aioshard.errors import (
 )
 from aioshard.records import TopicPartition
 
-__all__ = ["commit_error", "error_of", "fetch_error", "group_error", "may_pass", "reason"]
+__all__ = ["commit_error", "error_of", "fetch_error", "group_error", "may_pass", "reason", "topic_denied"]
 
 _MOVED_ON = frozenset(
     {
@@ -94,6 +94,8 @@ def commit_error(error: KafkaError | None, partitions: Collection[TopicPartition
             f"({reason(error)}); what was not committed is delivered again"
         )
     named = ", ".join(map(str, list(partitions)[:_NAMED]))
+    if error is not None and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED and partitions:
+        return topic_denied(min(partitions).topic)
     denied = _denied(error, group_id) if error is not None else None
     return denied or CommitError(
         f"a commit of group {group_id!r} for {named}{', …' if len(partitions) > _NAMED else ''} "
@@ -111,7 +113,7 @@ def fetch_error(error: KafkaError, name: TopicPartition, position: int) -> Trans
             "it. Restore it from a replica, or move the group past it with the consumer stopped"
         )
     if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-        return _topic_denied(name.topic)
+        return topic_denied(name.topic)
     failed = TransportError(f"the brokers did not tell the records of {name}: {reason(error)}")
     failed.retriable = may_pass(error)
     return failed
@@ -131,7 +133,8 @@ def _denied(error: KafkaError, group_id: str) -> AuthorizationError | None:
     return None
 
 
-def _topic_denied(topic: str) -> AuthorizationError:
+def topic_denied(topic: str) -> AuthorizationError:
+    """A topic that we may not read."""
     return AuthorizationError(
         f"the brokers do not allow this user to read topic {topic!r}: grant READ and DESCRIBE on it"
     )
