@@ -11,6 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from aioshard.cli.main import main
+from aioshard.spark.analysis.page import table
 from tests.support.chromium import ChromiumUnavailableError, browser, dump_page, take_screenshot
 from tests.support.journals import Row, seeded_rows, write_journal
 from tests.support.provision import in_ci
@@ -85,6 +86,13 @@ def test_the_page_fetches_nothing(page: Path) -> None:
     assert set(re.findall(r"https?://[^\"'\s)<]+", text)) <= VOCABULARIES
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", text)
     assert text.count("<svg") == 6
+
+
+def test_a_reason_takes_the_columns_of_the_figures_that_are_not_there() -> None:
+    rows = table(("candidate", "takes", "off by up to"), [("64 fixed shards", "1 s", "5 %"), ("256", "CPU-bound")])
+
+    assert "<tr><td>64 fixed shards</td><td>1 s</td><td>5 %</td></tr>" in rows
+    assert '<tr><td>256</td><td colspan="2">CPU-bound</td></tr>' in rows
 
 
 def test_what_somebody_has_sent_stays_text(page: Path) -> None:

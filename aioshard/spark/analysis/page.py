@@ -35,10 +35,22 @@ def paragraphs(told: Iterable[str]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls by itself where the page is too narrow."""
+    """A table that scrolls by itself where the page is too narrow.
+
+    Args:
+        headings: Of its columns.
+        rows: As text; the last cell of one that is too short takes the columns that are left.
+    """
     head = "".join(f"<th>{escaped(one)}</th>" for one in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "\n".join(f"<tr>{_cells(row, len(headings))}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(row: Sequence[str], columns: int) -> str:
+    *cells, last = map(escaped, row)
+    left = columns - len(cells)
+    span = f' colspan="{left}"' if left > 1 else ""
+    return "".join(f"<td>{cell}</td>" for cell in cells) + f"<td{span}>{last}</td>"
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:

@@ -43,6 +43,8 @@ _SETTINGS: Any = {
 }
 _WIDTH = 7.0
 _LONGEST_NAME = 18
+_FIGURE = 0.11
+"""How much of the width a figure beside a bar takes."""
 
 
 def plot_skew(skewed: Skewed) -> str:
@@ -124,18 +126,22 @@ def plot_candidates(found: WhatIf) -> str:
     values = [prediction.makespan / 1e6 for _, prediction in predicted]
     axes.barh(range(len(predicted)), values, 0.6, color=_SERIES[0])
     axes.set_yticks(range(len(predicted)), [label for label, _ in predicted])
-    axes.axvline(found.measured.makespan / 1e6, color=_FAINT, linestyle="--", label="the run itself")
+    itself = found.measured.makespan / 1e6
+    axes.axvline(itself, color=_FAINT, linestyle="--", label="the run itself")
     axes.axvline(found.best_possible / 1e6, color=_SERIES[2], label="the least possible")
+    width = max([*values, itself]) * 1.15
     for place, (_, prediction) in enumerate(predicted):
+        value = values[place]
         axes.annotate(
             _took(prediction),
-            (values[place], place),
+            # A figure that the line of the run would go through stands behind it.
+            (itself if value < itself < value + width * _FIGURE else value, place),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=9,
         )
-    axes.set_xlim(right=max([*values, found.measured.makespan / 1e6]) * 1.15)
+    axes.set_xlim(right=width)
     axes.set_xlabel("seconds for all records")
     figure.legend(loc="outside lower center", ncols=2)
     return _svg(figure, "How long each candidate takes")

@@ -118,11 +118,11 @@ def _tiles(found: Findings) -> str:
 
 
 def _candidates(found: WhatIf) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in found.answers:
         prediction = one.prediction
         if prediction is None:
-            rows.append((one.candidate.label, one.not_predicted or "", "", "", "", ""))
+            rows.append((one.candidate.label, one.not_predicted or ""))
             continue
         rows.append(
             (
