@@ -11,7 +11,7 @@ IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
 
 Work = Literal["count", "check", "sleep", "hang", "journal"]
 """What the handler does: count and nothing else; note which records came; sleep and note; never return;
-sleep and write to a file which record it was."""
+sleep and write to a file which record it was, and when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Spec:
     """With `hang`: how long the process is watched."""
     journal: str = ""
     """With `journal`: the file. The run ends in order when the process gets SIGTERM."""
+    member: int = 0
+    """Which of several members it is; one that replaces another takes its number."""
     uvloop: bool = True
 
     def to_json(self) -> str:

@@ -17,6 +17,8 @@ WHERE = {
     "aioshard, fixed shards": "ours:fixed_shards",
     "aioshard, journal": "ours:journaling",
     "aioshard, confluent": "ours:confluent",
+    "aioshard, static": "ours:static",
+    "aioshard, KIP-848": "ours:consumer_protocol",
     "bare loop, no Kafka": "bare:bare_loop",
     "plain loop": "handwritten:plain_loop",
     "task per record": "handwritten:task_per_record",

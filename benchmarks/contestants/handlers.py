@@ -80,7 +80,7 @@ class _Hanging(_Unnoted):
 
 
 class _Journal(_Unnoted):
-    """Sleeps, then appends partition and offset to a file, which outlives the process."""
+    """Sleeps, then appends partition, offset and the machine's time to a file, which outlives the process."""
 
     def __init__(self, spec: Spec) -> None:
         self._seconds = spec.seconds
@@ -91,7 +91,7 @@ class _Journal(_Unnoted):
 
     async def _write(self, record: Any) -> None:
         await asyncio.sleep(self._seconds)
-        os.write(self._file, b"%d %d\n" % (record.partition, record.offset))
+        os.write(self._file, b"%d %d %d\n" % (record.partition, record.offset, time.monotonic_ns()))
         self._written += 1
 
 

@@ -6,7 +6,7 @@ from aioshard import App
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
-__all__ = ["confluent", "fixed_shards", "journaling", "on_demand"]
+__all__ = ["confluent", "consumer_protocol", "fixed_shards", "journaling", "on_demand", "static"]
 
 
 async def on_demand(spec: Spec, meter: Meter) -> None:
@@ -29,6 +29,24 @@ async def confluent(spec: Spec, meter: Meter) -> None:
     """As the default, with the other client."""
     app = _app(spec)
     app.configure(client="confluent")
+    app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
+    async with app:
+        await meter.watch()
+
+
+async def consumer_protocol(spec: Spec, meter: Meter) -> None:
+    """With the other client and the group protocol in which the broker assigns (KIP-848)."""
+    app = _app(spec)
+    app.configure(client="confluent", group_protocol="consumer")
+    app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
+    async with app:
+        await meter.watch()
+
+
+async def static(spec: Spec, meter: Meter) -> None:
+    """As the default, as a static member: what replaces it takes its place."""
+    app = _app(spec)
+    app.configure(group_instance_id=f"member-{spec.member}")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
     async with app:
         await meter.watch()

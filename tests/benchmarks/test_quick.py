@@ -24,6 +24,7 @@ CONTESTANTS = {
     "p9": {"concurrency 8", "concurrency 64", "concurrency 512", "Adaptive(1, 512)"},
     "p10": {"aioshard, app", "aioshard, fused", "aioshard, mapInArrow"},
     "p11": {"aioshard, fused", "gather per 1,000 rows", "gather per 10,000 rows"},
+    "p12": {"aioshard"},
 }
 """Who takes part in a quick run at least."""
 ON_SPARK = {"p10", "p11"}

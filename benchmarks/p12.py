@@ -1,0 +1,58 @@
+"""P12: how long partitions stand still in a deploy, and what runs twice, for each kind of membership."""
+
+import statistics
+
+from benchmarks.deploying import deploy
+from benchmarks.report import Report, Verdict
+from benchmarks.stage import Contestant, Stage
+
+__all__ = ["run"]
+
+TITLE = "Deploy: how long partitions stand still while three members are stopped and replaced in turn"
+OURS = "aioshard"
+CONFLUENT = ("aioshard, confluent", "aioshard, KIP-848")
+RATE = 2_000
+SLOW_RATE = 300
+"""For contestants that process one record at a time: 200 in each process."""
+ONE_AT_A_TIME = ("plain loop", "FastStream")
+
+
+async def run(stage: Stage) -> Report:
+    """One deploy for each contestant."""
+    report = Report("P12", TITLE)
+    contestants = stage.lineup(
+        [Contestant(OURS)],
+        [
+            Contestant("aioshard, static"),
+            *(Contestant(name, package="confluent_kafka") for name in CONFLUENT),
+            Contestant("plain loop"),
+            Contestant("FastStream", package="faststream"),
+            Contestant("faststream-concurrent-aiokafka", package="faststream_concurrent_aiokafka"),
+        ],
+    )
+    for number, contestant in enumerate(contestants):
+        name = contestant.name
+        found = await deploy(stage, f"p12-{number}", name, SLOW_RATE if name in ONE_AT_A_TIME else RATE)
+        stood = found.standstills()
+        took = (found.ended - found.began) / 1e9
+        stage.say(f"{name}: {found.twice} ran twice, {found.lost} lost, at most {stood[-1]:.1f} s without a record")
+        report.rows.append(
+            {
+                "contestant": name,
+                "records": found.produced,
+                "ran twice": found.twice,
+                "lost": found.lost,
+                "stood still, s": round(statistics.median(stood), 2),
+                "at most, s": round(stood[-1], 2),
+                "deploy, s": round(took, 1),
+            }
+        )
+        if name.startswith(OURS):
+            report.verdicts += [
+                Verdict(f"records that ran twice, {name}", found.twice, must=0),
+                Verdict(f"records lost, {name}", found.lost, must=0),
+            ]
+    report.notes.append(
+        "Stood still: for each partition the longest time in which nothing of it was processed; median."
+    )
+    return report
