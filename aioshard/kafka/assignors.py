@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -70,7 +71,8 @@ class ConsumerAssignor:
         self.generation = NO_GENERATION
         """The generation in which it got that."""
         self.backlogs: Mapping[TopicPartition, int] = {}
-        """How many records were left of it when it was last taken away."""
+        """How many records are left of all that the consumer subscribes to, as far as it knows. It tells the others of
+        what it has only, since all that members tell is one record on the broker."""
 
     # What aiokafka calls ----------------------------------------------------------------
 
@@ -82,6 +84,9 @@ class ConsumerAssignor:
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
         """Work out who gets what; called on the leader of the group only."""
         told = {name: self._member(metadata) for name, metadata in members.items()}
+        # What nobody has, nobody tells of: there it is what the leader has asked for itself.
+        first = min(told)
+        told[first] = replace(told[first], backlogs={**self.backlogs, **told[first].backlogs})
         topics = sorted(set().union(*(member.topics for member in told.values())))
         known = {topic: cluster.partitions_for_topic(topic) for topic in topics}
         unknown = [topic for topic, partitions in known.items() if not partitions]
@@ -127,7 +132,7 @@ class ConsumerAssignor:
         return None if until is None else max(until - time.monotonic(), 0.0)
 
     def on_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
-        """Remember how many records are left of what the consumer has."""
+        """Remember how many records are left of what the consumer subscribes to."""
         self.backlogs = dict(backlogs)
 
     # User data ----------------------------------------------------------------------------

@@ -23,12 +23,14 @@ _TIMEOUT = 0.5
 class Backlog:
     """From the committed offsets to the ends of the logs.
 
-    Owned by the transport, which tells it what is committed, and asks after the drain.
+    Owned by the transport, which tells it what is committed, and asks before each join, after the drain.
     """
 
-    def __init__(self, internals: Internals, intake: Intake) -> None:
+    def __init__(self, internals: Internals, intake: Intake, reset: str | None) -> None:
+        """*reset* says where a partition without a committed offset begins, as the setting `auto_offset_reset`."""
         self._internals = internals
         self._intake = intake
+        self._reset = reset
         self._committed: dict[TopicPartition, int] = {}
 
     def begin(self) -> None:
@@ -40,18 +42,29 @@ class Backlog:
         self._committed.update((name, due.offset) for name, due in offsets.items())
 
     async def left(self) -> dict[TopicPartition, int]:
-        """Records, at most, that are left of each partition that is ours; without those of which it is not known.
+        """Records, at most, that are left of each partition that we subscribe to, where it is known.
 
-        Takes at most half a second.
+        Takes at most half a second. Without an answer it is what was known before of the partitions that are ours.
         """
-        intake = self._intake
+        intake, internals = self._intake, self._internals
+        begins = {name: self._committed.get(name, intake.position(name)) for name in intake.partitions}
         ends = {name: intake.end_offset(name) for name in intake.partitions}
         try:
             async with asyncio.timeout(_TIMEOUT):
-                ends.update(await self._internals.ends(intake.partitions))
+                await internals.find_coordinator()
+                everything = {*intake.partitions, *internals.subscribed_partitions()}
+                committed = await internals.committed_once(everything - begins.keys())
+                ranges = await internals.log_ranges(everything)
         except (kafka.KafkaError, TimeoutError) as error:
-            logger.info("the ends of our partitions could not be asked for: %s", reason(error))
-        begins = {name: self._committed.get(name, intake.position(name)) for name in ends}
-        return {
-            name: end - begin for name, end in ends.items() if end is not None and (begin := begins[name]) is not None
-        }
+            logger.info("what is left to read of the partitions could not be asked for: %s", reason(error))
+        else:
+            for name, (start, end) in ranges.items():
+                first = committed[name].offset if name in committed else self._first(start, end)
+                found = begins.setdefault(name, first)
+                begins[name] = None if found is None else max(found, start)
+                ends[name] = end
+        known = ((name, begins[name], end) for name, end in ends.items())
+        return {name: end - begin for name, begin, end in known if begin is not None and end is not None}
+
+    def _first(self, start: int, end: int) -> int | None:
+        return start if self._reset == "earliest" else end if self._reset == "latest" else None

@@ -133,6 +133,12 @@ class Internals:
                 seconds + _TICK, self.coordinator.request_rejoin
             )
 
+    def subscribed_partitions(self) -> list[TopicPartition]:
+        """All partitions of the topics that we subscribe to, as far as they are known."""
+        known = self.client.cluster.partitions_for_topic
+        topics = sorted(self.consumer.subscription())
+        return [TopicPartition(topic, number) for topic in topics for number in sorted(known(topic) or ())]
+
     def tell_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
         """Tell the assignor how many records are left of each partition, for when we join again."""
         for assignor in self.coordinator._assignors:
@@ -220,10 +226,6 @@ class Internals:
         starts = await self.fetcher.beginning_offsets(partitions, None)
         ends = await self.fetcher.end_offsets(partitions, None)
         return {partition: LogRange(starts[partition], ends[partition]) for partition in partitions}
-
-    async def ends(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        """The ends of logs; retries what passes and has no deadline."""
-        return await self.fetcher.end_offsets(partitions, None)  # type: ignore[no-any-return]
 
     async def look_up_topic(self, topic: str) -> frozenset[int]:
         """The partitions of a topic, asked now; neither follows the topic from here on nor creates it."""

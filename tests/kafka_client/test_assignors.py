@@ -62,6 +62,18 @@ def test_a_member_tells_what_is_left_of_what_it_has() -> None:
     assert sorted(gets(leader.assign(cluster(t=3), members)).values()) == [[0], [1, 2]]
 
 
+def test_the_leader_knows_what_is_left_of_what_nobody_has() -> None:
+    one, leader = ConsumerAssignor("lag"), ConsumerAssignor("lag")
+    for assignor, number in ((one, 0), (leader, 1)):
+        assigned(assignor, 4, "t", number)
+        assignor.on_backlogs({TopicPartition("t", number): 500 + number for number in range(2)})
+    leader.on_backlogs({TopicPartition("t", number): left for number, left in enumerate((7, 501, 1_000, 490))})
+
+    members = {"a": sent(one.metadata(["t"])), "b": sent(leader.metadata(["t"]))}
+
+    assert gets(leader.assign(cluster(t=4), members)) == {"a": [0, 2], "b": [1, 3]}
+
+
 def test_sticky_understands_what_the_clients_own_sticky_tells_and_is_understood() -> None:
     ours = ConsumerAssignor("sticky")
     theirs: Any = type("Theirs", (StickyPartitionAssignor,), {})
@@ -175,6 +187,14 @@ async def test_who_joins_a_group_that_is_behind_gets_a_share_of_the_backlog(
 
     assert shares == [[1200], [600, 600], [200, 400, 600]]
     assert [len(held(one)) for one in members] == [2, 2, 2], "those without a backlog are spread by their number"
+
+    far_behind = next(one for one in members if TopicPartition(topic, 0) in held(one))
+    rest = [one for one in members if one is not far_behind]
+    await far_behind.transport.close()
+    await settle(*rest, partitions=6)
+
+    assert sorted(sum(backlog[at.partition] for at in held(one)) for one in rest) == [600, 600]
+    assert [len(held(one)) for one in rest] == [3, 3], "the leader has asked for what nobody has"
 
 
 def committing(member: Member, offset: int) -> Callable[[Collection[TopicPartition], bool], Awaitable[None]]:

@@ -313,6 +313,17 @@ def test_partitions_that_are_read_to_the_end_are_spread_by_number() -> None:
     assert loads(ASSIGNORS["lag"](members, {"t": range(9)})) == [3, 3, 3]
 
 
+def test_of_a_partition_that_somebody_has_the_owner_knows_the_backlog_and_of_others_the_least_counts() -> None:
+    topic, (first, second) = frozenset({"t"}), (TopicPartition("t", 0), TopicPartition("t", 1))
+    members = {
+        "a": Member(topic, (), -1, {first: 5, second: 70}),
+        "b": Member(topic, (first,), 1, {first: 40, second: 60}),
+        "c": Member(topic, (), -1, {second: -3}),
+    }
+
+    assert backlogs(members, {"t": range(2)}) == {first: 40, second: 0}
+
+
 def test_a_partition_that_nobody_tells_of_counts_as_the_mean_of_the_others() -> None:
     topic = frozenset({"t"})
     left = {TopicPartition("t", 0): 100, TopicPartition("t", 1): 300}

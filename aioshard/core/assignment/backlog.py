@@ -37,7 +37,7 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
     kept, fresh = (_Loads(members, partitions, weights, begin) for begin in (homes, {}))
     for loads in (kept, fresh):
         loads.place_the_rest()
-        loads.even_out(min(noise, largest))
+        loads.even_out(noise)
     # What stays where it was may be in the way of something better, which single moves do not find.
     best = fresh if kept.most() - fresh.most() > largest else kept
     best.spread_what_is_empty(homes)
@@ -47,17 +47,23 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
 def backlogs(members: Mapping[str, Member], partitions: Partitions) -> dict[TopicPartition, int]:
     """What is left to read of each partition that somebody may get.
 
-    Of a partition of which nobody tells anything it is the mean of those that are known. Where several tell, it is
-    what its owner says.
+    It is what its owner says; of a partition without one, the least that anybody says. Where nobody says anything it is
+    the mean of those that are known.
     """
     owned_by = owners(members, partitions)
-    known = {at: max(members[name].backlogs[at], 0) for at, name in owned_by.items() if at in members[name].backlogs}
-    mean = sum(known.values()) // len(known) if known else 0
-    everything = (
+    known: dict[TopicPartition, int] = {}
+    for name, member in members.items():
+        for at, told in member.backlogs.items():
+            if owned_by.get(at, name) == name:
+                left = max(told, 0)
+                known[at] = min(left, known.get(at, left))
+    everything = [
         TopicPartition(topic, number)
         for topic in subscribers(members, partitions)
         for number in sorted(partitions[topic])
-    )
+    ]
+    found = [known[at] for at in everything if at in known]
+    mean = sum(found) // len(found) if found else 0
     return {at: known.get(at, mean) for at in everything}
 
 
@@ -112,7 +118,7 @@ class _Loads:
         """Move partitions one by one from who has much to who has little, until no move helps.
 
         Args:
-            enough: Records by which two members may differ without a move.
+            enough: Records that a move has to take off the one who has more, at least.
         """
         while any(self._relieve(name, enough) for name in sorted(self._load, key=lambda one: (-self._load[one], one))):
             pass
@@ -120,9 +126,11 @@ class _Loads:
     def _relieve(self, giver: str, enough: float) -> bool:
         for taker in sorted(self._load, key=lambda one: (self._load[one], one)):
             gap = self._load[giver] - self._load[taker]
-            if gap <= max(enough, 1):
+            if gap <= enough:
                 return False
-            helping = [at for at in self._held[giver] if self._weights[at] < gap and at.topic in self._topics[taker]]
+            helping = [
+                at for at in self._held[giver] if self._weights[at] < gap - enough and at.topic in self._topics[taker]
+            ]
             if helping:
                 self._move(min(helping, key=lambda one: (abs(2 * self._weights[one] - gap), one)), giver, taker)
                 return True

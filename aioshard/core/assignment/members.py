@@ -33,7 +33,7 @@ class Member:
     generation: int = NO_GENERATION
     """The generation in which it got that."""
     backlogs: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Records that were left of what it had, as far as it knows."""
+    """Records that are left of what it had, and of what nobody has, as far as it knows."""
 
 
 def subscribers(members: Mapping[str, Member], partitions: Partitions) -> dict[str, tuple[str, ...]]:
