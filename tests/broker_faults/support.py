@@ -4,8 +4,9 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -34,6 +35,7 @@ __all__ = [
     "kick",
     "members",
     "messages",
+    "on_both_clients",
     "partition_of",
     "permit",
     "quick_app",
@@ -41,11 +43,20 @@ __all__ = [
     "visiting",
 ]
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 DEADLINE = 30.0
 """Seconds that any wait may take; a healthy run needs a fraction of it."""
 
 LOOK_INTERVAL = 0.01
 """Seconds between two looks at statistics, which offer no event to wait for."""
+
+
+def on_both_clients(test: T) -> T:
+    """Runs a test once with each client."""
+    twice = pytest.mark.parametrize("client", ["aiokafka", "confluent"], indirect=True)
+    marked: T = pytest.mark.usefixtures("client")(twice(test))
+    return marked
 
 
 def quick_app(cluster: KafkaCluster | str, group: str, **overrides: Any) -> App:

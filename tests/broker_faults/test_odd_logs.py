@@ -12,6 +12,7 @@ from tests.broker_faults.support import (
     commit_from_outside,
     handler_of,
     messages,
+    on_both_clients,
     partition_of,
     quick_app,
     until,
@@ -81,6 +82,7 @@ async def test_a_topic_made_anew_is_read_from_its_beginning(
         assert {p.partition for p in app.statistics().partitions} == set(range(after))
 
 
+@on_both_clients
 async def test_a_topic_made_anew_between_two_look_ups_is_read_from_its_beginning(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -110,6 +112,7 @@ def _values(sent: list[Message]) -> set[bytes | None]:
     return {value for _, value in sent}
 
 
+@on_both_clients
 async def test_transactions_are_read_as_they_ended(kafka: SharedKafka, topic: str, group: str) -> None:
     """I10: markers and aborted records are offsets without a record; what is open holds the end, until it ends."""
     await kafka.create_topic(topic)
@@ -167,6 +170,7 @@ async def test_read_uncommitted_takes_what_was_aborted_and_what_is_open(
     assert ledger.duplicates == []
 
 
+@on_both_clients
 async def test_an_aborted_end_of_the_log_leaves_no_lag(kafka: SharedKafka, topic: str, group: str) -> None:
     """Nothing comes after it that could carry the position over the hole."""
     await kafka.create_topic(topic)
@@ -201,6 +205,7 @@ async def test_until_caught_up_ends_at_the_last_stable_offset(kafka: SharedKafka
     assert await kafka.committed(group, topic) == {0: 5}
 
 
+@on_both_clients
 async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
@@ -228,6 +233,7 @@ async def test_compaction_ahead_of_the_position_is_no_loss_and_no_lag(
     ledger.assert_in_order()
 
 
+@on_both_clients
 @pytest.mark.parametrize("policy", ["earliest", "latest"])
 async def test_retention_that_overtakes_the_position_is_passed_and_told(
     kafka: SharedKafka, topic: str, group: str, policy: Literal["earliest", "latest"], caplog: pytest.LogCaptureFixture

@@ -9,7 +9,7 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import StartError
-from tests.broker_faults.support import Ledger, messages, partition_of, quick_app, until
+from tests.broker_faults.support import Ledger, messages, on_both_clients, partition_of, quick_app, until
 from tests.support.cluster import Message
 from tests.support.kafka import KafkaBroker
 
@@ -31,6 +31,7 @@ def _loaded(broker: KafkaBroker, group: str, topic: str) -> tuple[App, Ledger]:
     return app, ledger
 
 
+@on_both_clients
 @pytest.mark.slow
 async def test_a_broker_that_is_gone_for_twenty_seconds_loses_nothing(
     own_kafka: KafkaBroker, topic: str, group: str, caplog: pytest.LogCaptureFixture

@@ -18,7 +18,7 @@ from tests.guarantees.sampling import Sampling
 from tests.guarantees.sides import live, parkings, places_of_letters, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
-__all__ = ["SHORT", "Client", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
+__all__ = ["CLIENTS", "SHORT", "Client", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
 
 SHORT: Mapping[str, Any] = {
     "auto_offset_reset": "earliest",
@@ -45,6 +45,7 @@ _CLIENTS: Mapping[Client, Mapping[str, Any]] = {
     "cooperative": {"client": "confluent"},
     "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
 }
+CLIENTS = list(_CLIENTS)
 _OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
 """Settings that belong to the broker under KIP-848; the tests' broker has much the same ones."""
 
@@ -188,6 +189,7 @@ class Scenario:
         everything = {**SHORT, "bootstrap_servers": self.kafka.bootstrap, **_CLIENTS[self.client], **(settings or {})}
         if everything.get("group_protocol") == "consumer":
             everything = {name: value for name, value in everything.items() if name not in _OF_THE_BROKER}
+            everything["rebalance_timeout"] += 4  # the heartbeat that is counted is the default one, 3 s
         self.members[name] = Member(
             Behaviour(str(self.directory), process, self.group, self.topic, everything, **behaviour)
         )

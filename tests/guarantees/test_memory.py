@@ -21,6 +21,7 @@ PATIENCE = 60
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 async def test_a_handler_that_hangs_on_a_large_topic_holds_no_more_than_the_bound(scenario: Scenario) -> None:
     bound, partitions, total = 16 * MIB, 16, 256 * MIB
     await scenario.create(partitions)

@@ -18,10 +18,14 @@ from tests.guarantees.checks import (
     TakenInOnce,
 )
 from tests.guarantees.observations import Kind
-from tests.guarantees.scenario import Scenario, even_keys, skewed_keys
+from tests.guarantees.scenario import CLIENTS, Scenario, even_keys, skewed_keys
+
+on_all_clients = pytest.mark.parametrize("client", CLIENTS)
+on_the_second_too = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 
 
 @pytest.mark.slow
+@on_all_clients
 @pytest.mark.timeout(180)
 async def test_a_rolling_restart_under_load_loses_repeats_and_reorders_nothing(scenario: Scenario) -> None:
     await roll(scenario, records=50_000, restarts=1)
@@ -54,6 +58,7 @@ async def roll(scenario: Scenario, *, records: int, restarts: int) -> None:
 
 
 @pytest.mark.slow
+@on_all_clients
 @pytest.mark.timeout(180)
 async def test_kill_9_at_any_moment_loses_and_reorders_nothing(scenario: Scenario) -> None:
     await kill_at_random(scenario, seed=2, rounds=10)
@@ -94,6 +99,7 @@ async def kill_at_random(scenario: Scenario, *, seed: int, rounds: int) -> None:
     assert again > 0, "nothing was killed while it ran: the kills prove nothing"
 
 
+@on_all_clients
 async def test_a_member_joins_while_handlers_run_and_nothing_runs_twice(scenario: Scenario) -> None:
     await scenario.create(partitions=8)
     first = scenario.start("a", base=0.1, spread=0.4, report_intake=True)
@@ -117,6 +123,7 @@ async def test_a_member_joins_while_handlers_run_and_nothing_runs_twice(scenario
     assert len(ownerships) == 8, "a partition that stayed was one uninterrupted ownership"
 
 
+@on_the_second_too
 async def test_what_came_between_the_first_position_and_a_crash_is_not_lost_under_latest(scenario: Scenario) -> None:
     await scenario.create(partitions=4)
     await scenario.kafka.produce(scenario.topic, [(b"old-%d" % number, None) for number in range(100)])
@@ -137,6 +144,7 @@ async def test_what_came_between_the_first_position_and_a_crash_is_not_lost_unde
     await scenario.verify(*SAFE)
 
 
+@on_all_clients
 async def test_a_member_that_stood_still_beyond_its_session_commits_nothing_of_what_others_have(
     scenario: Scenario,
 ) -> None:
