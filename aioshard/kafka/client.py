@@ -3,8 +3,8 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 from aiokafka import AIOKafkaConsumer
@@ -13,7 +13,6 @@ from aiokafka import errors as kafka
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
 from aioshard.kafka.backlog import Backlog
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
-from aioshard.kafka.instance_watch import InstanceWatch
 from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals, Rebalances
 from aioshard.kafka.options import consumer_options, partition_share
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["AiokafkaTransport"]
 
 logger = logging.getLogger("aioshard.kafka.client")
-
-T = TypeVar("T")
 
 _RETRY_BACKOFF = 0.1
 """Seconds between two attempts of a question to the brokers."""
@@ -68,7 +65,6 @@ class AiokafkaTransport:
         self._group_id = group_id
         self._options = consumer_options(settings, group_id)
         self._topics = SubscribedTopics(settings.metadata_max_age)
-        self._instance = InstanceWatch(settings, group_id)
         self._internals: Internals | None = None
         self._intake: Intake | None = None
         self._closed = False
@@ -221,8 +217,6 @@ class AiokafkaTransport:
     def _raise_what_is_lost(self, internals: Internals) -> None:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
-        if self._instance.taken is not None:
-            raise self._instance.taken
         if (failure := self._listener_failure) is not None:
             raise ClientLostError(
                 f"the engine failed while partitions were handed over: {reason(failure)}"
@@ -324,7 +318,11 @@ class AiokafkaTransport:
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
         internals, _ = self._running()
-        return await self._told(internals.log_ranges(partitions), f"the bounds of {', '.join(map(str, partitions))}")
+        try:
+            return await internals.log_ranges(partitions)
+        except kafka.KafkaError as error:
+            what = f"the bounds of {', '.join(map(str, partitions))}"
+            raise request_error(error, what, self._group_id) from error
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
@@ -332,24 +330,26 @@ class AiokafkaTransport:
         known = internals.client.cluster.partitions_for_topic(topic)
         if known:
             return frozenset(known)
-        return await self._told(internals.look_up_topic(topic), f"the partitions of topic {topic!r}")
+        try:
+            return await internals.look_up_topic(topic)
+        except kafka.KafkaError as error:
+            raise request_error(error, f"the partitions of topic {topic!r}", self._group_id) from error
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`."""
         internals, _ = self._running()
-        return await self._told(internals.look_up_topics(), "the topics")
+        try:
+            return await internals.look_up_topics()
+        except kafka.KafkaError as error:
+            raise request_error(error, "the topics", self._group_id) from error
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
         internals, _ = self._running()
-        asking = internals.offset_at(topic_partition, timestamp)
-        return await self._told(asking, f"the offsets of {topic_partition} by time")
-
-    async def _told(self, asking: Awaitable[T], what: str) -> T:
         try:
-            return await asking
+            return await internals.offset_at(topic_partition, timestamp)
         except kafka.KafkaError as error:
-            raise request_error(error, what, self._group_id) from error
+            raise request_error(error, f"the offsets of {topic_partition} by time", self._group_id) from error
 
     # Handing over -----------------------------------------------------------------------
 
@@ -384,10 +384,6 @@ class AiokafkaTransport:
         if self._backlog is not None:
             self._backlog.begin()
         self._membership = internals.membership()
-        self._instance.look(self._membership)
-        if self._instance.taken is not None:
-            self._waiting.look_again()
-            return
         internals.tell_generation(self._membership.generation)
         try:
             listener.assigned(intake.partitions, self._membership)
