@@ -53,7 +53,8 @@ class Backlog:
             async with asyncio.timeout(_TIMEOUT):
                 await internals.find_coordinator()
                 everything = {*intake.partitions, *internals.subscribed_partitions()}
-                committed = await internals.committed_once(everything - begins.keys())
+                others = everything - begins.keys()
+                committed = await internals.committed_once(others) if others else {}
                 ranges = await internals.log_ranges(everything)
         except (kafka.KafkaError, TimeoutError) as error:
             logger.info("what is left to read of the partitions could not be asked for: %s", reason(error))
