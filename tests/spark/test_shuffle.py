@@ -108,33 +108,48 @@ from aioshard.spark.draining.drain import drain
 from aioshard.spark.session import local_session
 
 settings = {"spark.executorEnv.PYTHONPATH": sys.argv[1], "spark.executor.memory": "600m"}
+settings["spark.sql.shuffle.partitions"] = sys.argv[2]
 spark = local_session("local-cluster[2,1,1024]", settings=settings)
 try:
-    for directory in sys.argv[2:]:
+    for directory in sys.argv[3:]:
         print(dict(drain(spark, directory).statuses))
 finally:
     spark.stop()
 """
 
 
-@pytest.mark.chaos
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("accounts", "tasks", "without_order"),
+    [
+        pytest.param(8, 2, 10, marks=pytest.mark.slow, id="short"),
+        pytest.param(20, 4, 100, marks=pytest.mark.chaos, id="long"),
+    ],
+)
 async def test_order_holds_where_executors_are_processes_of_their_own(
-    kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accounts: int,
+    tasks: int,
+    without_order: int,
 ) -> None:
+    each = 5 * accounts
     await kafka.create_topic(topic, partitions=4, config=KEPT)
-    await produce_accounts(kafka, topic, partitions=4, accounts=20, each=100)
+    await produce_accounts(kafka, topic, partitions=4, accounts=accounts, each=each)
     directories = []
     for shard_by in (BY_FUNCTION, '"record"'):
         handlers = BY_ACCOUNT.format(topic=topic, shard_by=shard_by)
         app = write_app(tmp_path, monkeypatch, kafka, group, handlers=handlers)
         directories.append(tmp_path / f"run-{app.name}")
-        await history.plan(app.target, directory=directories[-1], start="earliest", tasks=4)
+        await history.plan(app.target, directory=directories[-1], start="earliest", tasks=tasks)
     modules = os.pathsep.join([str(PROJECT), str(tmp_path)])
 
     await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-c", CLUSTER, modules, *map(str, directories)],
+        [sys.executable, "-c", CLUSTER, modules, str(tasks), *map(str, directories)],
         env=os.environ | {"PYTHONPATH": modules},
         check=True,
         timeout=1000,
@@ -143,10 +158,11 @@ async def test_order_holds_where_executors_are_processes_of_their_own(
     found = []
     for directory in directories:
         rows = pq.read_table(directory / "outcomes").to_pylist()
-        assert sorted(places(rows)) == [(partition, offset) for partition in range(4) for offset in range(500)]
+        offsets = range(accounts * each // 4)
+        assert sorted(places(rows)) == [(partition, offset) for partition in range(4) for offset in offsets]
         found.append(disorders(rows))
     assert found[0] == 0
-    assert found[1] > 100, "without order there is disorder, so the test can fail"
+    assert found[1] > without_order, "without order there is disorder, so the test can fail"
 
 
 # What becomes of records ----------------------------------------------------------------
