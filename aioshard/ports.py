@@ -21,6 +21,7 @@ __all__ = [
     "Fault",
     "FetchedBatch",
     "GroupListener",
+    "InstanceIdTakenError",
     "LogRange",
     "Membership",
     "Message",
@@ -46,6 +47,27 @@ class Membership(NamedTuple):
 
 
 NOT_A_MEMBER = Membership("", -1)
+
+
+class InstanceIdTakenError(TransportError):
+    """Another process has joined with our `group_instance_id`. Once may be an overlap; where it goes on, the app ends.
+
+    Attributes:
+        session_timeout: Seconds within which a second loss means that it goes on.
+        goes_on: Whether that is known already.
+    """
+
+    retriable = False
+
+    def __init__(
+        self, group_id: str, instance_id: str, session_timeout: float, why: str = "", *, goes_on: bool = False
+    ) -> None:
+        super().__init__(
+            f"another process has joined group {group_id!r} with our group_instance_id={instance_id!r}{why}: two with "
+            "one id take the partitions from each other; give each process an id of its own"
+        )
+        self.session_timeout = session_timeout
+        self.goes_on = goes_on
 
 
 class Allowance(NamedTuple):

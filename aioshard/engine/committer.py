@@ -61,7 +61,7 @@ class Committer:
         self.trouble_since = 0.0
         self.notes = Notes()
         """What goes with the offsets."""
-        self.refused: Callable[[AuthorizationError], None] | None = None
+        self.refused: Callable[[AuthorizationError], object] | None = None
         """Told when the brokers do not allow a commit; it stays due, as they may allow it later."""
         self._interval = interval
         self._timeout = timeout

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from aioshard.core.flow import Usage
+from aioshard.core.losses import Losses
 from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
@@ -23,7 +24,7 @@ from aioshard.engine.watch import SinceWatch, StuckWatch, TimeoutWatch, TroubleW
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
-from aioshard.ports import Clients, Producer, Transport
+from aioshard.ports import Clients, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
 
 __all__ = ["Engine", "Options"]
@@ -92,6 +93,7 @@ class Engine:
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
+        self._lost_id = Losses(self.clock)
         self._settled_once = False
         """Whether this client has been given partitions, and all of them were opened."""
         self._tasks = TaskSet(self._crashed)
@@ -100,7 +102,7 @@ class Engine:
         self._observe = observe
         self.handlers = tuple(serve(spec if observe is None else noted(spec, self.clock), around) for spec in specs)
         self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
-        self.committer.refused = self._commit_refused
+        self.committer.refused = self._refused
         self.rebalance = Rebalance(options.limits, self, committer=self.committer, tasks=self._tasks, clock=self.clock)
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
         self.since = SinceWatch(self._facts, self.clock)
@@ -169,8 +171,8 @@ class Engine:
         self.fail(error)
 
     def _facts(self) -> Iterable[tuple[Hashable, object]]:
-        settled = self.rebalance.settled.is_set()
-        return facts_of(self.rebalance.epochs, self.workers, self.pauses.items(), settled=settled)
+        rebalance, pauses = self.rebalance, self.pauses.items()
+        return facts_of(rebalance.epochs, self.workers, pauses, settled=rebalance.settled.is_set())
 
     def _behind(self, delivery: Delivery) -> int:
         return self.feed_of(delivery.record.topic).shards_of(delivery).behind(delivery)
@@ -230,8 +232,7 @@ class Engine:
             try:
                 await self._live()
             except TransportError as error:
-                if self._settled_once:
-                    backoff = _FIRST_BACKOFF
+                backoff = _FIRST_BACKOFF if self._settled_once else backoff
                 if not error.retriable and self._refused(error):
                     return
                 self._note_trouble(error, backoff)
@@ -242,11 +243,11 @@ class Engine:
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _LONGEST_BACKOFF)
 
-    def _commit_refused(self, error: TransportError) -> None:
-        self._refused(error)
-
     def _refused(self, error: TransportError) -> bool:
         """Whoever waits for the start is told at once; else we go on trying, as access may be given again."""
+        if isinstance(error, InstanceIdTakenError) and (error.goes_on or self._lost_id.again(error.session_timeout)):
+            self.fail(error)
+            return True
         if self.state != "starting" or self.options.start_timeout is None:
             return False
         failure = StartError(str(error))

@@ -3,8 +3,8 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from aiokafka import AIOKafkaConsumer
@@ -13,6 +13,7 @@ from aiokafka import errors as kafka
 from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
 from aioshard.kafka.backlog import Backlog
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
+from aioshard.kafka.instance_watch import InstanceWatch
 from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals, Rebalances
 from aioshard.kafka.options import consumer_options, partition_share
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["AiokafkaTransport"]
 
 logger = logging.getLogger("aioshard.kafka.client")
+
+T = TypeVar("T")
 
 _RETRY_BACKOFF = 0.1
 """Seconds between two attempts of a question to the brokers."""
@@ -65,6 +68,7 @@ class AiokafkaTransport:
         self._group_id = group_id
         self._options = consumer_options(settings, group_id)
         self._topics = SubscribedTopics(settings.metadata_max_age)
+        self._instance = InstanceWatch(settings, group_id)
         self._internals: Internals | None = None
         self._intake: Intake | None = None
         self._closed = False
@@ -217,6 +221,8 @@ class AiokafkaTransport:
     def _raise_what_is_lost(self, internals: Internals) -> None:
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
+        if self._instance.taken is not None:
+            raise self._instance.taken
         if (failure := self._listener_failure) is not None:
             raise ClientLostError(
                 f"the engine failed while partitions were handed over: {reason(failure)}"
@@ -318,11 +324,7 @@ class AiokafkaTransport:
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
         internals, _ = self._running()
-        try:
-            return await internals.log_ranges(partitions)
-        except kafka.KafkaError as error:
-            what = f"the bounds of {', '.join(map(str, partitions))}"
-            raise request_error(error, what, self._group_id) from error
+        return await self._told(internals.log_ranges(partitions), f"the bounds of {', '.join(map(str, partitions))}")
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
@@ -330,26 +332,24 @@ class AiokafkaTransport:
         known = internals.client.cluster.partitions_for_topic(topic)
         if known:
             return frozenset(known)
-        try:
-            return await internals.look_up_topic(topic)
-        except kafka.KafkaError as error:
-            raise request_error(error, f"the partitions of topic {topic!r}", self._group_id) from error
+        return await self._told(internals.look_up_topic(topic), f"the partitions of topic {topic!r}")
 
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`."""
         internals, _ = self._running()
-        try:
-            return await internals.look_up_topics()
-        except kafka.KafkaError as error:
-            raise request_error(error, "the topics", self._group_id) from error
+        return await self._told(internals.look_up_topics(), "the topics")
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
         internals, _ = self._running()
+        asking = internals.offset_at(topic_partition, timestamp)
+        return await self._told(asking, f"the offsets of {topic_partition} by time")
+
+    async def _told(self, asking: Awaitable[T], what: str) -> T:
         try:
-            return await internals.offset_at(topic_partition, timestamp)
+            return await asking
         except kafka.KafkaError as error:
-            raise request_error(error, f"the offsets of {topic_partition} by time", self._group_id) from error
+            raise request_error(error, what, self._group_id) from error
 
     # Handing over -----------------------------------------------------------------------
 
@@ -358,11 +358,11 @@ class AiokafkaTransport:
         internals, intake, listener = self._internals, self._intake, self._listener
         if internals is None or intake is None or listener is None or self._closed:
             return
-        owned = intake.partitions
+        owned, lost = intake.partitions, self._instance.is_lost(internals.membership())
         self._handed_back.clear()
         try:
             if owned:
-                await listener.revoked(owned, lost=internals.membership() == NOT_A_MEMBER)
+                await listener.revoked(owned, lost=lost)
             if self._backlog is not None:
                 internals.tell_backlogs(await self._backlog.left())
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
@@ -371,6 +371,8 @@ class AiokafkaTransport:
             self._handed_back.set()
             self._forget_assignment(intake)
             self._waiting.look_again()
+        if self._instance.taken is not None:
+            await asyncio.Event().wait()  # joining anew would take the place from the other process once more
 
     def _take_over(self) -> None:
         """Hand an assignment to the engine. Called, and done, before anything is awaited."""
@@ -384,6 +386,7 @@ class AiokafkaTransport:
         if self._backlog is not None:
             self._backlog.begin()
         self._membership = internals.membership()
+        self._instance.joined(self._membership)
         internals.tell_generation(self._membership.generation)
         try:
             listener.assigned(intake.partitions, self._membership)

@@ -2,7 +2,7 @@
 
 import functools
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aiokafka import errors as kafka
 from aiokafka.client import CoordinationType

@@ -68,4 +68,5 @@ class Health:
             self.fail(self._of_group(error))
 
     def _of_group(self, error: KafkaError) -> TransportError:
-        return group_error(error, self._group_id, self._settings.group_instance_id)
+        settings = self._settings
+        return group_error(error, self._group_id, settings.group_instance_id, settings.session_timeout)

@@ -14,6 +14,7 @@ from aioshard.errors import (
     OffsetOutOfRangeError,
     TransportError,
 )
+from aioshard.ports import InstanceIdTakenError
 from aioshard.records import TopicPartition
 
 __all__ = ["commit_error", "error_of", "fetch_error", "group_error", "may_pass", "reason", "topic_denied"]
@@ -70,17 +71,12 @@ def may_pass(error: KafkaError | None) -> bool:
     return error is not None and (error.retriable() or error.code() in _PASSES)
 
 
-def group_error(error: KafkaError, group_id: str, instance: str | None) -> TransportError:
+def group_error(error: KafkaError, group_id: str, instance: str | None, session_timeout: float) -> TransportError:
     """What ends membership for good: refusals, and whatever the client gave up on."""
     if error.code() in {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID} or (
         error.code() == KafkaError._FATAL and "instance" in error.str().lower()
     ):
-        fenced = TransportError(
-            f"another member of group {group_id!r} has our group_instance_id={instance!r} ({reason(error)}): two "
-            "processes with one id take the partitions from each other; give each process an id of its own"
-        )
-        fenced.retriable = False
-        return fenced
+        return InstanceIdTakenError(group_id, str(instance), session_timeout, f" ({reason(error)})")
     return _denied(error, group_id) or ClientLostError(
         f"the Kafka client gave up on group {group_id!r} ({reason(error)}); a new client is needed"
     )

@@ -1,0 +1,32 @@
+"""Whether something is lost again and again."""
+
+from collections.abc import Callable
+
+__all__ = ["Losses"]
+
+
+class Losses:
+    """Tells a loss that may happen from one that goes on.
+
+    Example:
+        >>> now = 0.0
+        >>> losses = Losses(lambda: now)
+        >>> losses.again(45.0)
+        False
+        >>> now = 50.0
+        >>> losses.again(45.0)
+        False
+        >>> now = 60.0
+        >>> losses.again(45.0)
+        True
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Nothing was lost yet; *clock* is in seconds."""
+        self._clock = clock
+        self._last: float | None = None
+
+    def again(self, within: float) -> bool:
+        """Take note of a loss; whether the one before it is at most *within* seconds ago."""
+        before, self._last = self._last, self._clock()
+        return before is not None and self._last - before <= within

@@ -1,0 +1,151 @@
+"""Static members in processes of their own: killed and started again within the session, and two with one id."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshard import App, Record
+from aioshard.records import TopicPartition
+from tests.support.kafka_libs import PROJECT
+from tests.support.shared_kafka import SharedKafka
+
+CLIENTS = pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+
+MEMBER = """
+import os
+from aioshard import App, Record
+
+app = App(os.environ["GROUP"], auto_offset_reset="earliest", commit_interval=0.1)
+
+@app.consume(os.environ["TOPIC"])
+async def handle(record: Record) -> None:
+    print(f"processed {record.partition}/{record.offset}", flush=True)
+"""
+
+
+class Process:
+    """`aioshard run` with a static member."""
+
+    def __init__(self, directory: Path, name: str, environment: dict[str, str]) -> None:
+        self._log = directory / f"{name}.log"
+        with self._log.open("wb") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "aioshard", "run", "member:app"],
+                cwd=directory,
+                env=os.environ | environment | {"PYTHONPATH": str(PROJECT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def code(self) -> int | None:
+        return self.popen.poll()
+
+    def kill(self) -> None:
+        self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait(10)
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterator[Start]:
+    """Starts processes of the test's group, which are ended with the test; arguments are settings."""
+    (tmp_path / "member.py").write_text(MEMBER)
+    started: list[Process] = []
+
+    def begin(**settings: Any) -> Process:
+        given = {"bootstrap_servers": kafka.bootstrap, "heartbeat_interval": 0.5, "fetch_max_wait": 0.05} | settings
+        environment = {f"AIOSHARD_{name.upper()}": str(value) for name, value in given.items()}
+        process = Process(tmp_path, f"member{len(started)}", environment | {"GROUP": group, "TOPIC": topic})
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+async def until(condition: Callable[[], object], timeout: float = 30.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - processes tell nobody
+            await asyncio.sleep(0.05)
+
+
+@CLIENTS
+@pytest.mark.timeout(120)
+async def test_one_that_was_killed_comes_back_to_its_partitions_and_nobody_else_notices(
+    kafka: SharedKafka, topic: str, group: str, start: Start, client: str
+) -> None:
+    await kafka.create_topic(topic, 4)
+    options: dict[str, Any] = {"client": client, "session_timeout": 20}
+    other = App(
+        group,
+        bootstrap_servers=kafka.bootstrap,
+        auto_offset_reset="earliest",
+        heartbeat_interval=0.5,
+        group_instance_id="other",
+        **options,
+    )
+    processed: list[TopicPartition] = []
+
+    @other.consume(topic)
+    async def handle(record: Record) -> None:
+        processed.append(TopicPartition(record.topic, record.partition))
+
+    async with other:
+        first = start(group_instance_id="one", **options)
+        await until(lambda: len(other.assignment()) == 2 and "epoch" in first.log)
+        theirs = other.assignment()
+        rebalances, epochs = other.statistics().rebalances, [one.epoch for one in other.statistics().partitions]
+        mine = [number for number in range(4) if TopicPartition(topic, number) not in theirs]
+        await kafka.produce(topic, [(b"", b"")], mine[0])
+        await until(lambda: f"processed {mine[0]}/0" in first.log)
+
+        first.kill()
+        for number in range(4):
+            await kafka.produce(topic, [(b"", b"")] * 5, number)
+        await until(lambda: len(processed) == 10)
+        again = start(group_instance_id="one", **options)
+        await until(lambda: all(f"processed {number}/4" in again.log for number in mine))
+
+        assert other.assignment() == theirs
+        assert other.statistics().rebalances == rebalances
+        assert [one.epoch for one in other.statistics().partitions] == epochs
+        assert set(processed) == set(theirs)
+
+
+@CLIENTS
+@pytest.mark.timeout(120)
+async def test_of_two_with_one_id_one_ends_with_an_error_and_the_other_goes_on(
+    kafka: SharedKafka, topic: str, start: Start, client: str
+) -> None:
+    await kafka.create_topic(topic, 2)
+    options: dict[str, Any] = {"client": client, "session_timeout": 20, "group_instance_id": "twin"}
+    first = start(**options)
+    await until(lambda: "epoch" in first.log)
+    second = start(**options)
+
+    await until(lambda: first.code is not None or second.code is not None, 60.0)
+
+    ended, left = (first, second) if first.code is not None else (second, first)
+    assert ended.code == 1, ended.log
+    assert "another process has joined group" in ended.log.splitlines()[-1]
+    assert "with our group_instance_id='twin'" in ended.log.splitlines()[-1]
+    await kafka.produce(topic, [(b"", b"")] * 5, 0)
+    await kafka.produce(topic, [(b"", b"")] * 5, 1)
+    await until(lambda: "processed 0/4" in left.log and "processed 1/4" in left.log)
+    assert left.code is None, left.log
