@@ -23,6 +23,8 @@ __all__ = ["BacklogUserData", "ConsumerAssignor"]
 logger = logging.getLogger("aioshard.kafka.assignors")
 
 _VERSION = 0
+_NAMED = frozenset({"range", "roundrobin", "fair"})
+"""The assignors without a memory; members tell their `group_instance_id`, so that its order is that of the group."""
 _UNKNOWN = -1
 """What stands for a backlog that the member does not know."""
 
@@ -60,9 +62,10 @@ class ConsumerAssignor:
         b''
     """
 
-    def __init__(self, name: str, delay: float = 0) -> None:
-        """Take the name as the setting `assignor` has it, and *delay* in seconds as `reassignment_delay`."""
+    def __init__(self, name: str, delay: float = 0, instance: str | None = None) -> None:
+        """Take three settings: `assignor`, `reassignment_delay` in seconds, and `group_instance_id`."""
         self.name = name
+        self._instance = instance
         self._delayed = DelayedReassignment(delay)
         self._leads = False
         """Whether this consumer has worked out the latest assignment."""
@@ -94,8 +97,23 @@ class ConsumerAssignor:
             logger.warning("nobody gets partitions of %s: the brokers tell of none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
         self._leads = True
-        found = ASSIGNORS[self.name](told, self._without_withheld(told, partitions))
-        return {name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(got), b"") for name, got in found.items()}
+        names = self._lasting_names(members)
+        found = ASSIGNORS[self.name](
+            {names[name]: member for name, member in told.items()}, self._without_withheld(told, partitions)
+        )
+        return {
+            name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(found[names[name]]), b"") for name in members
+        }
+
+    def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
+        """By which names members are put in order: a static one has a new member id after each restart."""
+        if self.name not in _NAMED:
+            return {name: name for name in members}
+        names = {
+            name: f"0 {metadata.user_data.hex()}" if metadata.user_data else f"1 {name}"
+            for name, metadata in members.items()
+        }
+        return names if len(set(names.values())) == len(names) else {name: name for name in members}
 
     def _without_withheld(self, told: Mapping[str, Member], partitions: Partitions) -> Partitions:
         now = time.monotonic()
@@ -139,6 +157,8 @@ class ConsumerAssignor:
 
     def _user_data(self) -> bytes:
         data: Any = None
+        if self.name in _NAMED:
+            return (self._instance or "").encode()
         if self.name == "sticky" and self.owned:
             data = StickyAssignorUserDataV1(_by_topic(self.owned), self.generation)
         elif self.name == "lag" and self.owned:

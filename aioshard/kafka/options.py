@@ -64,7 +64,9 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         # A response is in memory twice while it is decoded, beside what the client still holds of the one before.
         "fetch_max_bytes": max(half // 2, 1),
         "max_partition_fetch_bytes": partition_share(1, half),
-        "partition_assignment_strategy": (ConsumerAssignor(settings.assignor, settings.reassignment_delay),),
+        "partition_assignment_strategy": (
+            ConsumerAssignor(settings.assignor, settings.reassignment_delay, settings.group_instance_id),
+        ),
         **security_options(settings),
         **settings.client_options,
     }

@@ -62,6 +62,26 @@ def test_a_member_tells_what_is_left_of_what_it_has() -> None:
     assert sorted(gets(leader.assign(cluster(t=3), members)).values()) == [[0], [1, 2]]
 
 
+@pytest.mark.parametrize("name", ["range", "roundrobin", "fair"])
+def test_static_members_get_the_same_whatever_their_member_ids_are(name: str) -> None:
+    first, second = (ConsumerAssignor(name, instance=instance) for instance in ("worker-1", "worker-2"))
+    other = ConsumerAssignor(name)
+
+    def assign(*ids: str) -> list[list[int]]:
+        members = {one: sent(who.metadata(["t"])) for one, who in zip(ids, (first, second, other), strict=True)}
+        found = gets(other.assign(cluster(t=6), members))
+        return [found[one] for one in ids]
+
+    assert assign("a", "b", "c") == assign("c", "b", "a") == assign("b", "c", "a")
+
+
+def test_two_members_with_one_instance_id_are_told_apart() -> None:
+    twins = [ConsumerAssignor("fair", instance="worker-1") for _ in range(2)]
+    members = {one: sent(who.metadata(["t"])) for one, who in zip("ab", twins, strict=True)}
+
+    assert gets(twins[0].assign(cluster(t=2), members)) == {"a": [0], "b": [1]}
+
+
 def test_the_leader_knows_what_is_left_of_what_nobody_has() -> None:
     one, leader = ConsumerAssignor("lag"), ConsumerAssignor("lag")
     for assignor, number in ((one, 0), (leader, 1)):
