@@ -255,6 +255,8 @@ class Intake:
     def _filled(self, partition: Held, now: float) -> None:
         if partition.records:
             partition.failures = 0
+            if partition.end is None or partition.end < partition.reach:
+                partition.end = partition.reach
             self._ready.setdefault(partition)
             if partition.bytes >= self.share and partition.full_since is None:
                 partition.full_since = now

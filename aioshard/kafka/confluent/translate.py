@@ -76,7 +76,9 @@ def group_error(error: KafkaError, group_id: str, instance: str | None, session_
     if error.code() in {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID} or (
         error.code() == KafkaError._FATAL and "instance" in error.str().lower()
     ):
-        return InstanceIdTakenError(group_id, str(instance), session_timeout, f" ({reason(error)})")
+        killed = "; one that was killed keeps the id until its session has timed out"
+        why = f" ({reason(error)}{killed if error.code() == KafkaError.UNRELEASED_INSTANCE_ID else ''})"
+        return InstanceIdTakenError(group_id, str(instance), session_timeout, why)
     return _denied(error, group_id) or ClientLostError(
         f"the Kafka client gave up on group {group_id!r} ({reason(error)}); a new client is needed"
     )
