@@ -77,7 +77,7 @@ def group_error(error: KafkaError, group_id: str, instance: str | None, session_
         error.code() == KafkaError._FATAL and "instance" in error.str().lower()
     ):
         killed = "; one that was killed keeps the id until its session has timed out"
-        why = f" ({reason(error)}{killed if error.code() == KafkaError.UNRELEASED_INSTANCE_ID else ''})"
+        why = f" ({reason(error)}{killed if 'still used' in error.str() else ''})"
         return InstanceIdTakenError(group_id, str(instance), session_timeout, why)
     return _denied(error, group_id) or ClientLostError(
         f"the Kafka client gave up on group {group_id!r} ({reason(error)}); a new client is needed"
