@@ -1,0 +1,44 @@
+"""An assignment that comes while the one before it is still being looked into, as where only some partitions move."""
+
+import asyncio
+
+from aioshard import App, Record
+from aioshard.testing import InMemoryBroker, InMemoryTransport, run
+from tests.engine.running import engine_of, until
+
+TAKES = 1.0
+"""Seconds that the broker takes to tell a committed offset."""
+
+
+def test_one_that_comes_in_between_opens_each_partition_once() -> None:
+    """A client whose group takes only what moves tells all that is ours again, under the same membership."""
+    handled: list[tuple[int, int]] = []
+
+    async def live() -> None:
+        broker = InMemoryBroker(clock=lambda: 0.0)
+        broker.create_topic("orders", 2)
+        for number in range(20):
+            broker.publish("orders", b"", key=b"%d" % number, partition=number % 2)
+        app = App("group", auto_offset_reset="earliest", start_timeout=None)
+
+        @app.consume("orders")
+        async def handle(record: Record) -> None:
+            handled.append((record.partition, record.offset))
+
+        def latency(operation: str) -> float:
+            return TAKES if operation == "committed" else 0.0
+
+        transport = InMemoryTransport(broker, "group", latency=latency)
+        async with app.started(lambda: transport):
+            engine = engine_of(app)
+            await until(lambda: engine.rebalance._settling)
+            partitions = transport._reading.partitions
+            for _ in range(3):
+                await asyncio.sleep(TAKES / 2)
+                engine.rebalance.assigned(partitions, transport.membership())
+            await asyncio.wait_for(engine.rebalance.settled.wait(), 30)
+            await until(lambda: len(handled) == 20)
+            assert [epoch.number for epoch in engine.rebalance.epochs] == [1, 2]
+
+    run(live())
+    assert sorted(handled) == [(partition, offset) for partition in range(2) for offset in range(10)]
