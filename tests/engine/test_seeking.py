@@ -14,7 +14,7 @@ from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
-from tests.engine.running import until
+from tests.engine.running import engine_of, until
 
 TP = TopicPartition("orders", 0)
 OTHER = TopicPartition("orders", 1)
@@ -230,6 +230,30 @@ def test_a_rebalance_that_leaves_the_partition_here_does_not_take_it_back(when: 
             await world.settled(client)
             assert {*world.done} == set(range(100))
             assert all(request.owned for request in world.broker.commits)
+
+    run(test())
+
+
+def test_an_assignment_that_leaves_what_is_kept_alone_does_not_cut_the_drain_short() -> None:
+    """As of clients whose rebalances are incremental: kept partitions are not revoked, and are in the assignment."""
+
+    async def test() -> None:
+        world = World()
+        world.hanging = {3}
+        async with world.running() as client:
+            await until(lambda: len(world.done) == 99)
+            seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
+            await asyncio.sleep(0.1)
+
+            rebalance = engine_of(world.app).rebalance
+            rebalance.assigned([TP, OTHER], rebalance.client.membership())
+            await asyncio.sleep(0.5)
+            assert not seeking.done()
+            world.let_go.set()
+            await seeking
+
+            await world.settled(client)
+            assert world.done.count(3) == 2
 
     run(test())
 
