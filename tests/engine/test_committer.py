@@ -18,6 +18,7 @@ from aioshard.errors import CommitError, CommitRefusedError, MetadataRefusedErro
 from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
+from tests.engine.running import until
 
 MEMBER = Membership("member-1", 4)
 
@@ -403,6 +404,38 @@ async def test_what_finishes_beyond_a_record_that_came_when_nothing_was_left_is_
     await asyncio.sleep(2.5)
 
     assert desk.noted == [[Run(1, 2)]]
+
+
+@with_desk
+async def test_what_finishes_while_a_commit_is_under_way_is_noted_with_the_next(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=9)
+    desk.client.takes = 0.5
+    epoch.complete(deliveries[2])
+    await until(lambda: desk.client.under_way == 1)
+    epoch.complete(deliveries[4])
+    await asyncio.sleep(5.0)
+
+    assert desk.noted == [[Run(2, 3)], [Run(2, 3), Run(4, 5)]]
+
+
+@with_desk
+async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: Desk) -> None:
+    desk.client.takes = 0.5
+    epochs = []
+    for partition in range(100):
+        epoch, deliveries = desk.epoch(partition, records=1)
+        epoch.inherited = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
+        epoch.complete(deliveries[0])
+        epochs.append(epoch)
+    await until(lambda: desk.client.under_way == 1)
+    sent = set(desk.offsets[0])
+    for epoch in epochs:
+        if epoch.topic_partition.partition not in sent:
+            desk.committer.disown(epoch)
+    await asyncio.sleep(5.0)
+
+    assert len(sent) < 100
+    assert {partition for commit in desk.offsets for partition in commit} == sent
 
 
 @with_desk

@@ -78,7 +78,7 @@ class Deployment:
         """Let nothing hang any more, and have a process run until all is committed."""
         self.hanging.set()
         app = self.app()
-        async with app.started(lambda: InMemoryTransport(self.broker, "group")):
+        async with app.started(lambda: InMemoryTransport(self.broker, "group", max_batch_records=10)):
             await until(lambda: self.broker.committed("group", "orders", 0) == self.broker.log("orders", 0).end)
             self.already_done = app.statistics().already_done
         return app
