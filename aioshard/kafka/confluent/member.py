@@ -7,13 +7,13 @@ when one of them changes.
 
 import struct
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaException, Message
 from confluent_kafka import TopicPartition as Place
 from confluent_kafka.aio import AIOConsumer
 
+from aioshard.kafka.confluent.threads import DaemonThreads
 from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 
@@ -53,7 +53,7 @@ class Member(AIOConsumer):
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="aioshard confluent")
+        self._threads = DaemonThreads(_THREADS, "aioshard confluent")
         super().__init__(dict(options), executor=self._threads)
 
     async def join(self, topics: Collection[str], given: OnPartitions, taken: OnPartitions, lost: OnPartitions) -> None:
@@ -151,7 +151,7 @@ class Member(AIOConsumer):
     def abandon(self) -> None:
         """Let the threads end when what they do has ended; nothing more is called."""
         self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
 
 def membership_of(metadata: object) -> Membership:

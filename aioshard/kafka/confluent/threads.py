@@ -1,0 +1,60 @@
+"""Threads that a process does not wait for when it ends."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import ParamSpec, TypeVar
+
+__all__ = ["DaemonThreads"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonThreads(Executor):
+    """A few threads for calls that may hang, such as leaving a group whose coordinator is gone.
+
+    `ThreadPoolExecutor` would keep the process until they return, which may take as long as a session. These end with
+    it, or after what they do when they were shut down.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        """Make *most* threads called *name*; they start with the first call."""
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name} {number}", daemon=True) for number in range(most)
+        ]
+        self._started = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `concurrent.futures.Executor.submit`."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        if not self._started:
+            self._started = True
+            for thread in self._threads:
+                thread.start()
+        self._work.put(work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let each thread end after what it does; waits for none of them."""
+        del wait, cancel_futures
+        if self._started:
+            for _ in self._threads:
+                self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
