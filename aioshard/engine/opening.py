@@ -87,6 +87,10 @@ class Opening:
         """Make an opening for the epochs of *owner*."""
         self._told: set[tuple[TopicPartition, Committed | None]] = set()
         """Texts of others that were spoken of: a position that is looked up again and again is told once."""
+        self._opened: set[TopicPartition] = set()
+        """What was ours in this process: the group has had a position on it, whatever the brokers have kept of that."""
+        self._marks: dict[str, CommitMetadata] = {}
+        """What the first commit that was seen of each topic carried."""
         self._owner = owner
         self._committer = committer
         self._limits = limits
@@ -195,7 +199,10 @@ class Opening:
                 ranges[topic_partition],
                 self._limits.auto_offset_reset,
                 group_knows_topic=ours is None
-                and knows_topic(noted[topic_partition.topic], topic_partition.partition, membership.generation, now),
+                and (
+                    topic_partition in self._opened
+                    or knows_topic(noted[topic_partition.topic], topic_partition.partition, membership.generation, now)
+                ),
             )
             if origin is None:
                 lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
@@ -239,13 +246,21 @@ class Opening:
             if error is not None:
                 raise error
 
+    def opened(self, epoch: Epoch) -> None:
+        """An ownership goes on."""
+        self._opened.add(epoch.topic_partition)
+        self._marks.setdefault(epoch.topic_partition.topic, epoch.mark)
+
     async def _noted(self, topic: str) -> list[CommitMetadata]:
-        """What the group's commits on a topic carry, of all partitions."""
+        """What the group's commits on a topic carry, of all partitions, and what the first that we saw did."""
         client = self._owner.client
         with anyio.fail_after(self._limits.commit_timeout):
             partitions = [TopicPartition(topic, number) for number in await client.partitions(topic)]
             commits = await client.committed(partitions)
-        return [CommitMetadata.read(found.metadata, found.offset) for found in commits.values() if found is not None]
+        noted = [CommitMetadata.read(found.metadata, found.offset) for found in commits.values() if found is not None]
+        if topic in self._marks:
+            noted.append(self._marks[topic])  # the brokers forget the commits of a topic that is deleted
+        return noted
 
     async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
         """Commit the positions that were found for the group, and only then hand out records."""

@@ -348,6 +348,7 @@ class Rebalance:
         """Let an epoch go on: it is ours for certain under *membership*."""
         self._opened_in[epoch] = membership
         self.log.opened(in_place=epoch.topic_partition in self._claims)
+        self._opening.opened(epoch)
         self._committer.own(epoch)
         epoch.open()
         logger.info(

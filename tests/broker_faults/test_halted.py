@@ -103,7 +103,7 @@ async def test_a_halted_record_is_tried_again_after_a_restart(kafka: SharedKafka
     async with mended:
         await kafka.wait_for_lag(group, topic)
 
-    assert ledger.offsets(0) == [1, 2, 3, 4, 5]
+    assert ledger.offsets(0) == [1, 3, 5], "what others had finished beyond it was noted"
 
 
 @pytest.mark.parametrize("count", [6, 500])
