@@ -8,7 +8,7 @@ __all__ = ["COMMANDS", "command"]
 
 COMMANDS = {
     "show": LazyCommand("aioshard.cli.group_show", "Show a group's members and what it has committed.", "show"),
-    "lag": LazyCommand("aioshard.cli.group_show", "Show how far a group is behind.", "lag"),
+    "lag": LazyCommand("aioshard.cli.group_show", "Show how far GROUP is behind, partition by partition.", "lag"),
     "reset": LazyCommand("aioshard.cli.group_change", "Have a group without members go on elsewhere.", "reset"),
     "leave": LazyCommand("aioshard.cli.group_change", "Have a static member leave for good.", "leave"),
     "simulate": LazyCommand("aioshard.cli.group_simulate", "Work out who would get which partitions.", "simulation"),
@@ -18,4 +18,4 @@ COMMANDS = {
 
 @click.command(cls=LazyGroup, lazy=COMMANDS)
 def command() -> None:
-    """Look at a consumer group, change it, and work out who would get what."""
+    """Look at a consumer group, change it, work out who would get what."""

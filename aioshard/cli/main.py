@@ -47,7 +47,7 @@ COMMANDS = {
     "dlt": LazyCommand("aioshard.cli.dlt", "Show, replay and drop dead letters."),
     "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
     "group": LazyCommand("aioshard.cli.group", "Look at a consumer group, change it, work out who would get what."),
-    "lag": LazyCommand("aioshard.cli.group_show", "Show how far a group is behind, as group lag.", "lag"),
+    "lag": LazyCommand("aioshard.cli.group_show", "Show how far GROUP is behind, partition by partition.", "lag"),
     "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
     "report": LazyCommand(

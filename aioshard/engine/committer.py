@@ -17,6 +17,8 @@ __all__ = ["Committer"]
 logger = logging.getLogger("aioshard.engine.committer")
 
 _RETRY_DELAY = 0.1
+_LOOK_INTERVAL = 0.1
+"""Seconds between two looks at what finishes beyond the oldest, at least: a tiny commit interval must not spin."""
 _MOST_BYTES = 768 * 1024
 """Of one request: brokers refuse a commit whole that makes a batch of more than 1 MiB in their own topic."""
 _BYTES_AROUND = 100
@@ -144,7 +146,8 @@ class Committer:
                 self.trouble = None
                 awaited += [epoch.frontier() for epoch in self._owned]
                 if self._owned:
-                    timeout = self._interval  # no future tells of what finishes beyond the oldest
+                    # No future tells of what finishes beyond the oldest.
+                    timeout = max(self._interval, _LOOK_INTERVAL)
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def _commit_due(self, transport: Transport) -> None:

@@ -83,7 +83,7 @@ class RebalanceLog:
     def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
         """Partitions are being taken away, while so many records run."""
         self._finish()
-        cause = "the group has dropped us" if lost else "members, topics or partitions of the group have changed"
+        cause = "the group had dropped us" if lost else "members, topics or partitions of the group have changed"
         current = self._begin(cause, "join" if lost else "drain")
         current.report = dataclasses.replace(current.report, revoked=partitions, in_flight=in_flight)
 

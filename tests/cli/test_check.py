@@ -260,8 +260,9 @@ finally:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_summaries_are_those_of_the_commands(name: str) -> None:
-    command = import_module(COMMANDS[name][0]).command
-    assert command.get_short_help_str(200) == COMMANDS[name][1]
+    lazy = COMMANDS[name]
+    command = getattr(import_module(lazy.module), lazy.attribute)
+    assert command.get_short_help_str(200) == lazy.summary
 
 
 def test_python_m_is_the_same_command() -> None:
