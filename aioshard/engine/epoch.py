@@ -194,6 +194,8 @@ class Epoch:
     def give_back(self, deliveries: Iterable[Delivery]) -> None:
         """Drop the payloads of queued deliveries; their offsets stay incomplete: nothing is committed past them."""
         for delivery in deliveries:
+            if delivery is self.probe:  # another one has to be found, or nothing would try the partition any more
+                self._end_probe(processed=False)
             self.fetching_again = False
             self.shed[delivery.offset] = delivery
             delivery.record = delivery.record._replace(value=None, headers=())
@@ -316,12 +318,15 @@ class Epoch:
     def settle(self, delivery: Delivery, *, processed: bool = False) -> None:
         """A run of a record has ended, well or not: a drain does not wait for it any more."""
         if delivery is self.probe:
-            self.probe = None
-            if self.probed is not None:
-                self.probed(processed)
+            self._end_probe(processed=processed)
         if self.drain is not None:
             self.drain.settle(delivery)
             self._check_drained()
+
+    def _end_probe(self, *, processed: bool) -> None:
+        self.probe = None
+        if self.probed is not None:
+            self.probed(processed)
 
     def block(self, key: ShardKey) -> None:
         """A shard does not go on for now: a drain does not wait for what is in it."""

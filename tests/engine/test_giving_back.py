@@ -4,6 +4,8 @@ import asyncio
 
 from aioshard.core.flow import Usage
 from aioshard.engine.admission import Admission
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher, Pump
 from aioshard.engine.notes import Notes
@@ -173,3 +175,18 @@ def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
         assert [(one.offset, one.record.offset) for one in epoch.tracker.values()] == [(n, 99 - n) for n in range(50)]
 
     run(test())
+
+
+def test_a_probe_that_is_given_back_is_followed_by_another() -> None:
+    """Nothing would try its paused partition any more (found by a seed)."""
+    epoch = Epoch(TopicPartition("orders", 0), 1, 0, Buffer(Usage(100, 10_000), lambda: None))
+    records = [Record("orders", 0, offset, b"k", b"", (), 0.0) for offset in range(3)]
+    deliveries = [Delivery(record, epoch, None, 10, 0.0) for record in records]
+    epoch.take_in(FetchedBatch(epoch.topic_partition, records, [10] * 3, 3), deliveries)
+    told: list[bool] = []
+    epoch.probe, epoch.probed = deliveries[2], told.append
+
+    epoch.give_back(deliveries[1:])
+
+    assert epoch.probe is None
+    assert told == [False]

@@ -190,6 +190,7 @@ async def test_statistics_explanation_and_metrics() -> None:
         assert (await client.get("/statistics.json")).json() == STATISTICS.asdict() | {
             "partitions": [dataclasses.asdict(PARTITION)],
             "handlers": [dataclasses.asdict(HANDLER) | {"topics": ["orders"], "outliving": []}],
+            "rebalance_reports": [],
         }
         explanation = await client.get("/explain")
         assert explanation.text == "orders/3 waits for record 101 (key #1f2e)"
