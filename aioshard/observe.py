@@ -122,7 +122,7 @@ class RebalanceReport:
     revoked: int = 0
     """Partitions that were taken away, those among them that came back too."""
     in_flight: int = 0
-    """Records that ran when they were."""
+    """Records of them that ran then."""
     drained: int = 0
     """Those of them that ended within the drain."""
     cancelled: int = 0

@@ -115,8 +115,8 @@ def first_mark(generation: int, partitions: int, now: float) -> CommitMetadata:
 
 def kept_mark(noted: CommitMetadata, now: float) -> CommitMetadata:
     """What later commits carry on of that: nothing when it is old."""
-    if noted.first_at is None or now - noted.first_at > _FIRST_LASTS:
-        return CommitMetadata(first_generation=None if noted.first_at is not None else noted.first_generation)
+    if noted.first_at is not None and now - noted.first_at > _FIRST_LASTS:
+        return CommitMetadata()
     return CommitMetadata(
         first_generation=noted.first_generation, first_partitions=noted.first_partitions, first_at=noted.first_at
     )

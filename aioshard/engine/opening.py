@@ -183,9 +183,11 @@ class Opening:
         membership: Membership,
     ) -> list[Epoch]:
         """New epochs for *partitions*, closed; those whose position was committed are opened."""
-        topics = {name.topic for name in partitions if committed[name] is None}
-        noted = {topic: await self._noted(topic) for topic in topics}
-        numbers = {topic: len(await self._owner.client.partitions(topic)) for topic in {tp.topic for tp in partitions}}
+        topics = {name.topic for name in partitions}
+        with anyio.fail_after(self._limits.commit_timeout):
+            numbers = {topic: len(await self._owner.client.partitions(topic)) for topic in topics}
+        unknown = {name.topic for name in partitions if committed[name] is None}
+        noted = {topic: await self._noted(topic, numbers[topic]) for topic in unknown}
         if self._owner.client.membership() != membership:
             return []
         now = time.time()
@@ -251,12 +253,12 @@ class Opening:
         self._opened.add(epoch.topic_partition)
         self._marks.setdefault(epoch.topic_partition.topic, epoch.mark)
 
-    async def _noted(self, topic: str) -> list[CommitMetadata]:
+    async def _noted(self, topic: str, partitions: int) -> list[CommitMetadata]:
         """What the group's commits on a topic carry, of all partitions, and what the first that we saw did."""
-        client = self._owner.client
         with anyio.fail_after(self._limits.commit_timeout):
-            partitions = [TopicPartition(topic, number) for number in await client.partitions(topic)]
-            commits = await client.committed(partitions)
+            commits = await self._owner.client.committed(
+                [TopicPartition(topic, number) for number in range(partitions)]
+            )
         noted = [CommitMetadata.read(found.metadata, found.offset) for found in commits.values() if found is not None]
         if topic in self._marks:
             noted.append(self._marks[topic])  # the brokers forget the commits of a topic that is deleted

@@ -142,8 +142,7 @@ class Rebalance:
         epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
         for epoch in epochs:
             self.seeks.let_go(epoch)
-        in_flight = sum(len(worker.deliveries) for worker in self._outside.workers)
-        self.log.revoked(len(epochs), in_flight, lost=lost)
+        self.log.revoked(len(epochs), self._in_flight(epochs), lost=lost)
         if lost:
             for epoch in epochs:
                 self.end(epoch, "the group has dropped us")
@@ -164,6 +163,11 @@ class Rebalance:
         for epoch in epochs:
             if epoch.gate is not Gate.ENDED:
                 self._claim(epoch)
+
+    def _in_flight(self, epochs: Collection[Epoch]) -> int:
+        """How many records of these run."""
+        theirs = {both for epoch in epochs for both in self._with_side(epoch)}
+        return sum(delivery.epoch in theirs for worker in self._outside.workers for delivery in worker.deliveries)
 
     def _claim(self, epoch: Epoch) -> None:
         held = self._opened_in.pop(epoch)

@@ -33,7 +33,6 @@ class _Current:
     began: float
     """Loop time of its begin, and of the begin of the phase."""
     phase_began: float
-    replayed_before: int
 
 
 class RebalanceLog:
@@ -56,6 +55,7 @@ class RebalanceLog:
         self._current: _Current | None = None
         self._count = 0
         self._replayed_then = 0
+        """What that was when the latest one began."""
 
     def reports(self) -> tuple[RebalanceReport, ...]:
         """The latest ones, oldest first; the last may be under way. Safe from any thread."""
@@ -66,7 +66,7 @@ class RebalanceLog:
             under_way = dataclasses.replace(
                 self._timed(current, now),
                 seconds=now - current.began,
-                replayed=self._replayed() - current.replayed_before,
+                replayed=self._replayed() - self._replayed_then,
             )
             return (*over, under_way)
         if over:
@@ -81,7 +81,7 @@ class RebalanceLog:
     # What happens ------------------------------------------------------------------------
 
     def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
-        """Partitions are being taken away, while so many records run."""
+        """Partitions are being taken away, while so many of their records run."""
         self._finish()
         cause = "the group had dropped us" if lost else "members, topics or partitions of the group have changed"
         current = self._begin(cause, "join" if lost else "drain")
@@ -132,7 +132,7 @@ class RebalanceLog:
         now = self._clock()
         report = RebalanceReport(number=self._count, at=time.time(), cause=cause, phase=phase)
         self._replayed_then = self._replayed()
-        self._current = _Current(report, now, now, self._replayed_then)
+        self._current = _Current(report, now, now)
         return self._current
 
     def _enter(self, phase: RebalancePhase) -> _Current | None:

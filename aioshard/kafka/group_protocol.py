@@ -1,14 +1,16 @@
-"""Requests about consumer groups in versions that aiokafka does not have: newer groups described, a member removed."""
+"""Requests about consumer groups in versions that aiokafka does not have: groups described, a member removed."""
 
 import uuid
 from io import BytesIO
 from typing import Any, ClassVar
 
 from aiokafka.protocol.abstract import AbstractType
+from aiokafka.protocol.admin import DescribeGroupsRequest_v3
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import (
     Array,
     Boolean,
+    Bytes,
     CompactArray,
     CompactString,
     Int16,
@@ -18,7 +20,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-__all__ = ["DescribeConsumerGroup", "RemoveStaticMember"]
+__all__ = ["DescribeConsumerGroup", "DescribeGroup", "RemoveStaticMember"]
 
 
 class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
@@ -28,6 +30,60 @@ class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
     def decode(cls, data: BytesIO) -> uuid.UUID:
         """Read one."""
         return uuid.UUID(bytes=data.read(16))
+
+
+# DescribeGroups in version 4 --------------------------------------------------------------
+
+
+class _DescribeGroupResponse(Response):  # type: ignore[misc]
+    API_KEY = 15
+    API_VERSION = 4
+    SCHEMA: ClassVar[Schema] = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "groups",
+            Array(
+                ("error_code", Int16),
+                ("group", String("utf-8")),
+                ("state", String("utf-8")),
+                ("protocol_type", String("utf-8")),
+                ("protocol", String("utf-8")),
+                (
+                    "members",
+                    Array(
+                        ("member_id", String("utf-8")),
+                        ("group_instance_id", String("utf-8")),
+                        ("client_id", String("utf-8")),
+                        ("client_host", String("utf-8")),
+                        ("member_metadata", Bytes),
+                        ("member_assignment", Bytes),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+            ),
+        ),
+    )
+
+
+class _DescribeGroupStruct(RequestStruct):  # type: ignore[misc]
+    API_KEY = 15
+    API_VERSION = 4
+    RESPONSE_TYPE = _DescribeGroupResponse
+    SCHEMA: ClassVar[Schema] = Schema(("groups", Array(String("utf-8"))), ("include_authorized_operations", Boolean))
+
+
+class DescribeGroup(Request[DescribeGroupsRequest_v3 | _DescribeGroupStruct]):  # type: ignore[misc]
+    """Asks for one group of the classic protocol; version 4 tells who is static."""
+
+    API_KEY = 15
+
+    def __init__(self, group_id: str) -> None:
+        """Make the question."""
+        self._group_id = group_id
+
+    def build(self, request_struct_class: Any) -> Any:
+        """The request in the version that the broker takes."""
+        return request_struct_class([self._group_id], False)  # noqa: FBT003 - the protocol's order
 
 
 # ConsumerGroupDescribe, the only way to see a group of KIP-848 ---------------------------

@@ -7,12 +7,11 @@ from typing import NamedTuple
 from aiokafka import errors as kafka
 from aiokafka.client import CoordinationType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.protocol.commit import OffsetFetchRequest
 
 from aioshard.errors import StateError, TransportError
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, RemoveStaticMember
 from aioshard.kafka.history import GroupMember, HistoryBrokers
-from aioshard.ports import Committed
+from aioshard.kafka.translate import raise_for
 from aioshard.records import TopicPartition
 
 __all__ = ["Coordinator", "Group", "GroupBrokers", "MemberOfGroup", "offsets_partition"]
@@ -113,7 +112,7 @@ class GroupBrokers(HistoryBrokers):
         (group,) = answer.to_object()["groups"]
         if group["error_code"] in (_NO_SUCH_GROUP, _NOT_SERVED):
             return None
-        _raise_for(group["error_code"])
+        raise_for(group["error_code"])
         members = []
         for one in group["members"]:
             partitions = sorted(
@@ -136,28 +135,6 @@ class GroupBrokers(HistoryBrokers):
         ]
         return Group(found["state"].lower(), "classic", found["protocol"] or "", tuple(sorted(members)))
 
-    async def all_commits(self, group_id: str) -> dict[TopicPartition, Committed]:
-        """Everything that a group has committed.
-
-        Raises:
-            AuthorizationError: We may not read with the group.
-            TransportError: It was not told.
-        """
-
-        async def ask() -> dict[TopicPartition, Committed]:
-            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-            answer = await self._client.send(node, OffsetFetchRequest(group_id, None))
-            _raise_for(getattr(answer, "error_code", 0))
-            found = {}
-            for topic, stored in answer.topics:
-                for partition, offset, metadata, code in stored:
-                    _raise_for(code)
-                    if offset >= 0:
-                        found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
-            return found
-
-        return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
-
     async def remove_static_member(self, group_id: str, instance_id: str) -> None:
         """Have a static member leave its group for good: its partitions go to the others at once.
 
@@ -170,10 +147,10 @@ class GroupBrokers(HistoryBrokers):
         async def ask() -> int:
             node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
             answer = await self._client.send(node, RemoveStaticMember(group_id, instance_id))
-            _raise_for(answer.error_code)
+            raise_for(answer.error_code)
             ((_, _, code),) = answer.members
             if code != _UNKNOWN_MEMBER:
-                _raise_for(code)
+                raise_for(code)
             return int(code)
 
         what = f"remove {instance_id!r} from group {group_id!r}"
@@ -209,8 +186,3 @@ def _assigned(content: bytes | None) -> tuple[TopicPartition, ...]:
         return tuple(sorted(TopicPartition(topic, number) for topic, numbers in found.assignment for number in numbers))
     except (ValueError, TypeError, UnicodeDecodeError):
         return ()
-
-
-def _raise_for(code: int) -> None:
-    if code:
-        raise kafka.for_code(code)

@@ -3,20 +3,18 @@
 import asyncio
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from aiokafka import errors as kafka
 from aiokafka.client import CoordinationType
-from aiokafka.protocol.admin import DescribeGroupsRequest_v3
-from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
-from aiokafka.protocol.types import Array, Boolean, Bytes, Int16, Int32, Schema, String
 
 from aioshard.errors import AuthorizationError, CommitError, CommitRefusedError, TransportError
 from aioshard.kafka.administration import Administration
-from aioshard.kafka.translate import reason, request_error
+from aioshard.kafka.group_protocol import DescribeGroup
+from aioshard.kafka.translate import raise_for, reason, request_error
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
@@ -168,20 +166,34 @@ class HistoryBrokers(Administration):
 
         async def ask() -> dict[TopicPartition, Committed | None]:
             found: dict[TopicPartition, Committed | None] = dict.fromkeys(partitions)
-            if not found:
-                return found
-            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-            asked = _by_topic({one: one.partition for one in partitions})
-            answer = await self._client.send(node, OffsetFetchRequest(group_id, asked))
-            _raise_for(getattr(answer, "error_code", 0))
-            for topic, stored in answer.topics:
-                for partition, offset, metadata, code in stored:
-                    _raise_for(code)
-                    if offset >= 0:
-                        found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+            if found:
+                found.update(await self._stored(group_id, _by_topic({one: one.partition for one in partitions})))
             return found
 
         return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
+
+    async def all_commits(self, group_id: str) -> dict[TopicPartition, Committed]:
+        """Everything that a group has committed.
+
+        Raises:
+            AuthorizationError: We may not read with the group.
+            TransportError: It was not told.
+        """
+        ask = functools.partial(self._stored, group_id, None)
+        return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
+
+    async def _stored(self, group_id: str, asked: Any) -> dict[TopicPartition, Committed]:
+        """What a group has committed of what is *asked*, in the request's form; None is everything. Asked once."""
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        answer = await self._client.send(node, OffsetFetchRequest(group_id, asked))
+        raise_for(getattr(answer, "error_code", 0))
+        found = {}
+        for topic, stored in answer.topics:
+            for partition, offset, metadata, code in stored:
+                raise_for(code)
+                if offset >= 0:
+                    found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+        return found
 
     async def describe_group(self, group_id: str) -> GroupDescription:
         """What the brokers say of the group's members; for sentences, not for decisions.
@@ -204,9 +216,9 @@ class HistoryBrokers(Administration):
     async def _described(self, group_id: str) -> dict[str, Any]:
         """A group of the classic protocol, as its coordinator describes it; asked once."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-        answer = await self._client.send(node, _DescribeGroups(group_id))
+        answer = await self._client.send(node, DescribeGroup(group_id))
         (group,) = answer.to_object()["groups"]
-        _raise_for(group["error_code"])
+        raise_for(group["error_code"])
         found: dict[str, Any] = group
         return found
 
@@ -258,11 +270,6 @@ def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPa
     return failed
 
 
-def _raise_for(code: int) -> None:
-    if code:
-        raise kafka.for_code(code)
-
-
 def _by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
     by_topic: dict[str, list[Any]] = {}
     for one in sorted(values):
@@ -273,53 +280,3 @@ def _by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]
 def _named(partitions: Collection[TopicPartition]) -> str:
     first, *others = sorted(partitions)
     return f"{first} and {len(others)} other partition(s)" if others else str(first)
-
-
-# A version of a request that aiokafka does not have: it tells who is static -----------
-
-
-class _DescribeGroupsResponse(Response):  # type: ignore[misc]
-    API_KEY = 15
-    API_VERSION = 4
-    SCHEMA: ClassVar[Schema] = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "groups",
-            Array(
-                ("error_code", Int16),
-                ("group", String("utf-8")),
-                ("state", String("utf-8")),
-                ("protocol_type", String("utf-8")),
-                ("protocol", String("utf-8")),
-                (
-                    "members",
-                    Array(
-                        ("member_id", String("utf-8")),
-                        ("group_instance_id", String("utf-8")),
-                        ("client_id", String("utf-8")),
-                        ("client_host", String("utf-8")),
-                        ("member_metadata", Bytes),
-                        ("member_assignment", Bytes),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-            ),
-        ),
-    )
-
-
-class _DescribeGroupsStruct(RequestStruct):  # type: ignore[misc]
-    API_KEY = 15
-    API_VERSION = 4
-    RESPONSE_TYPE = _DescribeGroupsResponse
-    SCHEMA: ClassVar[Schema] = Schema(("groups", Array(String("utf-8"))), ("include_authorized_operations", Boolean))
-
-
-class _DescribeGroups(Request[DescribeGroupsRequest_v3 | _DescribeGroupsStruct]):  # type: ignore[misc]
-    API_KEY = 15
-
-    def __init__(self, group_id: str) -> None:
-        self._group_id = group_id
-
-    def build(self, request_struct_class: Any) -> Any:
-        return request_struct_class([self._group_id], False)  # noqa: FBT003 - the protocol's order

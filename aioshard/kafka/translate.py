@@ -24,6 +24,7 @@ __all__ = [
     "missing_topic",
     "nothing_acknowledged",
     "publish_error",
+    "raise_for",
     "reason",
     "request_error",
     "too_large",
@@ -38,6 +39,12 @@ _MOVED_ON = (
 
 _TOO_LONG = (kafka.OffsetMetadataTooLargeError, kafka.InvalidCommitOffsetSizeError)
 """Answers that say: the text that goes with an offset, or all of them together, are more than is stored."""
+
+
+def raise_for(code: int) -> None:
+    """Raise what an answer's error code stands for; 0 is no error."""
+    if code:
+        raise kafka.for_code(code)
 
 
 def reason(error: BaseException) -> str:

@@ -63,6 +63,14 @@ class World:
         async with TestClient(self.app, broker=self.broker) as client:
             yield client
 
+    @asynccontextmanager
+    async def running_with_one_hanging(self) -> AsyncIterator[TestClient]:
+        """As `running`, from when everything but record 3 is done."""
+        self.hanging = {3}
+        async with self.running() as client:
+            await until(lambda: len(self.done) == 99)
+            yield client
+
     async def settled(self, client: TestClient) -> None:
         await client.settle(60.0)
 
@@ -150,9 +158,7 @@ def test_records_in_flight_are_drained_and_none_is_run_beside_its_replay() -> No
 def test_what_does_not_end_in_time_is_cancelled_and_changes_nothing_later() -> None:
     async def test() -> None:
         world = World()
-        world.hanging = {3}
-        async with world.running() as client:
-            await until(lambda: len(world.done) == 99)
+        async with world.running_with_one_hanging() as client:
             started = asyncio.get_running_loop().time()
 
             await world.app.seek("orders", 0, 50)
@@ -196,9 +202,7 @@ def test_nothing_noted_as_finished_is_taken_along(to: int) -> None:
 def test_other_partitions_go_on_meanwhile() -> None:
     async def test() -> None:
         world = World()
-        world.hanging = {3}
-        async with world.running() as client:
-            await until(lambda: len(world.done) == 99)
+        async with world.running_with_one_hanging() as client:
             seeking = asyncio.create_task(world.app.seek("orders", 0, "end"))
             await asyncio.sleep(0.1)
 
@@ -216,9 +220,7 @@ def test_other_partitions_go_on_meanwhile() -> None:
 def test_a_rebalance_that_leaves_the_partition_here_does_not_take_it_back(when: float) -> None:
     async def test() -> None:
         world = World()
-        world.hanging = {3}
-        async with world.running() as client:
-            await until(lambda: len(world.done) == 99)
+        async with world.running_with_one_hanging() as client:
             world.forget()
 
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
@@ -239,9 +241,7 @@ def test_an_assignment_that_leaves_what_is_kept_alone_does_not_cut_the_drain_sho
 
     async def test() -> None:
         world = World()
-        world.hanging = {3}
-        async with world.running() as client:
-            await until(lambda: len(world.done) == 99)
+        async with world.running_with_one_hanging() as client:
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
             await asyncio.sleep(0.1)
 
@@ -262,10 +262,7 @@ def test_an_assignment_that_leaves_what_is_kept_alone_does_not_cut_the_drain_sho
 def test_a_partition_that_is_given_away_meanwhile_is_not_sought(when: float) -> None:
     async def test() -> None:
         world = World()
-        world.hanging = {3}
-        async with world.running() as client:
-            await until(lambda: len(world.done) == 99)
-
+        async with world.running_with_one_hanging() as client:
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
             await asyncio.sleep(when)
             await client.revoke("orders", 0)
@@ -281,9 +278,7 @@ def test_a_partition_that_is_given_away_meanwhile_is_not_sought(when: float) -> 
 def test_a_client_that_is_lost_meanwhile_does_not_take_it_back() -> None:
     async def test() -> None:
         world = World()
-        world.hanging = {3}
-        async with world.running() as client:
-            await until(lambda: len(world.done) == 99)
+        async with world.running_with_one_hanging() as client:
             world.forget()
 
             seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
