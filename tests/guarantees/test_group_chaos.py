@@ -15,6 +15,7 @@ from tests.guarantees.scenario import SHORT, Scenario, even_keys
 
 PARTITIONS = 48
 NAMES = "abcdef"
+CLIENTS = ("aiokafka", "cooperative", "KIP-848")
 SESSION = 6.0
 SETTINGS = {"session_timeout": SESSION, "start_timeout": 100}
 WITHOUT_PROGRESS = SESSION + SHORT["rebalance_timeout"] + 5.0
@@ -30,7 +31,7 @@ async def test_a_minute_of_chaos_loses_reorders_and_stops_nothing(scenario: Scen
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize(("seed", "client"), [(seed, CLIENTS[seed % 3]) for seed in range(2, 12)])
 async def test_minutes_of_chaos_lose_reorder_and_stop_nothing(scenario: Scenario, seed: int) -> None:
     await chaos(scenario, seed=seed, seconds=300, records=300_000)
 
