@@ -133,6 +133,11 @@ class Rebalance:
         """Every epoch that has not ended."""
         return [fetcher.epoch for fetcher in tuple(self.fetchers.values())]
 
+    @property
+    def in_place(self) -> bool:
+        """Whether no rebalance is under way, and no partition is on its way to where it is to go on."""
+        return self.settled.is_set() and not self.seeks.under_way
+
     # Taken away ----------------------------------------------------------------------
 
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:

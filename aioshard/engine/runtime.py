@@ -371,7 +371,7 @@ class Engine:
         while True:
             if self.failed.done():
                 self.failed.result()
-            if self.rebalance.settled.is_set() and all(self._reached_end(e) for e in self.rebalance.epochs):
+            if self.rebalance.in_place and all(self._reached_end(e) for e in self.rebalance.epochs):
                 return
             halted = self.halted
             if halted and self._nothing_moves():
@@ -387,7 +387,7 @@ class Engine:
         return epoch.tracker.committable >= self.rebalance.ends[epoch.topic_partition]
 
     def _nothing_moves(self) -> bool:
-        if not self.rebalance.settled.is_set() or any(worker.deliveries for worker in self.workers):
+        if not self.rebalance.in_place or any(worker.deliveries for worker in self.workers):
             return False
         if any(fetcher.has_unfed for fetcher in self.rebalance.fetchers.values()):
             return False

@@ -50,6 +50,11 @@ class Seeks:
         seek = self._asked[topic_partition] = _Seek(start, epoch)
         return seek.done
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a position was asked for that is not reached yet."""
+        return bool(self._asked)
+
     def start_of(self, topic_partition: TopicPartition) -> int | None:
         """Where a partition is to go on, or None."""
         seek = self._asked.get(topic_partition)

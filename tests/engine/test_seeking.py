@@ -477,3 +477,26 @@ def trouble(world: World, client: TestClient, which: int) -> None:
             world.broker.fail_next_commit(CommitRefusedError("the generation is over"))
         case _:
             client.transports[-1].kill(ClientLostError("gone"))
+
+
+def test_consuming_to_the_end_waits_for_a_seek() -> None:
+    async def test() -> None:
+        world = World()
+        async with world.running_with_one_hanging() as client:
+            engine = engine_of(world.app)
+            seeking = asyncio.create_task(world.app.seek("orders", 0, "beginning"))
+            await until(lambda: engine.rebalance.seeks.under_way, look_every=0.001)
+            for _ in range(3):
+                world.broker.fail_next_commit(CommitError("the coordinator is moving"))
+            world.hanging.clear()
+            world.let_go.set()
+            await until(lambda: len(world.done) == 100, look_every=0.001)
+            world.forget()
+
+            await engine.caught_up()  # all is done up to the end, and on its way back
+
+            assert sorted(world.done) == list(range(100))
+            await seeking
+            await world.settled(client)
+
+    run(test())
