@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioshard.checks import check_linger
+from aioshard.checks import check_assign, check_linger
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
 from aioshard.engine.epoch import Epoch
@@ -125,6 +125,17 @@ class App(Handlers, Controls):
         except BaseException:
             self._overrides = before
             raise
+
+    def check(self) -> None:
+        """Refuse handlers and settings that do not go together; starting does it too.
+
+        Raises:
+            HandlerError: A handler's batches wait longer than `stuck_after`.
+            SettingsError: The partitions of `assign` are not those of the handlers.
+        """
+        for handler in self:
+            check_linger(handler.name, handler.batch, self._settings.stuck_after)
+        check_assign(self._settings.assign, [(one.name, one.topics, one.pattern, one.on_failure) for one in self])
 
     def include(self, handlers: Handlers) -> None:
         """Take over the handlers of another module.
@@ -291,8 +302,7 @@ class App(Handlers, Controls):
         if not self.handlers:
             message = f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')"
             raise HandlerError(message)
-        for handler in self:
-            check_linger(handler.name, handler.batch, self._settings.stuck_after)
+        self.check()
         self._warn()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()

@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from aioshard.context import BatchContext, Context
@@ -13,10 +13,11 @@ from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, Park
 from aioshard.core.retry import Retry
-from aioshard.errors import HandlerError, NotBuiltError
+from aioshard.errors import HandlerError, NotBuiltError, SettingsError
 from aioshard.records import TOPIC_NAME, Record
 
 __all__ = [
+    "check_assign",
     "check_batch",
     "check_failing",
     "check_linger",
@@ -54,6 +55,47 @@ def check_linger(name: str, batch: Batch | None, stuck_after: float) -> None:
         raise HandlerError(
             f"handler {name!r} lets batches wait for linger={batch.linger:g} s, and a record that is in hand for "
             f"stuck_after={stuck_after:g} s counts as stuck: give it less linger, or raise stuck_after"
+        )
+
+
+def check_assign(
+    assign: Mapping[str, Sequence[int]] | None, handlers: Iterable[tuple[str, Iterable[str], str | None, object]]
+) -> None:
+    """Refuse partitions given by hand that are not those of the handlers.
+
+    Args:
+        assign: The setting; None where the group assigns, which refuses nothing.
+        handlers: Name, topics, pattern and `on_failure` of each.
+
+    Raises:
+        SettingsError: A topic has partitions and no handler, or a handler and no partitions; or a handler wants what
+            only a group can give.
+    """
+    if assign is None:
+        return
+    handled: set[str] = set()
+    for name, topics, pattern, policy in handlers:
+        handled.update(topics)
+        if pattern is not None:
+            raise SettingsError(
+                f"handler {name!r} has pattern={pattern!r}, and assign gives the partitions by hand: a topic that "
+                "appears would have none; name its topics, or leave assign out so that the group assigns"
+            )
+        if isinstance(policy, Park):
+            raise SettingsError(
+                f"handler {name!r} has on_failure=Park({policy.topic!r}), and assign gives the partitions by hand: "
+                "parked records are told apart by the generation of the group in which they were parked, and nobody "
+                "joins it; use DeadLetter, or leave assign out so that the group assigns"
+            )
+        for topic in sorted(set(topics) - assign.keys()):
+            raise SettingsError(
+                f"handler {name!r} consumes topic {topic!r}, and assign gives it no partition of that: nothing of it "
+                f"would ever be read; add {topic!r} to assign, or leave the topic out of this app"
+            )
+    for topic in sorted(assign.keys() - handled):
+        raise SettingsError(
+            f"assign gives partitions of topic {topic!r}, which no handler consumes: leave it out of assign, or "
+            f"register a handler with @app.consume({topic!r})"
         )
 
 

@@ -7,7 +7,7 @@ The engine knows no client. `aioshard.kafka.client` implements `Transport` on ai
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from aioshard.errors import TransportError
+from aioshard.errors import CommitRefusedError, TransportError
 from aioshard.records import Record, TopicPartition
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Committed",
     "Fault",
     "FetchedBatch",
+    "GroupHasMembersError",
     "GroupListener",
     "InstanceIdTakenError",
     "LogRange",
@@ -40,7 +41,11 @@ RECORD_OVERHEAD = 500
 
 
 class Membership(NamedTuple):
-    """Who we are in the group. The generation is -1 while we are no member."""
+    """Who we are in the group. The generation is -1 while we are no member.
+
+    Who has partitions that were given by hand has no member id, and a generation that no group has given out: another
+    one in each life of the client. It allows commits, and nothing of it is sent.
+    """
 
     member_id: str
     generation: int
@@ -68,6 +73,10 @@ class InstanceIdTakenError(TransportError):
         )
         self.session_timeout = session_timeout
         self.goes_on = goes_on
+
+
+class GroupHasMembersError(CommitRefusedError):
+    """Partitions are given by hand, and the group has members: brokers take no commit beside theirs. The app ends."""
 
 
 class Allowance(NamedTuple):

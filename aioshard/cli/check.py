@@ -36,6 +36,7 @@ def command(target: str, *, app_dir: str, as_json: bool) -> None:
         app = load_app(target, app_dir)
         if not app.handlers:
             raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
+        app.check()
         if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
             raise MissingExtraError("the journal", "journal")
     except (AioshardError, click.ClickException) as error:

@@ -34,6 +34,7 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 @click.command()
 @options.target
 @options.bootstrap_servers("the app's setting")
+@click.option("--assign", metavar="TOPIC:PARTITIONS,…", help="Partitions by hand, as orders:0-2,payments:1; no group.")
 @click.option("--until-caught-up", is_flag=True, help="Process up to the end offsets seen at the start, then end.")
 @click.option(
     "--health-port",
@@ -49,6 +50,7 @@ def command(
     target: str,
     *,
     bootstrap_servers: str | None,
+    assign: str | None,
     until_caught_up: bool,
     health_port: int | None,
     host: str,
@@ -63,8 +65,9 @@ def command(
     """
     logs.configure(log_level, log_format)
     app = load_app(target, app_dir)
-    if bootstrap_servers is not None:
-        app.configure(bootstrap_servers=bootstrap_servers)
+    given = {"bootstrap_servers": bootstrap_servers, "assign": assign}
+    if given := {name: value for name, value in given.items() if value is not None}:
+        app.configure(**given)
     for sentence in misspelled_variables():
         logger.warning("%s", sentence)
     with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -10,7 +10,7 @@ import anyio
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.notes import Due, Notes
 from aioshard.errors import AuthorizationError, MetadataRefusedError, TransportError
-from aioshard.ports import Membership, Transport
+from aioshard.ports import GroupHasMembersError, Membership, Transport
 
 __all__ = ["Committer"]
 
@@ -23,8 +23,8 @@ _MOST_BYTES = 768 * 1024
 """Of one request: brokers refuse a commit whole that makes a batch of more than 1 MiB in their own topic."""
 _BYTES_AROUND = 100
 """Of a partition in a request, beside its topic and its text."""
-_AT_ONCE = 16
-"""Texts that are made before others may run: one of full length takes milliseconds."""
+_WITHOUT_PAUSE = 0.01
+"""Seconds for which texts are made before others may run: one of full length takes as long or longer."""
 
 
 class _Request(NamedTuple):
@@ -63,8 +63,8 @@ class Committer:
         self.trouble_since = 0.0
         self.notes = Notes()
         """What goes with the offsets."""
-        self.refused: Callable[[AuthorizationError], object] | None = None
-        """Told when the brokers do not allow a commit; it stays due, as they may allow it later."""
+        self.refused: Callable[[TransportError], object] | None = None
+        """Told when the brokers do not allow a commit, or the group has members and we are none; it stays due."""
         self._interval = interval
         self._timeout = timeout
         self._clock = clock
@@ -168,9 +168,11 @@ class Committer:
         """Send what is due, in requests that brokers take; ends with the first that was not acknowledged."""
         request: dict[Epoch, Due] = {}
         size = 0
-        for number, epoch in enumerate(due, 1):
-            if number % _AT_ONCE == 0:
+        since = self._clock()
+        for epoch in due:
+            if self._clock() - since > _WITHOUT_PAUSE:
                 await asyncio.sleep(0)
+                since = self._clock()
             if epoch not in self._owned:
                 continue
             note = self.notes.due(epoch)
@@ -218,7 +220,7 @@ class Committer:
         if reason != self.trouble:
             logger.warning("a commit was not acknowledged and stays due: %s", reason)
         self.trouble = reason
-        if isinstance(error, AuthorizationError):
+        if isinstance(error, AuthorizationError | GroupHasMembersError):
             self._give_up()
             if self.refused is not None:
                 self.refused(error)

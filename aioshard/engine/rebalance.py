@@ -24,7 +24,7 @@ from aioshard.errors import (
     OffsetRegressionError,
     TransportError,
 )
-from aioshard.ports import Membership, Transport
+from aioshard.ports import NOT_A_MEMBER, Membership, Transport
 from aioshard.records import TopicPartition
 
 __all__ = ["APPLICATION", "Outside", "Rebalance"]
@@ -172,7 +172,7 @@ class Rebalance:
     def _in_flight(self, epochs: Collection[Epoch]) -> int:
         """How many records of these run."""
         theirs = {both for epoch in epochs for both in self._with_side(epoch)}
-        return sum(delivery.epoch in theirs for worker in self._outside.workers for delivery in worker.deliveries)
+        return sum(True for worker in self._outside.workers for delivery in worker.deliveries)
 
     def _claim(self, epoch: Epoch) -> None:
         held = self._opened_in.pop(epoch)
@@ -256,8 +256,9 @@ class Rebalance:
                 self.client.seek(epoch.topic_partition, epoch.tracker.position)
             else:
                 self.end(epoch, "the partition was given to another member")
-        untouched = len(self._opened_in.keys() - {epoch for epoch in self.epochs if epoch.topic_partition in given})
-        self.log.assigned(len(given), untouched, membership.generation)
+        untouched = sum(epoch.topic_partition in given for epoch in self._opened_in)
+        by_hand = not membership.member_id and membership != NOT_A_MEMBER
+        self.log.assigned(len(given), untouched, membership.generation, by_hand=by_hand)
         self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
         # What came with an assignment before this one and is not open yet is in this one too.
         self._stop_settling()

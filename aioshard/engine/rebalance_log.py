@@ -98,9 +98,10 @@ class RebalanceLog:
         """Nothing of it is ours any more, until the group says so."""
         self._enter("join")
 
-    def assigned(self, partitions: int, untouched: int, generation: int) -> None:
-        """The group has given us *partitions*, beside those that were never taken away."""
-        current = self._current or self._begin("we have joined the group, or got more of it", "join")
+    def assigned(self, partitions: int, untouched: int, generation: int, *, by_hand: bool = False) -> None:
+        """The group, or a hand, has given us *partitions*, beside those that were never taken away."""
+        cause = "the partitions were given by hand" if by_hand else "we have joined the group, or got more of it"
+        current = self._current or self._begin(cause, "join")
         self._enter("resume")
         current.report = dataclasses.replace(current.report, assigned=partitions, kept=untouched, generation=generation)
 

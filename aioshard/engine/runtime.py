@@ -24,7 +24,7 @@ from aioshard.engine.watch import SinceWatch, StuckWatch, TimeoutWatch, TroubleW
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
-from aioshard.ports import Clients, InstanceIdTakenError, Producer, Transport
+from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
 
 __all__ = ["Engine", "Options"]
@@ -245,7 +245,8 @@ class Engine:
 
     def _refused(self, error: TransportError) -> bool:
         """Whoever waits for the start is told at once; else we go on trying, as access may be given again."""
-        if isinstance(error, InstanceIdTakenError) and (error.goes_on or self._lost_id.again(error.session_timeout)):
+        lost = isinstance(error, InstanceIdTakenError) and (error.goes_on or self._lost_id.again(error.session_timeout))
+        if lost or isinstance(error, GroupHasMembersError):
             self.fail(error)
             return True
         if self.state != "starting" or self.options.start_timeout is None:
@@ -278,8 +279,7 @@ class Engine:
         try:
             committing = self._tasks.start(self.committer.run(transport), "commit coordinator")
             topics = {topic for handler in self.handlers for topic in handler.spec.topics}
-            patterns = [handler.spec.pattern for handler in self.handlers if handler.spec.pattern]
-            pattern = "|".join(f"(?:{text})" for text in patterns)
+            pattern = "|".join(f"(?:{each.spec.pattern})" for each in self.handlers if each.spec.pattern)
             await transport.start(topics, pattern or None, self.rebalance)
             await self.pump.run(transport)
         finally:

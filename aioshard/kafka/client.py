@@ -3,22 +3,24 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 
-from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError
+from aioshard.errors import ClientLostError, SettingsError, StateError
 from aioshard.kafka.backlog import Backlog
 from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
 from aioshard.kafka.instance_watch import InstanceWatch
 from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals, Rebalances
+from aioshard.kafka.memberless import by_hand, commit_by_hand, partitions_by_hand
 from aioshard.kafka.options import consumer_options, partition_share
+from aioshard.kafka.questions import Questions, refuse_what_is_not_ours
 from aioshard.kafka.topics import SubscribedTopics, one_pattern
-from aioshard.kafka.translate import commit_error, group_error, reason, request_error
+from aioshard.kafka.translate import commit_error, group_error, reason
 from aioshard.kafka.waiting import Waiting, raise_ended_task
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -27,7 +29,6 @@ from aioshard.ports import (
     Fault,
     FetchedBatch,
     GroupListener,
-    LogRange,
     Membership,
     Oversized,
 )
@@ -40,16 +41,12 @@ __all__ = ["AiokafkaTransport"]
 
 logger = logging.getLogger("aioshard.kafka.client")
 
-T = TypeVar("T")
 
-_RETRY_BACKOFF = 0.1
-"""Seconds between two attempts of a question to the brokers."""
-
-
-class AiokafkaTransport:
+class AiokafkaTransport(Questions):
     """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
 
-    One instance is one life of the client: after `close`, or after `poll` raised, build a new one.
+    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. Where partitions are
+    given by hand (`assign`), it takes them at the start and is no member: they stay until it is closed.
 
     Invariants:
         * Nothing is handed out of a partition before the engine has seeked and resumed it, nor while
@@ -76,6 +73,8 @@ class AiokafkaTransport:
         self._left = False
         """Whether nothing more may be asked of the brokers, commits of the last hand-over included."""
         self._membership = NOT_A_MEMBER
+        self._by_hand: Membership | None = None
+        """Who we are where our partitions were given by hand."""
         self._listener: GroupListener | None = None
         self._listener_failure: Exception | None = None
         self._handed_back = asyncio.Event()
@@ -105,11 +104,28 @@ class AiokafkaTransport:
         """
         self._listener = listener
         internals = await self.connect(topics)
+        if self._settings.assign is not None:
+            await self._take_by_hand(internals)
+            return
         rebalances = Rebalances(self._hand_back, self._take_over)
         if pattern is None:
             internals.consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
         else:
             internals.consumer.subscribe(pattern=one_pattern(self._topics.names, pattern), listener=rebalances)
+        self._watch(internals)
+
+    async def _take_by_hand(self, internals: Internals) -> None:
+        """Take what `assign` says: the one assignment of this life of the client."""
+        try:
+            internals.consumer.assign(await partitions_by_hand(self._settings, self._group_id, self.partitions))
+        except BaseException:
+            await self.close()
+            raise
+        self._by_hand = by_hand()
+        self._take_over()
+        self._watch(internals)
+
+    def _watch(self, internals: Internals) -> None:
         for task in internals.background_tasks().values():
             task.add_done_callback(self._waiting.look_again)
 
@@ -272,7 +288,7 @@ class AiokafkaTransport:
     def membership(self) -> Membership:
         """See `Transport.membership`. A generation counts once its partitions were handed to the engine."""
         internals = self._internals
-        if internals is None or internals.membership() != self._membership:
+        if internals is None or (internals.membership() != self._membership and self._by_hand is None):
             return NOT_A_MEMBER
         return self._membership
 
@@ -281,75 +297,19 @@ class AiokafkaTransport:
         if not offsets:
             return
         internals, intake = self._running()
+        if self._by_hand is not None:
+            refuse_what_is_not_ours(self._group_id, offsets.keys(), intake, membership, self.membership())
+            await commit_by_hand(internals, offsets)
+            return
         try:
             await internals.find_coordinator()
             # Nothing is awaited between this check and the moment the request is built.
-            self._refuse_what_is_not_ours(intake, offsets.keys(), membership)
+            refuse_what_is_not_ours(self._group_id, offsets.keys(), intake, membership, self.membership())
             await internals.commit_once(offsets)
         except kafka.KafkaError as error:
             raise commit_error(error, offsets.keys(), self._group_id) from error
         if self._backlog is not None:
             self._backlog.committed(offsets)
-
-    def _refuse_what_is_not_ours(
-        self, intake: Intake, partitions: Collection[TopicPartition], membership: Membership
-    ) -> None:
-        current = self.membership()
-        if current == NOT_A_MEMBER:
-            why = "we are no member of it now"
-        elif membership != current:
-            why = f"it was meant for generation {membership.generation}, and ours is {current.generation}"
-        else:
-            foreign = [str(topic_partition) for topic_partition in partitions if topic_partition not in intake]
-            why = f"not assigned to us: {', '.join(foreign)}" if foreign else ""
-        if why:
-            raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: {why}")
-
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
-        while partitions:
-            internals, _ = self._running()
-            try:
-                await internals.find_coordinator()
-                found = await internals.committed_once(partitions)
-            except kafka.KafkaError as error:
-                if not error.retriable:
-                    what = f"the committed offsets of {', '.join(map(str, partitions))}"
-                    raise request_error(error, what, self._group_id) from error
-                await asyncio.sleep(_RETRY_BACKOFF)
-            else:
-                return {topic_partition: found.get(topic_partition) for topic_partition in partitions}
-        return {}
-
-    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
-        internals, _ = self._running()
-        return await self._told(internals.log_ranges(partitions), f"the bounds of {', '.join(map(str, partitions))}")
-
-    async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
-        internals, _ = self._running()
-        known = internals.client.cluster.partitions_for_topic(topic)
-        if known:
-            return frozenset(known)
-        return await self._told(internals.look_up_topic(topic), f"the partitions of topic {topic!r}")
-
-    async def topics(self) -> frozenset[str]:
-        """See `Transport.topics`."""
-        internals, _ = self._running()
-        return await self._told(internals.look_up_topics(), "the topics")
-
-    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
-        internals, _ = self._running()
-        asking = internals.offset_at(topic_partition, timestamp)
-        return await self._told(asking, f"the offsets of {topic_partition} by time")
-
-    async def _told(self, asking: Awaitable[T], what: str) -> T:
-        try:
-            return await asking
-        except kafka.KafkaError as error:
-            raise request_error(error, what, self._group_id) from error
 
     # Handing over -----------------------------------------------------------------------
 
@@ -385,9 +345,10 @@ class AiokafkaTransport:
         intake.begin(assignment)
         if self._backlog is not None:
             self._backlog.begin()
-        self._membership = internals.membership()
-        self._instance.joined(self._membership)
-        internals.tell_generation(self._membership.generation)
+        self._membership = self._by_hand or internals.membership()
+        if self._by_hand is None:
+            self._instance.joined(self._membership)
+            internals.tell_generation(self._membership.generation)
         try:
             listener.assigned(intake.partitions, self._membership)
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it

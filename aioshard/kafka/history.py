@@ -18,14 +18,23 @@ from aioshard.kafka.translate import raise_for, reason, request_error
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
-__all__ = ["GroupDescription", "GroupMember", "HistoryBrokers", "LogBounds"]
+__all__ = [
+    "HAS_MEMBERS",
+    "RETENTION_MS",
+    "GroupDescription",
+    "GroupMember",
+    "HistoryBrokers",
+    "LogBounds",
+    "by_topic",
+]
 
 _EARLIEST, _LATEST = -2, -1
 _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
-_RETENTION_MS = 366 * 24 * 3600 * 1000
+RETENTION_MS = 366 * 24 * 3600 * 1000
+"""How long the brokers keep what is committed without a member."""
 _COMMIT_TIMEOUT = 5.0
 
-_HAS_MEMBERS = {
+HAS_MEMBERS = {
     22: "illegal generation",
     23: "inconsistent group protocol",
     25: "unknown member id",
@@ -143,7 +152,7 @@ class HistoryBrokers(Administration):
             by_leader.setdefault(leader, []).append(one)
         found: dict[TopicPartition, int] = {}
         for leader, partitions in by_leader.items():
-            asked = _by_topic({one: (one.partition, times[one]) for one in partitions})
+            asked = by_topic({one: (one.partition, times[one]) for one in partitions})
             answer = await self._client.send(leader, OffsetRequest(-1, isolation, asked))
             for topic, told in answer.topics:
                 for partition, code, *rest in told:
@@ -167,7 +176,7 @@ class HistoryBrokers(Administration):
         async def ask() -> dict[TopicPartition, Committed | None]:
             found: dict[TopicPartition, Committed | None] = dict.fromkeys(partitions)
             if found:
-                found.update(await self._stored(group_id, _by_topic({one: one.partition for one in partitions})))
+                found.update(await self._stored(group_id, by_topic({one: one.partition for one in partitions})))
             return found
 
         return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
@@ -240,8 +249,8 @@ class HistoryBrokers(Administration):
         try:
             async with asyncio.timeout(_COMMIT_TIMEOUT):
                 node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-                topics = _by_topic({one: (one.partition, *due) for one, due in offsets.items()})
-                request = OffsetCommitRequest(group_id, -1, "", _RETENTION_MS, topics)
+                topics = by_topic({one: (one.partition, *due) for one, due in offsets.items()})
+                request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, topics)
                 answer = await self._client.send(node, request)
         except (kafka.KafkaError, TimeoutError) as error:
             raise _not_stored(error, group_id) from error
@@ -250,10 +259,10 @@ class HistoryBrokers(Administration):
         }
         refused = sorted((one, code) for one, code in codes.items() if code)
         for _, code in refused:
-            if code in _HAS_MEMBERS:
+            if code in HAS_MEMBERS:
                 raise CommitRefusedError(
                     f"the broker refused a commit of group {group_id!r} from outside: it has members "
-                    f"({_HAS_MEMBERS[code]})"
+                    f"({HAS_MEMBERS[code]})"
                 )
         if refused:
             raise _not_stored(kafka.for_code(refused[0][1])(), group_id, [one for one, _ in refused])
@@ -270,11 +279,12 @@ def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPa
     return failed
 
 
-def _by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
-    by_topic: dict[str, list[Any]] = {}
+def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
+    """What is said of single partitions, in the order and the form of a request."""
+    found: dict[str, list[Any]] = {}
     for one in sorted(values):
-        by_topic.setdefault(one.topic, []).append(values[one])
-    return list(by_topic.items())
+        found.setdefault(one.topic, []).append(values[one])
+    return list(found.items())
 
 
 def _named(partitions: Collection[TopicPartition]) -> str:

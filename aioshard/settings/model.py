@@ -25,6 +25,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aioshard.errors import SettingsError
 from aioshard.settings import refusals
+from aioshard.settings.by_hand import checked_assign
 
 __all__ = ["SettingDescription", "Settings", "misspelled_variables", "timeout_warnings"]
 
@@ -128,6 +129,9 @@ class Settings(BaseSettings):
     them until then. 0 gives them to the others at once. For the assignors `sticky` and `lag` of aiokafka."""
     remote_assignor: Literal["uniform", "range"] | None = None
     """How the broker spreads partitions under `group_protocol="consumer"`; None is the broker's own choice."""
+    assign: Annotated[dict[str, tuple[int, ...]] | None, NoDecode] = None
+    """Partitions given by hand, such as `{"orders": [0, 1, 2]}`, or as text `orders:0-2,payments:1`: nobody joins the
+    group then, its commits stay in use, and no partition ever moves. None: the group assigns."""
     client_options: Annotated[dict[str, Any], NoDecode] = Field(default_factory=dict)
     """Options for the client that aioshard does not interpret, under the client's own names and units.
     In the environment: one JSON object."""
@@ -226,6 +230,11 @@ class Settings(BaseSettings):
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             value = ",".join(map(str, value))
         return refusals.checked_servers(value) if isinstance(value, str) else value
+
+    @field_validator("assign", mode="before")
+    @classmethod
+    def _read_assign(cls, value: Any) -> Any:
+        return None if value is None else checked_assign(value)
 
     @field_validator("journal", mode="before")
     @classmethod
@@ -340,6 +349,8 @@ def _plain(value: object) -> object:
         return "***"
     if isinstance(value, Mapping):
         return {str(name): _plain(content) for name, content in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(content) for content in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return f"<{type(value).__name__}>"

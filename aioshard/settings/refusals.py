@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aioshard.settings.by_hand import by_hand_contradictions
 from aioshard.settings.client_refusals import client_contradictions, confluent_option_refusals
 
 __all__ = [
@@ -183,11 +184,13 @@ def contradictions(values: Mapping[str, Any], given: Collection[str]) -> list[st
         values: All settings.
         given: The names of those that somebody has set.
     """
-    chosen = client_contradictions(values, given)
+    chosen = [*by_hand_contradictions(values, given)] or client_contradictions(values, given)
     return [*chosen, *(sentence for rule in _RULES for sentence in rule(values))]
 
 
 def _membership(values: Mapping[str, Any]) -> Iterable[str]:
+    if values["assign"] is not None:
+        return  # there is none
     session, heartbeat = values["session_timeout"], values["heartbeat_interval"]
     if session < 3 * heartbeat:
         yield (
@@ -201,6 +204,8 @@ def _membership(values: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _draining(values: Mapping[str, Any]) -> Iterable[str]:
+    if values["assign"] is not None:
+        return  # no group waits for the drain
     drain, rebalance = values["drain_timeout"], values["rebalance_timeout"]
     commit, heartbeat = values["commit_timeout"], values["heartbeat_interval"]
     room = room_to_drain(values)

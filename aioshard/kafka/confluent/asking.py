@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.memberless import commit_by_hand, partitions_by_hand
 from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
 
@@ -26,6 +27,15 @@ class _Outsider(AiokafkaTransport):
         if not internals.connected:
             return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client goes on trying"
         return self._topics.trouble
+
+    async def partitions_by_hand(self) -> list[TopicPartition]:
+        """What `assign` gives."""
+        return await partitions_by_hand(self._settings, self._group_id, self.partitions)
+
+    async def commit_by_hand(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Send one commit."""
+        internals, _ = self._running()
+        await commit_by_hand(internals, offsets)
 
 
 class Asking:
@@ -73,6 +83,14 @@ class Asking:
             name: ours._replace(metadata=ours.metadata.removesuffix("\0")) if ours is not None else None
             for name, ours in found.items()
         }
+
+    async def partitions_by_hand(self) -> list[TopicPartition]:
+        """What `assign` gives; see `aioshard.kafka.memberless.partitions_by_hand`."""
+        return await self.transport.partitions_by_hand()
+
+    async def commit_by_hand(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Commit as somebody who is no member: the consumer, which is one or none, has no part in it."""
+        await self.transport.commit_by_hand(offsets)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """First and end offset of each log."""

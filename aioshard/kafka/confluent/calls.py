@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "resolve"]
 
 Call = Callable[[], Awaitable[None]]
 
@@ -87,3 +87,9 @@ class Calls:
                 done.set_exception(error)
                 done.exception()  # who waits gets it; that nobody does is no error
         self._waiting.clear()
+
+
+def resolve(future: "asyncio.Future[None]") -> None:
+    """End the waiting for something, unless it has ended."""
+    if not future.done():
+        future.set_result(None)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from confluent_kafka import KafkaException
 
-from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, StateError, TransportError
+from aioshard.errors import ClientLostError, SettingsError, StateError, TransportError
 from aioshard.kafka.confluent.asking import Asked, Asking
-from aioshard.kafka.confluent.calls import Calls
+from aioshard.kafka.confluent.calls import Calls, resolve
 from aioshard.kafka.confluent.commits import Commits
 from aioshard.kafka.confluent.health import Health
 from aioshard.kafka.confluent.intake import Intake
@@ -20,6 +20,8 @@ from aioshard.kafka.confluent.member import Member
 from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
 from aioshard.kafka.confluent.topics import Topics
 from aioshard.kafka.confluent.translate import reason
+from aioshard.kafka.memberless import by_hand
+from aioshard.kafka.questions import refuse_what_is_not_ours
 from aioshard.ports import (
     NOT_A_MEMBER,
     AllowanceOf,
@@ -47,6 +49,8 @@ _ENDS_INTERVAL = 1.0  # seconds between looks at the ends of logs that we have n
 
 class ConfluentTransport(Asked):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
+
+    With `assign` it is none: it takes those partitions at the start, and what asks the brokers commits too.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. One task, the
     owner, calls the client: it reads, and between two reads it does what others want done (commits). While partitions
@@ -102,6 +106,7 @@ class ConfluentTransport(Asked):
             await self._asking.connect(topics)
             self._topics = Topics(self._asking, frozenset(topics), pattern, self._settings.metadata_max_age)
             names = await self._topics.look_up()
+            given = None if self._settings.assign is None else await self._asking.partitions_by_hand()
             told = {"error_cb": self._health.hear, "on_commit": self._commits.hear}
             self._member = Member({**self._options, **told})
         except (KafkaException, ValueError, TypeError) as error:
@@ -110,9 +115,15 @@ class ConfluentTransport(Asked):
         except BaseException:
             await self.close()
             raise
-        await self._subscribe(names)
-        if not await self._topics.exist():
-            listener.assigned((), self._membership)  # the client joins no group before there is a topic
+        if given is not None:
+            await self._member.start_over(given)
+            self._intake.add(given)
+            self._membership = by_hand()
+            listener.assigned(given, self._membership)
+        else:
+            await self._subscribe(names)
+            if not await self._topics.exist():
+                listener.assigned((), self._membership)  # the client joins no group before there is a topic
         owner = asyncio.create_task(self._own(self._member), name=f"confluent client of {self._group_id}")
         watch = asyncio.create_task(self._watch(self._asking, self._topics), name=f"brokers of {self._group_id}")
         self._tasks = [owner, watch]
@@ -235,7 +246,7 @@ class ConfluentTransport(Asked):
             if found.new or self._woken or remaining <= 0:
                 return found.new + found.repeated
             waiter = self._waiter = loop.create_future()
-            timer = loop.call_later(remaining, _resolve, waiter)
+            timer = loop.call_later(remaining, resolve, waiter)
             try:
                 await waiter
             finally:
@@ -257,7 +268,7 @@ class ConfluentTransport(Asked):
     def _interrupt(self) -> None:
         """Make a waiting poll look again."""
         if self._waiter is not None:
-            _resolve(self._waiter)
+            resolve(self._waiter)
 
     # Positions ------------------------------------------------------------------------
 
@@ -302,7 +313,11 @@ class ConfluentTransport(Asked):
         """See `Transport.commit`. Has no deadline; what was sent when it is cancelled ends behind the scenes."""
         if not offsets:
             return
-        self._running()
+        asking = self._running()
+        if self._settings.assign is not None:
+            refuse_what_is_not_ours(self._group_id, offsets.keys(), self._intake, membership, self._membership)
+            await asking.commit_by_hand(offsets)
+            return
         self._room.set()
         answer: asyncio.Future[None] | None = None
 
@@ -318,25 +333,13 @@ class ConfluentTransport(Asked):
         self, offsets: Mapping[TopicPartition, Committed], membership: Membership
     ) -> "asyncio.Future[None] | None":
         self._running()
-        self._refuse_what_is_not_ours(offsets.keys(), membership)
+        refuse_what_is_not_ours(self._group_id, offsets.keys(), self._intake, membership, self._membership)
         if self._member is None:
             return None
         if self._handed_back.is_set():
             return await self._commits.send(self._member, offsets)
         await self._commits.send_at_once(self._member, offsets)
         return None
-
-    def _refuse_what_is_not_ours(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        current = self._membership
-        if current == NOT_A_MEMBER:
-            why = "we are no member of it now"
-        elif membership != current:
-            why = f"it was meant for generation {membership.generation}, and ours is {current.generation}"
-        else:
-            foreign = [str(topic_partition) for topic_partition in partitions if topic_partition not in self._intake]
-            why = f"not assigned to us: {', '.join(foreign)}" if foreign else ""
-        if why:
-            raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: {why}")
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
@@ -393,8 +396,3 @@ class ConfluentTransport(Asked):
             self._handed_back.set()
             self._interrupt()
         await member.let_go(partitions, incremental=self._incremental)
-
-
-def _resolve(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)

@@ -1,0 +1,131 @@
+"""Commits of somebody who is no member of the group, and partitions given by hand, which are committed like that."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from aiokafka import errors as kafka
+from aiokafka.client import ConnectionGroup
+from aiokafka.protocol.commit import OffsetCommitRequest
+
+from aioshard.errors import TransportError
+from aioshard.kafka.connecting import CONNECT_TIMEOUT
+from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.history import HAS_MEMBERS, RETENTION_MS, by_topic
+from aioshard.kafka.translate import commit_error, reason
+from aioshard.ports import Committed, GroupHasMembersError, Membership
+from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.kafka.internals import Internals
+    from aioshard.settings import Settings
+
+__all__ = ["by_hand", "commit_by_hand", "partitions_by_hand"]
+
+logger = logging.getLogger("aioshard.kafka.memberless")
+
+_LIVES = itertools.count()
+_NAMED = 5
+_MOVED = frozenset({15, 16})
+"""Answers of a broker that does not coordinate the group, or not yet."""
+
+
+def by_hand() -> Membership:
+    """Who somebody is whose partitions are given by hand: no member, and each life of a client another generation.
+
+    Brokers are sent neither. Without a member id nothing is ever continued in place; and an answer that was asked for
+    in one life of the client is never taken for one of the next.
+    """
+    return Membership("", next(_LIVES))
+
+
+async def partitions_by_hand(
+    settings: "Settings", group_id: str, partitions_of: Callable[[str], Awaitable[Collection[int]]]
+) -> list[TopicPartition]:
+    """The partitions of `assign`, after a look whether they can be had.
+
+    Args:
+        settings: With `assign`.
+        group_id: Its members, if any, are looked for. Where the brokers do not tell of them, the first commit will.
+        partitions_of: Tells the partitions of a topic.
+
+    Raises:
+        GroupHasMembersError: The group has members.
+        TransportError: A topic has no such partition; not retriable.
+    """
+    assign = settings.assign or {}
+    for topic, numbers in assign.items():
+        there = frozenset(await partitions_of(topic))
+        missing = sorted(set(numbers) - there)
+        if missing:
+            raise _missing(topic, missing, there)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT), GroupBrokers(settings) as brokers:
+            members = (await brokers.group(group_id)).members
+    except (TransportError, TimeoutError) as error:
+        logger.debug("it was not told whether group %r has members: %s", group_id, reason(error))
+        members = ()
+    if members:
+        named = ", ".join(str(found.member) for found in members[:_NAMED])
+        raise _has_members(group_id, named + (", …" if len(members) > _NAMED else ""))
+    return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
+
+
+def _missing(topic: str, missing: list[int], there: Collection[int]) -> TransportError:
+    asked = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
+    if there:
+        found, advice = (
+            f"topic {topic!r} has {len(there)} partition(s), 0 to {max(there)}",
+            "add partitions to the topic",
+        )
+    else:
+        found, advice = f"there is no topic {topic!r}", "create the topic"
+    error = TransportError(f"{found}, and assign gives this app {topic}/{asked}: correct assign, or {advice}")
+    error.retriable = False
+    return error
+
+
+async def commit_by_hand(internals: "Internals", offsets: Mapping[TopicPartition, Committed]) -> None:
+    """Send one commit of somebody who is no member, once; brokers take it while the group has none.
+
+    What is stored is kept for a year: a group without members is empty however much is read with it, and the offset of
+    a quiet partition would be deleted after `offsets.retention.minutes`, a week by default, while its app runs.
+
+    Raises:
+        GroupHasMembersError: The group has members. Nothing was stored.
+        TransportError: Not acknowledged; it may have been stored, also in part.
+    """
+    try:
+        await internals.find_coordinator()
+        await _commit_once(internals, offsets)
+    except kafka.KafkaError as error:
+        raise commit_error(error, offsets.keys(), internals.group_id) from error
+
+
+async def _commit_once(internals: "Internals", offsets: Mapping[TopicPartition, Committed]) -> None:
+    coordinator, group_id = internals.coordinator, internals.group_id
+    topics = by_topic({one: (one.partition, *due) for one, due in offsets.items()})
+    request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, topics)
+    try:
+        answer = await internals.client.send(coordinator.coordinator_id, request, group=ConnectionGroup.COORDINATION)
+    except kafka.KafkaError:
+        coordinator.coordinator_dead()
+        raise
+    refused = [(topic, code) for topic, stored in answer.topics for _, code in stored if code]
+    codes = {code for _, code in refused}
+    if told := codes & HAS_MEMBERS.keys():
+        raise _has_members(group_id, f"a commit was refused: {HAS_MEMBERS[min(told)]}")
+    if codes & _MOVED:
+        coordinator.coordinator_dead()
+    for topic, code in refused:
+        raise kafka.for_code(code)(topic)
+
+
+def _has_members(group_id: str, what: str) -> GroupHasMembersError:
+    return GroupHasMembersError(
+        f"group {group_id!r} has members ({what}), and partitions were given to this app by hand with assign: beside "
+        "members the brokers take no commit of somebody who is none. Stop the members (one that was killed counts "
+        "until its session time-out), leave assign out to join them, or take a group id of its own"
+    )

@@ -1,0 +1,101 @@
+"""What a transport on aiokafka asks of the brokers beside reading: positions, bounds, topics."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Collection, Container, Mapping
+from typing import TypeVar
+
+from aiokafka import errors as kafka
+
+from aioshard.errors import CommitRefusedError
+from aioshard.kafka.intake import Intake
+from aioshard.kafka.internals import Internals
+from aioshard.kafka.translate import request_error
+from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
+from aioshard.records import TopicPartition
+
+__all__ = ["Questions", "refuse_what_is_not_ours"]
+
+T = TypeVar("T")
+
+_RETRY_BACKOFF = 0.1
+"""Seconds between two attempts of a question to the brokers."""
+
+
+class Questions:
+    """The part of a transport that only asks."""
+
+    _group_id: str
+
+    @abstractmethod
+    def _running(self) -> tuple[Internals, Intake]:
+        """The client, while the transport is open; raises `ClientLostError` when it is not."""
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
+        while partitions:
+            internals, _ = self._running()
+            try:
+                await internals.find_coordinator()
+                found = await internals.committed_once(partitions)
+            except kafka.KafkaError as error:
+                if not error.retriable:
+                    what = f"the committed offsets of {', '.join(map(str, partitions))}"
+                    raise request_error(error, what, self._group_id) from error
+                await asyncio.sleep(_RETRY_BACKOFF)
+            else:
+                return {topic_partition: found.get(topic_partition) for topic_partition in partitions}
+        return {}
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
+        internals, _ = self._running()
+        return await self._told(internals.log_ranges(partitions), f"the bounds of {', '.join(map(str, partitions))}")
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
+        internals, _ = self._running()
+        known = internals.client.cluster.partitions_for_topic(topic)
+        if known:
+            return frozenset(known)
+        return await self._told(internals.look_up_topic(topic), f"the partitions of topic {topic!r}")
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`."""
+        internals, _ = self._running()
+        return await self._told(internals.look_up_topics(), "the topics")
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
+        internals, _ = self._running()
+        asking = internals.offset_at(topic_partition, timestamp)
+        return await self._told(asking, f"the offsets of {topic_partition} by time")
+
+    async def _told(self, asking: Awaitable[T], what: str) -> T:
+        try:
+            return await asking
+        except kafka.KafkaError as error:
+            raise request_error(error, what, self._group_id) from error
+
+
+def refuse_what_is_not_ours(
+    group_id: str,
+    partitions: Collection[TopicPartition],
+    ours: Container[object],
+    membership: Membership,
+    current: Membership,
+) -> None:
+    """Refuse a commit before it is sent: it was meant for *membership*, and now we have *ours* as *current*.
+
+    Raises:
+        CommitRefusedError: The group has moved on since.
+    """
+    if current == NOT_A_MEMBER:
+        why = "we are no member of it now"
+    elif membership != current:
+        why = f"it was meant for generation {membership.generation}, and ours is {current.generation}"
+    else:
+        foreign = [str(topic_partition) for topic_partition in partitions if topic_partition not in ours]
+        why = f"not assigned to us: {', '.join(foreign)}" if foreign else ""
+    if why:
+        raise CommitRefusedError(f"a commit of group {group_id!r} was not sent: {why}")
