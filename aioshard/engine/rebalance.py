@@ -172,7 +172,7 @@ class Rebalance:
     def _in_flight(self, epochs: Collection[Epoch]) -> int:
         """How many records of these run."""
         theirs = {both for epoch in epochs for both in self._with_side(epoch)}
-        return sum(True for worker in self._outside.workers for delivery in worker.deliveries)
+        return sum(delivery.epoch in theirs for worker in self._outside.workers for delivery in worker.deliveries)
 
     def _claim(self, epoch: Epoch) -> None:
         held = self._opened_in.pop(epoch)

@@ -11,6 +11,7 @@ from aioshard import App, Record
 from aioshard.engine.rebalance_log import RebalanceLog
 from aioshard.errors import NotDrainedError
 from aioshard.observe import RebalanceReport
+from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
 from tests.engine.running import until
 
@@ -20,9 +21,18 @@ TAKES = 0.5
 class Member:
     """An app with four partitions, whose handler takes half a second, or longer than a drain may."""
 
-    def __init__(self, broker: InMemoryBroker, *, takes: float = TAKES, **latency: float) -> None:
+    def __init__(
+        self,
+        broker: InMemoryBroker,
+        *,
+        takes: float = TAKES,
+        transport: type[InMemoryTransport] = InMemoryTransport,
+        **latency: float,
+    ) -> None:
         self.app = App("group", auto_offset_reset="earliest", drain_timeout=2.0, commit_timeout=1.0)
         self.broker = broker
+        self.transport = transport
+        self.transports: list[InMemoryTransport] = []
         self.latency = latency
         self.running = 0
 
@@ -39,12 +49,26 @@ class Member:
         def latency(operation: str) -> float:
             return self.latency.get(operation.replace(" ", "_"), 0.0)
 
-        async with self.app.started(lambda: InMemoryTransport(self.broker, "group", latency=latency)):
+        def connect() -> InMemoryTransport:
+            self.transports.append(self.transport(self.broker, "group", latency=latency))
+            return self.transports[-1]
+
+        async with self.app.started(connect):
             yield self.app
 
     @property
     def reports(self) -> tuple[RebalanceReport, ...]:
         return self.app.statistics().rebalance_reports
+
+
+class Incremental(InMemoryTransport):
+    """Takes away a part of what is assigned, as a client does whose rebalances are incremental."""
+
+    async def take_away(self, *partitions: TopicPartition) -> None:
+        whole = self._reading.partitions
+        self.pause(partitions)
+        await self._heard.revoked(partitions, lost=False)
+        self._heard.assigned([at for at in whole if at not in partitions], self.membership())
 
 
 def publish(broker: InMemoryBroker, count: int) -> None:
@@ -95,6 +119,40 @@ def test_a_rebalance_in_which_everything_stays() -> None:
         assert 0 < report.drain_seconds <= TAKES + 0.1
         assert report.commit_seconds == pytest.approx(0.1, abs=0.02)
         assert report.seconds == pytest.approx(phases(report))
+
+    scenario(test)
+
+
+def test_where_a_part_is_taken_away_that_part_is_counted_and_the_rest_was_kept() -> None:
+    async def test(broker: InMemoryBroker) -> None:
+        publish(broker, 8)
+        member = Member(broker, transport=Incremental)
+        async with member.started():
+            await until(lambda: member.running == 8)
+            (transport,) = member.transports
+            assert isinstance(transport, Incremental)
+            await transport.take_away(TopicPartition("orders", 1))
+            await until(lambda: member.reports[-1].phase == "over")
+            report = member.reports[-1]
+
+        assert (report.number, report.revoked, report.assigned, report.kept) == (2, 1, 3, 3)
+        assert (report.in_flight, report.drained, report.cancelled) == (2, 2, 0)
+
+    scenario(test)
+
+
+def test_of_a_part_that_is_taken_away_what_outlasts_the_drain_is_counted() -> None:
+    async def test(broker: InMemoryBroker) -> None:
+        publish(broker, 8)
+        member = Member(broker, takes=3.0, transport=Incremental)
+        async with member.started():
+            await until(lambda: member.running == 8)
+            (transport,) = member.transports
+            assert isinstance(transport, Incremental)
+            await transport.take_away(TopicPartition("orders", 1), TopicPartition("orders", 2))
+            report = member.reports[-1]
+            assert (report.revoked, report.in_flight, report.drained, report.cancelled) == (2, 4, 0, 4)
+            await until(lambda: member.running == 4)
 
     scenario(test)
 
