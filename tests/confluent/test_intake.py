@@ -108,6 +108,20 @@ def test_a_change_that_could_not_be_made_is_made_again() -> None:
     assert intake.changes(0.0) == [Change(ONE, 0)]
 
 
+def test_what_is_kept_in_a_rebalance_is_sent_on_at_once_and_keeps_its_buffer() -> None:
+    """The client fetches nothing of it until the rebalance is over, and is slow to begin again unless it is sent."""
+    intake = reading(ONE, TWO)
+    intake.accept(sent(ONE, 0, 1), 0.0)
+    intake.remove([TWO])
+    assert intake.changes(0.0) == [Change(ONE, 2)]
+
+    intake.add([TWO])
+    assert intake.changes(0.0) == [Change(ONE, 2)]
+    intake.accept(sent(ONE, 2), 0.0)
+    assert offsets(intake.take(everything)) == [0, 1, 2]
+    assert intake.changes(0.0) == []
+
+
 def test_what_is_paused_keeps_its_buffer_and_goes_on_behind_it() -> None:
     intake = reading(ONE)
     intake.accept(sent(ONE, 0, 1, 2), 0.0)

@@ -78,6 +78,7 @@ class Intake:
 
     def add(self, partitions: Collection[TopicPartition]) -> None:
         """Partitions came; each is paused and waits for its position."""
+        self._send_again()
         for name in partitions:
             self._partitions[name] = Held(name)
 
@@ -87,6 +88,14 @@ class Intake:
             partition = self._partitions.pop(name, None)
             if partition is not None:
                 self._ready.pop(partition, None)
+        self._send_again()
+
+    def _send_again(self) -> None:
+        # For a rebalance the client stops fetching what we keep, too. What it has then does not count, and the thread
+        # that fetches goes on up to a second after the rebalance, or when it is sent somewhere.
+        for partition in self._partitions.values():
+            if partition.fetching:
+                partition.moved = True
 
     # Positions ------------------------------------------------------------------------
 
