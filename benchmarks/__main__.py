@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12
+from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13
 from benchmarks.machine import described, machine
 from benchmarks.report import Report
 from benchmarks.stage import ContestantFailedError, Stage, stage
@@ -35,6 +35,7 @@ ON_A_BROKER: dict[str, Run] = {
     "p10": p10.run,
     "p11": p11.run,
     "p12": p12.run,
+    "p13": p13.run,
 }
 NAMES = sorted([*ON_A_BROKER, "p7"], key=lambda name: int(name[1:]))
 
@@ -42,10 +43,11 @@ NAMES = sorted([*ON_A_BROKER, "p7"], key=lambda name: int(name[1:]))
 @click.command(epilog="Exit codes: 0 every must is met, 1 it could not be measured, 2 usage, 3 a must is missed.")
 @click.argument("names", nargs=-1, type=click.Choice([*NAMES, "all"]))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--markdown", is_flag=True, help="Print tables to paste into a page.")
 @click.option("--quick", is_flag=True, help="Tiny inputs, to see that everything works; figures are not judged.")
 @click.option("--bootstrap-servers", metavar="HOST:PORT", help="Use this cluster instead of starting a broker.")
-def main(names: tuple[str, ...], *, as_json: bool, quick: bool, bootstrap_servers: str | None) -> None:
-    """Measure aioshard and its peers on a real broker. NAMES are p1 to p12, or all, which is the default."""
+def main(names: tuple[str, ...], *, as_json: bool, markdown: bool, quick: bool, bootstrap_servers: str | None) -> None:
+    """Measure aioshard and its peers on a real broker. NAMES are p1 to p13, or all, which is the default."""
     chosen = [name for name in NAMES if not names or "all" in names or name in names]
     progress = Console(stderr=True)
     before = machine()
@@ -55,6 +57,10 @@ def main(names: tuple[str, ...], *, as_json: bool, quick: bool, bootstrap_server
         raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(_as_object(reports, before, quick=quick)))
+    elif markdown:
+        for report in reports:
+            click.echo(report.markdown())
+        click.echo(described(before))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
         for report in reports:

@@ -2,9 +2,10 @@
 
 import statistics
 
-from benchmarks.deploying import deploy
-from benchmarks.report import Report, Verdict
-from benchmarks.stage import Contestant, Stage
+from benchmarks.deploying import Deploy, deploy
+from benchmarks.peers import PEERS
+from benchmarks.report import Cell, Report, Verdict
+from benchmarks.stage import Contestant, ContestantFailedError, Stage
 
 __all__ = ["run"]
 
@@ -15,6 +16,7 @@ RATE = 2_000
 SLOW_RATE = 300
 """For contestants that process one record at a time: 200 in each process."""
 ONE_AT_A_TIME = ("plain loop", "FastStream")
+STUCK = "a member processed nothing for 90 s"
 
 
 async def run(stage: Stage) -> Report:
@@ -28,25 +30,21 @@ async def run(stage: Stage) -> Report:
             Contestant("plain loop"),
             Contestant("FastStream", package="faststream"),
             Contestant("faststream-concurrent-aiokafka", package="faststream_concurrent_aiokafka"),
+            *(Contestant(name, peer=True) for name in PEERS),
         ],
     )
     for number, contestant in enumerate(contestants):
         name = contestant.name
-        found = await deploy(stage, f"p12-{number}", name, SLOW_RATE if name in ONE_AT_A_TIME else RATE)
-        stood = found.standstills()
-        took = (found.ended - found.began) / 1e9
-        stage.say(f"{name}: {found.twice} ran twice, {found.lost} lost, at most {stood[-1]:.1f} s without a record")
-        report.rows.append(
-            {
-                "contestant": name,
-                "records": found.produced,
-                "ran twice": found.twice,
-                "lost": found.lost,
-                "stood still, s": round(statistics.median(stood), 2),
-                "at most, s": round(stood[-1], 2),
-                "deploy, s": round(took, 1),
-            }
-        )
+        try:
+            found = await deploy(stage, f"p12-{number}", name, SLOW_RATE if name in ONE_AT_A_TIME else RATE)
+        except (ContestantFailedError, TimeoutError) as failure:
+            if name.startswith(OURS):
+                raise
+            stage.say(f"{name}: {failure}")
+            told = str(failure).splitlines() or [STUCK]
+            report.rows.append({"contestant": name, "records": told[-1]})
+            continue
+        report.rows.append(_row(stage, name, found))
         if name.startswith(OURS):
             report.verdicts += [
                 Verdict(f"records that ran twice, {name}", found.twice, must=0),
@@ -56,3 +54,18 @@ async def run(stage: Stage) -> Report:
         "Stood still: for each partition the longest time in which nothing of it was processed; median."
     )
     return report
+
+
+def _row(stage: Stage, name: str, found: Deploy) -> dict[str, Cell]:
+    stood = found.standstills()
+    took = (found.ended - found.began) / 1e9
+    stage.say(f"{name}: {found.twice} ran twice, {found.lost} lost, at most {stood[-1]:.1f} s without a record")
+    return {
+        "contestant": name,
+        "records": found.produced,
+        "ran twice": found.twice,
+        "lost": found.lost,
+        "stood still, s": round(statistics.median(stood), 2),
+        "at most, s": round(stood[-1], 2),
+        "deploy, s": round(took, 1),
+    }

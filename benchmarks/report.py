@@ -113,6 +113,18 @@ class Report:
             "passed": self.passed,
         }
 
+    def markdown(self) -> str:
+        """Heading, table and notes as they stand in a page."""
+        heads = list(dict.fromkeys(head for row in self.rows for head in row))
+        texts = {head for head in heads if all(isinstance(row.get(head), str) for row in self.rows)}
+        lines = [f"### {self.benchmark}: {self.title}", ""]
+        if heads:
+            lines += [_line(heads), _line(["---" if head in texts else "---:" for head in heads])]
+            lines += [_line([_cell(row.get(head)) for head in heads]) for row in self.rows]
+        for text in [*self.problems, *self.notes]:
+            lines += ["", text]
+        return "\n".join([*lines, ""])
+
     def show(self, console: Console) -> None:
         """Print the table, the verdicts and what there is to say."""
         console.print()
@@ -130,7 +142,7 @@ class Report:
         table = Table()
         heads = list(dict.fromkeys(head for row in self.rows for head in row))
         for head in heads:
-            text = any(isinstance(row.get(head), str) and head == heads[0] for row in self.rows)
+            text = all(isinstance(row.get(head), str) for row in self.rows)
             table.add_column(head, justify="left" if text else "right")
         for row in self.rows:
             table.add_row(*(_cell(row.get(head)) for head in heads))
@@ -145,6 +157,10 @@ def _sentence(verdict: Verdict) -> str:
         bounds += f", aim {_short(verdict.aim)}{' (reached)' if verdict.judged and verdict.aimed else ''}"
     unit = f" {verdict.unit}" if verdict.unit else ""
     return f"{word} {verdict.what}: [bold]{_short(verdict.measured)}{unit}[/] ({bounds})"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(value: Cell) -> str:

@@ -1,7 +1,7 @@
 """What a contestant is told, and what it answers: the two ends of one measured process."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 __all__ = ["IN_ENVIRONMENT", "Measurement", "Spec", "Work"]
@@ -9,9 +9,10 @@ __all__ = ["IN_ENVIRONMENT", "Measurement", "Spec", "Work"]
 IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
 """The variable that tells tasks of Spark their spec, as JSON."""
 
-Work = Literal["count", "check", "sleep", "hang", "journal"]
+Work = Literal["count", "check", "sleep", "hang", "journal", "told", "hash"]
 """What the handler does: count and nothing else; note which records came; sleep and note; never return;
-sleep and write to a file which record it was, and when."""
+sleep and write to a file which record it was, and when; sleep as long as the record says, or compute 500 × SHA-256, and
+note order and concurrency as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,15 @@ class Spec:
     """With `journal`: the file. The run ends in order when the process gets SIGTERM."""
     member: int = 0
     """Which of several members it is; one that replaces another takes its number."""
+    keys: int = 0
+    """With `told` and `hash`: how many there are; they are numbers of eight digits."""
+    present: int = 0
+    """How many offsets have a record, where not all of them do."""
+    warm_up: str = ""
+    """A topic that is consumed to its end before, in the same process; that is not measured."""
+    warm_up_ends: tuple[int, ...] = ()
+    spawned_at: float = 0.0
+    """When the process was started, in seconds of the machine's monotonic clock."""
     uvloop: bool = True
 
     def to_json(self) -> str:
@@ -48,7 +58,13 @@ class Spec:
     def from_json(cls, text: str) -> "Spec":
         """The other direction."""
         values: dict[str, Any] = json.loads(text)
-        return cls(**(values | {"ends": tuple(values["ends"])}))
+        return cls(**(values | {name: tuple(values[name]) for name in ("ends", "warm_up_ends")}))
+
+    def warming_up(self) -> "Spec":
+        """The run that comes before, in a group of its own."""
+        ends = self.warm_up_ends
+        group = f"{self.group}-warm-up"
+        return replace(self, topic=self.warm_up, ends=ends, group=group, records=sum(ends), present=0, warm_up="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +72,8 @@ class Measurement:
     """What one run showed.
 
     CPU is user and system time of the consuming process between the record that ends the warm-up, the
-    first tenth, and the last one; start-up and joining the group are not in it. Wall time is from the
-    first record to the last one.
+    first tenth, and the last one; start-up and joining the group are not in it. Where another topic was
+    consumed to warm up, it is counted from the first record. Wall time is from the first record to the last one.
     """
 
     records: int
@@ -78,6 +94,14 @@ class Measurement:
     """Rows that a journal did not keep."""
     late_growth: int = 0
     """Bytes by which it grew in the last third of a watched time."""
+    disordered: int = 0
+    """Records that started while another of their key ran, or after a later one; seen by `told` and `hash`."""
+    peak_concurrency: int = 0
+    """The most handlers that ran at once; seen by `told` and `hash`."""
+    nearly_seconds: float = 0.0
+    """From the first record until 99 % were done; known where each record is noted."""
+    start_seconds: float = 0.0
+    """From the start of the process to its first record of all."""
 
     @property
     def cpu_per_record(self) -> float:

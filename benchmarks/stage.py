@@ -6,8 +6,9 @@ import json
 import signal
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.peers import PEERS, ParallelConsumerUnavailableError, command, find_peers
 from benchmarks.spec import Measurement, Spec, Work
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka import KafkaBroker
@@ -68,6 +70,8 @@ class Contestant:
     """In how many rounds it takes part; None for every one."""
     package: str | None = None
     """What it needs that may not be installed; it is left out then."""
+    peer: bool = False
+    """Whether it runs in a JVM, which may not be installed either."""
 
 
 class Stage:
@@ -95,13 +99,24 @@ class Stage:
     def lineup(self, needed: Sequence[Contestant], others: Sequence[Contestant]) -> list[Contestant]:
         """Who can take part here; in a quick run only those that the verdict needs."""
         asked = [*needed, *([] if self.quick else others)]
+        if any(one.peer for one in asked):
+            try:
+                find_peers()
+            except ParallelConsumerUnavailableError as missing:
+                self.say(f"without contestants in a JVM: {missing}")
+                asked = [one for one in asked if not one.peer]
         return [one for one in asked if one.package is None or importlib.util.find_spec(one.package) is not None]
+
+    async def begin(self, name: str, partitions: int, config: Mapping[str, str]) -> str:
+        """Make an empty topic, which `tidy` deletes; returns its name."""
+        unique = f"bench-{name}-{uuid.uuid4().hex[:8]}"
+        await self.cluster.create_topic(unique, partitions, config)
+        self._topics.append(unique)
+        return unique
 
     async def fill(self, name: str, partitions: int, messages: Iterator[Message]) -> Topic:
         """Make a topic and produce *messages* to it, keys deciding on the partition."""
-        unique = f"bench-{name}-{uuid.uuid4().hex[:8]}"
-        await self.cluster.create_topic(unique, partitions)
-        self._topics.append(unique)
+        unique = await self.begin(name, partitions, {})
         chunk: list[Message] = []
         size = 0
         for message in messages:
@@ -170,15 +185,15 @@ class Stage:
         changes: dict[str, Any] = more
         return replace(spec, **changes)
 
-    async def run(self, spec: Spec) -> Measurement:
-        """Run one contestant in a process of its own.
+    async def run(self, spec: Spec, timeout: float = RUN_TIMEOUT) -> Measurement:
+        """Run one contestant in a process of its own, for at most *timeout* seconds.
 
         Raises:
             ContestantFailedError: It ended with an error or not at all.
         """
         process = await self.start(spec)
         try:
-            measured = await process.measurement()
+            measured = await process.measurement(timeout)
         finally:
             await process.kill()
         if spec.work in {"count", "check"} and spec.records == sum(spec.ends):
@@ -187,7 +202,7 @@ class Stage:
 
     async def start(self, spec: Spec) -> "Process":
         """Start one contestant; whoever asked for it ends it."""
-        return Process(spec, await _start(spec))
+        return Process(spec, await _start(replace(spec, spawned_at=time.monotonic())))
 
     async def uncommitted(self, contestant: str) -> list[str]:
         """What a contestant's groups did not commit of topics that they consumed to the end."""
@@ -223,17 +238,17 @@ class Process:
             message = f"{self._spec.contestant} ended early, with {self._process.returncode}"
             raise ContestantFailedError(message)
 
-    async def measurement(self) -> Measurement:
-        """Wait for the end.
+    async def measurement(self, timeout: float = RUN_TIMEOUT) -> Measurement:
+        """Wait for the end, for at most *timeout* seconds.
 
         Raises:
             ContestantFailedError: It ended with an error or not at all.
         """
         try:
-            async with asyncio.timeout(RUN_TIMEOUT):
+            async with asyncio.timeout(timeout):
                 out, err = await self._process.communicate()
         except TimeoutError as error:
-            message = f"{self._spec.contestant} did not end within {RUN_TIMEOUT:g} s"
+            message = f"{self._spec.contestant} did not end within {timeout:g} s"
             raise ContestantFailedError(message) from error
         if self._process.returncode != 0:
             told = err.decode(errors="replace")[-4000:]
@@ -249,11 +264,12 @@ class Process:
 
 
 async def _start(spec: Spec) -> asyncio.subprocess.Process:
+    if spec.contestant in PEERS:
+        started_with = await asyncio.to_thread(command, spec)
+    else:
+        started_with = [sys.executable, "-m", "benchmarks.contestants", spec.to_json()]
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "benchmarks.contestants",
-        spec.to_json(),
+        *started_with,
         cwd=PROJECT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -41,6 +41,10 @@ def main() -> None:
     meter = Meter(spec)
 
     with asyncio.Runner(loop_factory=_loop_factory(uvloop=spec.uvloop)) as runner:
+        if spec.warm_up:
+            warming_up = Meter(spec.warming_up())
+            runner.run(contestant(spec.warming_up(), warming_up))
+            meter.first_of_all = warming_up.first_started
         runner.run(_run(contestant, spec, meter))
     _answer(meter)
 

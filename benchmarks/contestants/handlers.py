@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
 from typing import Any, Protocol
 
 from benchmarks.spec import Spec
@@ -13,6 +14,7 @@ __all__ = ["Handler", "Work", "make_work"]
 Handler = Callable[[Any], Awaitable[None]]
 
 SLOW_EVERY = 100
+ROUNDS = 500
 
 
 class Work(Protocol):
@@ -24,6 +26,11 @@ class Work(Protocol):
     first_started: float
     """Seconds; 0 where no times are noted."""
     last_ended: float
+
+    disordered: int
+    """How many records ran beside or after a later one of their key, as far as noted."""
+    peak_concurrency: int
+    """How many handlers ran at once, as far as noted."""
 
     @property
     def repeated(self) -> int:
@@ -43,6 +50,8 @@ def make_work(spec: Spec) -> Work:
             return _Hanging()
         case "journal":
             return _Journal(spec)
+        case "told" | "hash":
+            return _Watching(spec)
         case _:
             return _Noting(spec)
 
@@ -51,7 +60,7 @@ class _Unnoted:
     """A handler that does not remember which records it saw."""
 
     first_started = last_ended = 0.0
-    repeated = missing = 0
+    repeated = missing = disordered = peak_concurrency = 0
     handler: Handler
     count: Callable[[], int]
 
@@ -98,6 +107,8 @@ class _Journal(_Unnoted):
 class _Noting:
     """Marks each record; with seconds to sleep, sleeps and notes when the first and the last one were."""
 
+    disordered = peak_concurrency = 0
+
     def __init__(self, spec: Spec) -> None:
         self._marks = [bytearray(end) for end in spec.ends]
         self._count = 0
@@ -127,6 +138,58 @@ class _Noting:
         self._marks[record.partition][record.offset] += 1
         self._count += 1
         self.last_ended = time.perf_counter()
+
+
+class _Watching:
+    """Does what the record says, and notes order, repetition and concurrency; the peers' handlers do the same."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._marks = [bytearray(end) for end in spec.ends]
+        self._expected = spec.records
+        self._turns = [0] * spec.keys  # one more than the offset of a key's last record, negative while that runs
+        self._running = 0
+        self._count = 0
+        self.disordered = self.peak_concurrency = 0
+        self.first_started = self.last_ended = 0.0
+        self._act: Handler = _hash if spec.work == "hash" else _sleep_as_told
+        self.handler: Handler = self._handle
+        self.count: Callable[[], int] = lambda: self._count
+
+    @property
+    def repeated(self) -> int:
+        return sum(len(marks) - marks.count(0) - marks.count(1) for marks in self._marks)
+
+    @property
+    def missing(self) -> int:
+        return max(self._expected - sum(len(marks) - marks.count(0) for marks in self._marks), 0)
+
+    async def _handle(self, record: Any) -> None:
+        if not self.first_started:
+            self.first_started = time.perf_counter()
+        self._running += 1
+        self.peak_concurrency = max(self.peak_concurrency, self._running)
+        key = int(record.key)
+        place = record.offset + 1
+        before = self._turns[key]
+        self._turns[key] = -place
+        if before < 0 or before >= place:
+            self.disordered += 1
+        await self._act(record)
+        self._turns[key] = place
+        self._marks[record.partition][record.offset] += 1
+        self._running -= 1
+        self._count += 1
+        self.last_ended = time.perf_counter()
+
+
+async def _sleep_as_told(record: Any) -> None:
+    await asyncio.sleep(int(record.value[:8]) / 1000)
+
+
+async def _hash(record: Any) -> None:
+    value = record.value
+    for _ in range(ROUNDS):
+        value = sha256(value).digest()
 
 
 def _is_slow(partition: int, offset: int) -> bool:

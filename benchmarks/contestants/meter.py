@@ -1,6 +1,7 @@
 """The clocks beside the handler."""
 
 import asyncio
+import math
 import resource
 import signal
 import time
@@ -18,6 +19,8 @@ LOOK_INTERVAL = 0.02
 """Seconds between two readings of clock and counter: often enough, and no cost per record."""
 STALL_TIMEOUT = 60.0
 """Seconds without any progress after which a run is given up."""
+NEARLY_ALL = 0.99
+"""Share of the records; a few that hang do not hold it up."""
 
 
 class StalledError(RuntimeError):
@@ -51,6 +54,8 @@ class Meter:
         """Set when `watch` has seen what it waited for."""
         self.dropped = 0
         """Rows that a journal did not keep."""
+        self.first_of_all = 0.0
+        """When the process started its first record, where another run came before; seconds."""
 
     @property
     def handler(self) -> Handler:
@@ -103,11 +108,11 @@ class Meter:
     def result(self) -> Measurement:
         """What the readings say."""
         last = self._readings[-1]
-        warm = max(self._spec.records // 10, 1)
+        warm = 1 if self._spec.warm_up else max(self._spec.records // 10, 1)
         first = next((one for one in self._readings[:-1] if one.records >= warm), self._readings[0])
         work = self._work
         timed = last.last_ended > work.first_started
-        whole = self._spec.records == sum(self._spec.ends)
+        whole = self._spec.records == (self._spec.present or sum(self._spec.ends))
         return Measurement(
             records=last.records,
             cpu_seconds=last.cpu - first.cpu,
@@ -120,7 +125,20 @@ class Meter:
             peak_rss=_peak_rss(),
             dropped=self.dropped,
             late_growth=self._late_growth(),
+            disordered=work.disordered,
+            peak_concurrency=work.peak_concurrency,
+            nearly_seconds=self._nearly().wall - work.first_started if timed else 0.0,
+            start_seconds=(self.first_of_all or work.first_started) - self._spec.spawned_at if timed else 0.0,
         )
+
+    @property
+    def first_started(self) -> float:
+        """When the first record was started, in seconds; 0 where no times are noted."""
+        return self._work.first_started
+
+    def _nearly(self) -> Reading:
+        enough = math.ceil(self._spec.records * NEARLY_ALL)
+        return next((one for one in self._readings if one.records >= enough), self._readings[-1])
 
     def _late_growth(self) -> int:
         later = self._readings[-1].wall - (self._readings[-1].wall - self._readings[0].wall) / 3

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from rich.console import Console
 import benchmarks.__main__ as command
 from aioshard.records import Record
 from benchmarks.contestants.meter import Meter
+from benchmarks.peers import PEERS, ParallelConsumerUnavailableError
 from benchmarks.report import Report, Verdict, spread
 from benchmarks.spec import Measurement, Spec
-from benchmarks.stage import Contestant, Stage
+from benchmarks.stage import Contestant, Stage, Topic
+from benchmarks.workloads import Filled
 from tests.support.cluster import KafkaCluster
 
 SPEC = Spec(
@@ -121,6 +124,61 @@ def test_a_quick_run_takes_only_those_that_the_verdict_needs() -> None:
     stage = Stage(KafkaCluster("nowhere:1"), quick=True, progress=Console(quiet=True))
 
     assert stage.lineup([Contestant("aioshard")], [Contestant("other")]) == [Contestant("aioshard")]
+
+
+def test_a_contestant_in_a_jvm_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise ParallelConsumerUnavailableError("no `mvn` on PATH")
+
+    monkeypatch.setattr("benchmarks.stage.find_peers", missing)
+    stage = Stage(KafkaCluster("nowhere:1"), quick=False, progress=Console(quiet=True))
+
+    assert stage.lineup([Contestant("aioshard")], [Contestant(PEERS[0], peer=True)]) == [Contestant("aioshard")]
+
+
+async def test_the_meter_knows_what_ran_beside_and_behind_its_turn() -> None:
+    meter = Meter(replace(SPEC, ends=(6,), records=6, work="told", keys=2))
+
+    def record(offset: int, key: int, milliseconds: int) -> Record:
+        return Record("t", 0, offset, b"%08d" % key, b"%08d" % milliseconds, (), 0.0)
+
+    await asyncio.gather(*map(meter.handler, (record(0, 0, 0), record(1, 1, 0))))
+    await asyncio.gather(*map(meter.handler, (record(2, 0, 1), record(3, 0, 1))))  # beside each other
+    await meter.handler(record(5, 1, 0))
+    await meter.handler(record(4, 1, 0))  # behind a later one
+    await meter.watch()
+
+    result = meter.result()
+    assert (result.disordered, result.peak_concurrency, result.missing, result.repeated) == (2, 2, 0, 0)
+
+
+async def test_records_are_lost_only_where_there_are_some() -> None:
+    """Markers, and what was compacted away, have an offset and are no record."""
+    spec = replace(SPEC, ends=(9,), records=2, present=2, work="told", keys=1)
+    meter = Meter(spec)
+
+    for offset in (3, 7):
+        await meter.handler(Record("t", 0, offset, b"%08d" % 0, b"%08d" % 0, (), 0.0))
+    await meter.watch()
+
+    assert meter.result().missing == 0
+    assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({0: 4}) == 1
+    assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({0: 8}) == 0
+    assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({}) == 2
+
+
+def test_a_table_can_be_pasted() -> None:
+    report = Report("P1", "a title", [{"contestant": "a", "records/s": 1234.5, "lost": None}], notes=["A note."])
+
+    assert report.markdown().splitlines() == [
+        "### P1: a title",
+        "",
+        "| contestant | records/s | lost |",
+        "| --- | ---: | ---: |",
+        "| a | 1,234 | – |",
+        "",
+        "A note.",
+    ]
 
 
 def test_a_spread_is_the_median_and_the_range() -> None:

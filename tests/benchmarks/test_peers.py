@@ -1,0 +1,114 @@
+"""Confluent Parallel Consumer as a contestant: it compiles, processes a topic, and answers as the others do."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from rich.console import Console
+
+from benchmarks.peers import PEERS, ParallelConsumerUnavailableError, find_peers
+from benchmarks.spec import Measurement, Spec, Work
+from benchmarks.stage import ContestantFailedError, Stage, Topic
+from tests.support.provision import in_ci
+from tests.support.shared_kafka import SharedKafka
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # jars may be fetched
+
+RECORDS, KEYS, PARTITIONS = 300, 20, 2
+CONCURRENCY = 8
+DEADLINE = 60.0
+LOOK_INTERVAL = 0.05
+PEER = PEERS[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def classes() -> Path:
+    """Those of the contestant."""
+    try:
+        return find_peers()
+    except ParallelConsumerUnavailableError as missing:
+        skip_or_fail(str(missing))
+
+
+def skip_or_fail(missing: str) -> NoReturn:
+    if in_ci():
+        pytest.fail(f"no Parallel Consumer, which CI must have: {missing}", pytrace=False)
+    pytest.skip(f"no Parallel Consumer: {missing}")
+
+
+@pytest.fixture
+async def stage(kafka: SharedKafka) -> AsyncIterator[Stage]:
+    """On the tests' broker."""
+    stage = Stage(kafka, quick=False, progress=Console(quiet=True))
+    try:
+        yield stage
+    finally:
+        await stage.tidy()
+
+
+async def filled(stage: Stage, records: int = RECORDS) -> Topic:
+    messages = ((b"%08d" % (number % KEYS), b"%08d" % (number % 3) + b"x" * 20) for number in range(records))
+    return await stage.fill("peers", PARTITIONS, messages)
+
+
+def told(stage: Stage, topic: Topic, work: Work, records: int = RECORDS) -> Spec:
+    spec = stage.spec(PEER, topic, records=records, work=work, concurrency=CONCURRENCY)
+    return replace(spec, keys=KEYS)
+
+
+def well_done(measured: Measurement) -> bool:
+    return (measured.records, measured.missing, measured.repeated, measured.disordered) == (RECORDS, 0, 0, 0)
+
+
+async def test_it_processes_each_record_once_and_in_order_after_a_warm_up_and_commits(stage: Stage) -> None:
+    topic, warm_up = await filled(stage), await filled(stage, 40)
+    spec = replace(told(stage, topic, "told"), warm_up=warm_up.name, warm_up_ends=warm_up.ends)
+
+    measured = await stage.run(spec, DEADLINE)
+
+    assert well_done(measured), measured
+    assert 2 <= measured.peak_concurrency <= CONCURRENCY
+    assert measured.nearly_seconds > 0
+    assert 0 < measured.wall_seconds < DEADLINE
+    assert 0 < measured.cpu_seconds < DEADLINE
+    assert 0 < measured.start_seconds < DEADLINE
+    assert 20 * 2**20 < measured.peak_rss < 2 * 2**30
+    assert await stage.cluster.committed(spec.group, topic.name) == dict(enumerate(topic.ends))
+    assert set(await stage.cluster.committed(f"{spec.group}-warm-up", warm_up.name)) == {0, 1}
+
+
+async def test_it_computes_as_well(stage: Stage) -> None:
+    assert well_done(await stage.run(told(stage, await filled(stage), "hash"), DEADLINE))
+
+
+async def test_it_ends_in_order_at_sigterm(stage: Stage, tmp_path: Path) -> None:
+    topic, journal = await filled(stage), tmp_path / "journal"
+    spec = replace(told(stage, topic, "journal", 0), journal=str(journal), seconds=0.002)
+    process = await stage.start(spec)
+    try:
+        async with asyncio.timeout(DEADLINE):
+            while not (journal.exists() and journal.stat().st_size):
+                process.check()
+                await asyncio.sleep(LOOK_INTERVAL)  # it is another process that writes
+        process.signal(signal.SIGTERM)
+        await process.measurement(DEADLINE)
+    finally:
+        await process.kill()
+
+    done = {tuple(map(int, line.split()[:2])) for line in journal.read_text().splitlines()}
+    committed = await stage.cluster.committed(spec.group, topic.name)
+    assert done
+    for partition, offset in committed.items():
+        assert {(partition, at) for at in range(offset)} <= done
+    assert sum(committed.values()) == len(done)
+
+
+async def test_one_that_does_not_end_is_given_up_and_told(stage: Stage) -> None:
+    spec = told(stage, await filled(stage), "told", RECORDS + 1)  # one more than there is
+
+    with pytest.raises(ContestantFailedError, match=rf"{PEER} did not end within 3 s"):
+        await stage.run(spec, 3.0)
