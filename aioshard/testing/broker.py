@@ -111,10 +111,11 @@ class InMemoryBroker(Watched):
                 group.commit_from_outside({TopicPartition(topic, number): None for number in range(count)})
         self.notify()
 
-    def ensure_topic(self, name: str) -> None:
-        """Create a topic with the default number of partitions unless it exists."""
+    def ensure_topic(self, name: str, *, at_least: int = 1) -> int:
+        """Create a topic unless it exists, with the default number of partitions or more; how many it has."""
         if name not in self._topics:
-            self.create_topic(name)
+            self.create_topic(name, max(at_least, self._default_partitions))
+        return len(self._topics[name])
 
     def topics(self) -> Mapping[str, int]:
         """The number of partitions of each topic."""
@@ -329,7 +330,8 @@ class InMemoryBroker(Watched):
         self.check_available()
         group = self.group(group_id)
         failure, applied = self._commit_failures.popleft() if self._commit_failures else (None, True)
-        owned = all(group.owner(partition) == membership.member_id for partition in offsets)
+        # What was given by hand has no owner that the broker knows of.
+        owned = all((group.owner(partition) or "") == membership.member_id for partition in offsets)
         request = CommitRequest(group_id, membership, dict(offsets), applied=False, owned=owned)
         self.commits.append(request)
         if applied:

@@ -15,6 +15,7 @@ from aioshard.errors import StateError, TransportError
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.messages import encoded
 from aioshard.testing.broker import InMemoryBroker
+from aioshard.testing.by_hand import InMemoryByHand
 from aioshard.testing.group import ConsumerGroup
 from aioshard.testing.loop import VirtualTimeLoop
 from aioshard.testing.producer import InMemoryProducer
@@ -32,7 +33,8 @@ class TestClient:
     """Runs an app on a broker in memory: the same engine, no Kafka, no `bootstrap_servers`.
 
     What the app does is real: shards, retries, commits, rebalances. Only the client is another one, so
-    every failure that a broker can cause can be scripted, here or on `broker`.
+    every failure that a broker can cause can be scripted, here or on `broker`. An app with `assign` has exactly those
+    partitions here too, and no rebalance.
 
     While it runs, a group without `auto_offset_reset` begins at the earliest record, and commits are sent
     every 0.02 s, so that `settle` need not wait a second for each. In `aioshard.testing.run` all time is virtual;
@@ -128,13 +130,23 @@ class TestClient:
 
     def _make_transport(self) -> InMemoryTransport:
         settings = self.app.settings
-        transport = InMemoryTransport(
-            self.broker,
-            self.app.group_id,
-            isolation_level=settings.isolation_level,
-            latency=self._latency,
-            rebalance_timeout=settings.rebalance_timeout,
-            session_timeout=settings.session_timeout,
+        transport = (
+            InMemoryTransport(
+                self.broker,
+                self.app.group_id,
+                isolation_level=settings.isolation_level,
+                latency=self._latency,
+                rebalance_timeout=settings.rebalance_timeout,
+                session_timeout=settings.session_timeout,
+            )
+            if settings.assign is None
+            else InMemoryByHand(
+                self.broker,
+                self.app.group_id,
+                settings.assign,
+                isolation_level=settings.isolation_level,
+                latency=self._latency,
+            )
         )
         self.transports.append(transport)
         return transport
@@ -206,8 +218,9 @@ class TestClient:
 
         Raises:
             LookupError: There is no such partition.
+            StateError: The app has its partitions by hand: no rebalance takes or gives one.
         """
-        self.broker.check_partition(topic, partition)
+        self._check_moves(topic, partition)
         self.group.revoke(TopicPartition(topic, partition))
         await self._rebalanced()
 
@@ -216,8 +229,9 @@ class TestClient:
 
         Raises:
             LookupError: There is no such partition.
+            StateError: The app has its partitions by hand: no rebalance takes or gives one.
         """
-        self.broker.check_partition(topic, partition)
+        self._check_moves(topic, partition)
         self.group.assign(TopicPartition(topic, partition))
         await self._rebalanced()
 
@@ -227,15 +241,28 @@ class TestClient:
 
     # Inside ----------------------------------------------------------------------------
 
+    def _check_moves(self, topic: str, partition: int) -> None:
+        self.broker.check_partition(topic, partition)
+        if self.app.settings.assign is not None:
+            message = (
+                f"partition {topic}/{partition} cannot be revoked or assigned: the app has its partitions by hand, and "
+                "no rebalance moves them; leave assign out, or kill the client (transports[-1].kill())"
+            )
+            raise StateError(message)
+
     async def _rebalanced(self) -> None:
         await self.broker.until(lambda: bool(self.group.members) and not self.group.rebalancing)
 
     def _unsettled(self) -> list[str]:
         """What is in the way of being settled, in sentences; changes only with something at the broker."""
         sentences = []
-        if self.group.rebalancing or not self.group.members:
-            sentences.append(f"group {self.app.group_id!r} rebalances")
-        ours = [one for one in self.group.subscribed() if one not in self.group.withheld]
+        assign = self.app.settings.assign
+        if assign is not None:
+            ours = [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
+        else:
+            if self.group.rebalancing or not self.group.members:
+                sentences.append(f"group {self.app.group_id!r} rebalances")
+            ours = [one for one in self.group.subscribed() if one not in self.group.withheld]
         for topic_partition in ours:
             log = self.broker.log(*topic_partition)
             end = log.stable_end if self.app.settings.isolation_level == "read_committed" else log.end

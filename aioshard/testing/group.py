@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
 from aioshard.errors import CommitRefusedError
-from aioshard.ports import NOT_A_MEMBER, Committed, Membership
+from aioshard.ports import NOT_A_MEMBER, Committed, GroupHasMembersError, Membership
 from aioshard.records import TopicPartition, is_subscribed
 
 __all__ = ["ConsumerGroup", "Duty", "Subscription"]
@@ -161,18 +161,21 @@ class ConsumerGroup:
             self.leave(member_id)
 
     def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """Store offsets, if *membership* is in force.
+        """Store offsets, if *membership* is in force; without a member id, if the group has no members.
 
         Raises:
+            GroupHasMembersError: It has, and *membership* is that of nobody.
             CommitRefusedError: The group does not know the member, or has another generation.
         """
-        if membership.member_id not in self._members:
+        if not membership.member_id:
+            self.refuse_beside_members()
+        elif membership.member_id not in self._members:
             message = (
                 f"group {self.group_id!r} refused a commit: it does not know the member {membership.member_id!r}; "
                 "it must join again"
             )
             raise CommitRefusedError(message)
-        if membership.generation != self._generation:
+        elif membership.generation != self._generation:
             message = (
                 f"group {self.group_id!r} refused a commit under generation {membership.generation}: "
                 f"generation {self._generation} is in force"
@@ -180,6 +183,19 @@ class ConsumerGroup:
             raise CommitRefusedError(message)
         self._committed.update(offsets)
         self._notify()
+
+    def refuse_beside_members(self) -> None:
+        """Take nobody whose partitions were given by hand, while there are members.
+
+        Raises:
+            GroupHasMembersError: There are.
+        """
+        if self._members:
+            message = (
+                f"group {self.group_id!r} has members ({', '.join(self._members)}), and partitions were given to this "
+                "app by hand with assign: stop the members, or take a group id of its own"
+            )
+            raise GroupHasMembersError(message)
 
     # What tests do ---------------------------------------------------------------------
 

@@ -1,0 +1,159 @@
+"""The setting `assign`: how it is written, what it cannot stand beside, and whether it is that of the handlers."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from aioshard import App, Park, Record
+from aioshard.errors import SettingsError
+from aioshard.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.upper().startswith("AIOSHARD_")]:
+        monkeypatch.delenv(variable)
+
+
+def refusal(**values: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        Settings(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"orders": [2, 0]}, {"orders": (0, 2)}),
+        ({"b": range(2), "a": (7,)}, {"a": (7,), "b": (0, 1)}),
+        ("orders:0-2,payments:1", {"orders": (0, 1, 2), "payments": (1,)}),
+        (" orders:5 , orders:0-1 ", {"orders": (0, 1, 5)}),
+        ("my.topic_x-1:3", {"my.topic_x-1": (3,)}),
+        (None, None),
+    ],
+)
+def test_it_is_a_mapping_or_text(given: object, read: object) -> None:
+    assert Settings(assign=given).assign == read
+
+
+def test_it_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHARD_ASSIGN", "orders:0-2,payments:1")
+    assert Settings().assign == {"orders": (0, 1, 2), "payments": (1,)}
+    assert App("billing", assign={"orders": [4]}).settings.assign == {"orders": (4,)}
+    monkeypatch.setenv("AIOSHARD_ASSIGN", "none")
+    assert Settings().assign is None
+
+
+def test_it_comes_from_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "settings.env"
+    file.write_text("AIOSHARD_ASSIGN=orders:0-1\n")
+    assert Settings(_env_file=file).assign == {"orders": (0, 1)}
+
+
+def test_it_is_ready_for_json_and_for_being_replaced() -> None:
+    settings = Settings(assign="orders:0-1")
+    assert settings.asdict()["assign"] == {"orders": [0, 1]}
+    assert settings.replace(commit_interval=2.0).assign == {"orders": (0, 1)}
+    assert settings.replace(assign=None).assign is None
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "names no partition"),
+        ("", "names no partition|TOPIC:PARTITION"),
+        ({"orders": []}, "'orders' has no partitions"),
+        ({"orders": 3}, "lists of numbers"),
+        ({"orders": "0-2"}, "lists of numbers"),
+        ({"orders": [True]}, "True among its partitions"),
+        ({"orders": [-1]}, "-1 among its partitions"),
+        ({"orders": [1, 1]}, "orders/1 is named twice"),
+        ({"two words": [1]}, "no name of a topic"),
+        (["orders"], "expected assign="),
+        ("orders", "TOPIC:PARTITION or TOPIC:FIRST-LAST"),
+        ("orders:2-0", "ends before it begins"),
+        ("orders:0-2,orders:1", "orders/1 is named twice"),
+        ("orders:0-999999999", "at most 100000 partitions"),
+    ],
+)
+def test_what_it_cannot_be_is_refused_in_a_sentence(given: object, why: str) -> None:
+    with pytest.raises(SettingsError, match=rf"assign=.* is refused: .*({why})"):
+        Settings(assign=given)
+
+
+def test_a_variable_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHARD_ASSIGN", "orders")
+    assert refusal().startswith("AIOSHARD_ASSIGN='orders' is refused: 'orders' is not TOPIC:PARTITION")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("assignor", "fair"),
+        ("group_instance_id", "left-hand"),
+        ("reassignment_delay", 30.0),
+        ("session_timeout", 45.0),
+        ("heartbeat_interval", 1.0),
+        ("rebalance_timeout", 90.0),
+    ],
+)
+def test_what_only_a_group_has_is_refused_beside_it(name: str, value: object) -> None:
+    assert refusal(assign="orders:0", **{name: value}).startswith(f"{name}=")
+    assert "has no effect with assign" in refusal(assign="orders:0", **{name: value})
+
+
+def test_a_protocol_in_which_the_broker_assigns_is_refused_beside_it() -> None:
+    told = refusal(assign="orders:0", client="confluent", group_protocol="consumer", remote_assignor="uniform")
+    assert "group_protocol='consumer' has no effect with assign" in told
+    assert "remote_assignor='uniform' has no effect with assign" in told
+
+
+def test_nobody_waits_for_a_drain_so_it_may_take_long() -> None:
+    assert Settings(assign="orders:0", drain_timeout=600.0).drain_timeout == 600.0
+    assert "does not fit" in refusal(drain_timeout=600.0)
+
+
+def app_of(*topics: str, assign: Any, **options: Any) -> App:
+    app = App("billing", bootstrap_servers="127.0.0.1:1", auto_offset_reset="earliest", assign=assign)
+
+    @app.consume(*topics, **options)
+    async def handle(record: Record) -> None: ...
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("topics", "assign", "options", "why"),
+    [
+        (
+            ["orders"],
+            "orders:0,payments:1",
+            {},
+            "assign gives partitions of topic 'payments', which no handler consumes",
+        ),
+        (
+            ["orders", "payments"],
+            "orders:0",
+            {},
+            "'handle' consumes topic 'payments', and assign gives it no partition",
+        ),
+        ([], "orders:0", {"pattern": "ord.*"}, "'handle' has pattern='ord.*', and assign gives the partitions by hand"),
+        (["orders"], "orders:0", {"on_failure": Park("aside")}, "has on_failure=Park.'aside'., and assign gives"),
+    ],
+)
+async def test_what_the_handlers_do_not_have_is_refused_before_anything_connects(
+    topics: list[str], assign: str, options: dict[str, Any], why: str
+) -> None:
+    app = app_of(*topics, assign=assign, **options)
+    with pytest.raises(SettingsError, match=why):
+        app.check()
+    async with asyncio.timeout(1):
+        with pytest.raises(SettingsError, match=why):
+            await app.serve()
+
+
+def test_what_the_handlers_have_is_taken() -> None:
+    app_of("orders", "payments", assign="payments:0,orders:3").check()
+    app_of("orders", assign=None).check()
