@@ -25,6 +25,8 @@ LAST_OFFSET: Final = (1 << 63) - 1
 _TEXT = re.compile(r"([rzb]):(\d{1,19}):([A-Za-z0-9_-]{4}):(.+)", re.DOTALL)
 _INFLATED = 1 << 18
 """Bytes of run lengths at most, before they are deflated."""
+_LEVEL = 7
+"""Of deflating: 9 makes texts of full length 0.7 % shorter, and takes three times as long."""
 _SHORT = 64
 """A text that is not longer than that need not be made shorter."""
 _OFFSET_BITS = 63
@@ -42,7 +44,7 @@ _CONTINUED = 0x80
 _NUMBER_BASE = 0x80
 
 
-_START = operator.itemgetter(0)
+_START, _END = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Run(NamedTuple):
@@ -151,8 +153,8 @@ def written(runs: Sequence[Run], offset: int, room: int) -> str:
     in_bits, reached = _bitmap(runs, offset, room)
     if reached == runs[-1].end:
         return in_bits
-    best, fits = _longest_prefix(packed, borders, offset, room)
-    return best if fits and runs[fits - 1].end >= reached else in_bits
+    least = bisect.bisect_left(runs, reached, key=_END) + 1
+    return _longest_prefix(packed, borders, least, offset, room) or in_bits
 
 
 def _checked(runs: Sequence[Run], offset: int) -> Sequence[Run]:
@@ -178,18 +180,21 @@ def _packed(runs: Sequence[Run], offset: int) -> tuple[bytes, list[int]]:
     return bytes(packed), borders
 
 
-def _longest_prefix(packed: bytes, borders: Sequence[int], offset: int, room: int) -> tuple[str, int]:
+def _longest_prefix(packed: bytes, borders: Sequence[int], least: int, offset: int, room: int) -> str:
+    """The run lengths of as many runs as have room; empty when *least* have none, which one attempt says."""
     best = ""
-    fits, too_many = 0, len(borders) + 1
-    tried = len(borders)
+    fits, too_many = least - 1, len(borders) + 1
+    tried = least
     while fits < too_many - 1:
         text = _fitting(packed[: borders[tried - 1]], offset, room)
         if text:
             best, fits = text, tried
+        elif tried == least:
+            break
         else:
             too_many = tried
         tried = (fits + too_many) // 2
-    return best, fits
+    return best
 
 
 def _fitting(packed: bytes, offset: int, room: int) -> str:
@@ -198,7 +203,7 @@ def _fitting(packed: bytes, offset: int, room: int) -> str:
     in_letters = len(plain) + -(-len(packed) * 8 // 6)
     if in_letters <= min(room, _SHORT):
         return plain + _in_letters(packed)
-    content = zlib.compress(packed, 9)
+    content = zlib.compress(packed, _LEVEL)
     in_units = len(deflated) + -(-len(content) * 8 // _BITS)
     if min(in_letters, in_units) > room:
         return ""

@@ -111,8 +111,10 @@ class Opening:
         client = self._owner.client
         with anyio.fail_after(self._limits.commit_timeout):
             committed = await client.committed(unsettled)
-            self._refuse_leased(committed)
             ranges = await client.log_ranges(unsettled)
+        # Reading long texts takes a while, which is none of the brokers': there is no deadline for it.
+        texts = await _read(committed)
+        self._refuse_leased(committed, texts)
         if client.membership() != membership:
             return
         fresh: list[TopicPartition] = []
@@ -123,13 +125,15 @@ class Opening:
             fetcher = self._owner.fetchers.get(topic_partition)
             if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
                 fresh.append(topic_partition)
-        await self._open_resolved(await self._begin_all(fresh, committed, ranges, membership), membership)
+        await self._open_resolved(await self._begin_all(fresh, committed, texts, ranges, membership), membership)
 
-    def _refuse_leased(self, committed: Mapping[TopicPartition, Committed | None]) -> None:
+    def _refuse_leased(
+        self, committed: Mapping[TopicPartition, Committed | None], texts: Mapping[TopicPartition, CommitMetadata]
+    ) -> None:
         """Keep off partitions that a run over history has; say what other programs noted before it is replaced."""
         now = time.time()
         for topic_partition, ours in sorted(committed.items()):
-            noted = CommitMetadata.read(ours.metadata, ours.offset) if ours else CommitMetadata()
+            noted = texts[topic_partition]
             if noted.lease is not None and noted.lease.until > now:
                 raise LeasedError(self._limits.group_id, topic_partition, *noted.lease)
             if (noted.foreign is not None or noted.ignored) and (topic_partition, ours) not in self._told:
@@ -179,6 +183,7 @@ class Opening:
         self,
         partitions: Collection[TopicPartition],
         committed: Mapping[TopicPartition, Committed | None],
+        texts: Mapping[TopicPartition, CommitMetadata],
         ranges: Mapping[TopicPartition, LogRange],
         membership: Membership,
     ) -> list[Epoch]:
@@ -215,10 +220,10 @@ class Opening:
             if ours is None:
                 epoch.mark = first_mark(membership.generation, numbers[topic_partition.topic], now)
             else:
-                found_noted = CommitMetadata.read(ours.metadata, ours.offset)
-                epoch.mark = kept_mark(found_noted, now)
+                text = texts[topic_partition]
+                epoch.mark = kept_mark(text, now)
                 if not origin.resolved:
-                    epoch.inherited = _believable(found_noted.finished, topic_partition, ranges[topic_partition])
+                    epoch.inherited = _believable(text.finished, topic_partition, ranges[topic_partition])
             if origin.resolved:
                 if ours is not None and asked is None:
                     message = "committed offset %d of %s is outside its log; going on at %d"
@@ -259,7 +264,8 @@ class Opening:
             commits = await self._owner.client.committed(
                 [TopicPartition(topic, number) for number in range(partitions)]
             )
-        noted = [CommitMetadata.read(found.metadata, found.offset) for found in commits.values() if found is not None]
+        texts = await _read({one: found for one, found in commits.items() if found is not None})
+        noted = list(texts.values())
         if topic in self._marks:
             noted.append(self._marks[topic])  # the brokers forget the commits of a topic that is deleted
         return noted
@@ -277,6 +283,19 @@ class Opening:
             raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
         for epoch in epochs:
             self._owner.open(epoch, membership)
+
+
+async def _read(commits: Mapping[TopicPartition, Committed | None]) -> dict[TopicPartition, CommitMetadata]:
+    """What is noted with commits; nothing where there is none. One of full length takes milliseconds: others may run.
+
+    What is asked of the brokers before is to be checked after it.
+    """
+    texts = {}
+    for name, found in commits.items():
+        texts[name] = CommitMetadata.read(found.metadata, found.offset) if found else CommitMetadata()
+        if texts[name].finished:
+            await asyncio.sleep(0)
+    return texts
 
 
 def _within(asked: int | None, log: LogRange) -> Origin | None:
