@@ -8,16 +8,23 @@ import json
 import os
 import random
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from aioshard import App, Record, Retry
 
-__all__ = ["FOREVER", "PATTERNS", "Member", "stuck_offsets"]
+__all__ = ["CLIENTS", "FOREVER", "PATTERNS", "Member", "settings_for_client", "stuck_offsets"]
 
 FOREVER = 100_000.0
 """Seconds until the next attempt of what cannot be finished."""
 PATTERNS = ("one", "scattered", "alternating")
+CLIENTS: Mapping[str, Mapping[str, Any]] = {
+    "aiokafka": {},
+    "cooperative": {"client": "confluent"},
+    "KIP-848": {"client": "confluent", "group_protocol": "consumer"},
+}
+_OF_THE_BROKER = {"session_timeout", "heartbeat_interval"}
+"""Settings that belong to the broker under KIP-848."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +50,12 @@ class Member:
     file: str
     until_caught_up: bool = False
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def settings_for_client(client: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an app that reads with one of `CLIENTS`."""
+    left_out = _OF_THE_BROKER if client == "KIP-848" else set()
+    return {name: value for name, value in settings.items() if name not in left_out} | dict(CLIENTS[client])
 
 
 def stuck_offsets(pattern: str, records: int) -> Collection[int]:

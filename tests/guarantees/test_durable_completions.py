@@ -10,17 +10,19 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, utf16_units
 from aioshard.records import TopicPartition
-from tests.guarantees.durable_member import FOREVER, PATTERNS, Member, stuck_offsets
+from tests.guarantees.durable_member import CLIENTS, FOREVER, PATTERNS, Member, settings_for_client, stuck_offsets
 from tests.support.kafka_libs import PROJECT
 from tests.support.shared_kafka import SharedKafka
 
 COMMIT_INTERVAL = 0.5
+MANY, FEW = 100_000, 10_000
 SETTINGS = {
     "auto_offset_reset": "earliest",
     "session_timeout": 6,
@@ -73,7 +75,7 @@ class Committed:
     async def noted(self) -> set[int]:
         """The offsets beyond the committed one that count as finished."""
         offset, text = await self.now()
-        assert utf16_units(text) <= MOST_UNITS
+        assert utf16_units(text.removesuffix("\0")) <= MOST_UNITS
         noted = CommitMetadata.read(text, offset)
         assert not noted.ignored
         return {offset for run in noted.finished for offset in range(*run)}
@@ -87,44 +89,79 @@ async def committed(kafka: SharedKafka, group: str, topic: str) -> AsyncIterator
     await admin.close()
 
 
+def cases() -> list[Any]:
+    """Pattern, the client of the process that is killed, that of the one that goes on, and how many records finish.
+
+    Few where a case is about what one client writes and another reads; many with each client in a long run.
+    """
+    return [
+        *(pytest.param(pattern, "aiokafka", "aiokafka", MANY) for pattern in PATTERNS),
+        pytest.param("scattered", "cooperative", "aiokafka", FEW),
+        pytest.param("alternating", "aiokafka", "KIP-848", FEW),
+        *(
+            pytest.param(pattern, client, client, MANY, marks=pytest.mark.chaos)
+            for client in CLIENTS
+            if client != "aiokafka"
+            for pattern in PATTERNS
+        ),
+    ]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("pattern", PATTERNS)
-async def test_a_kill_repeats_next_to_nothing_of_a_hundred_thousand(
-    kafka: SharedKafka, committed: Committed, topic: str, group: str, tmp_path: Path, pattern: str
+@pytest.mark.parametrize(("pattern", "killed", "goes_on", "finish"), cases())
+async def test_a_kill_repeats_next_to_nothing_of_what_had_finished(
+    kafka: SharedKafka,
+    committed: Committed,
+    topic: str,
+    group: str,
+    tmp_path: Path,
+    pattern: str,
+    killed: str,
+    goes_on: str,
+    finish: int,
 ) -> None:
     """Where the text is full, nothing more was taken in, and nothing that it tells of runs again."""
-    records = 200_000 if pattern == "alternating" else 100_300
+    alternating = pattern == "alternating"
+    records = 2 * finish if alternating else finish + 300
+    overflows = alternating and finish == MANY
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"x")] * records)
-    first = Member(kafka.bootstrap, group, topic, records, pattern, str(tmp_path / "first"), settings=SETTINGS)
+    settings = settings_for_client(killed, SETTINGS)
+    first = Member(kafka.bootstrap, group, topic, records, pattern, str(tmp_path / "first"), settings=settings)
     due = set(range(records)) - set(stuck_offsets(pattern, records))
 
     async with running(first), asyncio.timeout(120):
         while True:
             noted = await committed.noted()
             finished = runs_in(tmp_path / "first")
-            if len(noted) >= 99_000 or (pattern == "alternating" and noted and noted >= finished.keys()):
+            if len(noted) >= len(due) * 0.99 or (overflows and noted and noted >= finished.keys()):
                 break
             await asyncio.sleep(COMMIT_INTERVAL / 5)
     before = runs_in(tmp_path / "first")
     noted = await committed.noted()
     offset, text = await committed.now()
     assert offset == 0
-    assert noted <= before.keys() | set(stuck_offsets("", records))
+    assert noted <= before.keys()
 
-    second = dataclasses.replace(first, pattern="", file=str(tmp_path / "second"), until_caught_up=True)
+    second = dataclasses.replace(
+        first,
+        pattern="",
+        file=str(tmp_path / "second"),
+        until_caught_up=True,
+        settings=settings_for_client(goes_on, SETTINGS),
+    )
     async with running(second) as process, asyncio.timeout(120):
         assert await process.wait() == 0
 
     after = runs_in(tmp_path / "second")
     again = before.keys() & after.keys()
     print(
-        f"{pattern}: {len(before):,} finished, {len(text):,} characters noted {len(noted):,} of them, "
-        f"{len(again):,} ran again after the kill"
+        f"{pattern}, {killed} and then {goes_on}: {len(before):,} finished, {len(text):,} characters noted "
+        f"{len(noted):,} of them, {len(again):,} ran again after the kill"
     )
     assert set(before) | set(after) == set(range(records)), "none is lost"
     assert not again & noted, "what was noted is not run again"
     assert len(again) <= len(before) / 100
-    if pattern == "alternating":
+    if overflows:
         assert 20_000 < len(before) < len(due), "it stopped where its text was full"
     assert (await committed.now())[0] == records
