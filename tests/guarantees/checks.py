@@ -15,6 +15,7 @@ from aioshard.core.finished_offsets import Run, holds
 from tests.guarantees.observations import Kind, Place, Seen
 
 __all__ = [
+    "DEPLOYED",
     "SAFE",
     "CommitsAt",
     "CommitsOnlyAdvance",
@@ -409,6 +410,9 @@ SAFE: tuple[Guarantee, ...] = (
     LagZero(),
 )
 """What every scenario keeps, crashes included."""
+
+DEPLOYED: tuple[Guarantee, ...] = (*SAFE, NoDuplicates())
+"""What a clean deploy keeps."""
 
 
 def safe_when_parked(parked: Collection[Place]) -> tuple[Guarantee, ...]:

@@ -71,6 +71,13 @@ class Member:
         return {found["partition"]: found for found in self.statistics["partitions"] if not _is_closed(found)}
 
     @property
+    def owned(self) -> set[tuple[str, int]]:
+        """Topic and partition of those, where it handles more than one topic."""
+        return {
+            (found["topic"], found["partition"]) for found in self.statistics["partitions"] if not _is_closed(found)
+        }
+
+    @property
     def log(self) -> str:
         """All that it printed."""
         return self._log.read_text()

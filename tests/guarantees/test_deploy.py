@@ -4,28 +4,8 @@ import random
 
 import pytest
 
-from tests.guarantees.checks import (
-    CommitsOnlyAdvance,
-    KeyOrder,
-    LagZero,
-    NeverAhead,
-    NoDuplicates,
-    NothingLost,
-    OneAtATimePerKey,
-    OnlyUncommittedAgain,
-)
+from tests.guarantees.checks import DEPLOYED
 from tests.guarantees.scenario import Member, Scenario, even_keys
-
-DEPLOYED = (
-    NothingLost(),
-    NoDuplicates(),
-    KeyOrder(),
-    OneAtATimePerKey(),
-    NeverAhead(),
-    CommitsOnlyAdvance(),
-    OnlyUncommittedAgain(),
-    LagZero(),
-)
 
 
 def start_load(scenario: Scenario) -> None:

@@ -1,0 +1,217 @@
+"""P8, a rolling deploy: every member is replaced, and what stays where it is hardly notices (I7, I12)."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from tests.guarantees.checks import DEPLOYED
+from tests.guarantees.observations import Kind, Place
+from tests.guarantees.pauses import Pause, idle_workers, pauses
+from tests.guarantees.scenario import SHORT, Client, Scenario
+
+NAMES = "abc"
+PARTITIONS = 6
+"""Of each of the two topics."""
+SLOWEST = 1.5
+"""Seconds that a handler takes at most: how long a drain lasts that meets such a run."""
+HEARTBEAT = SHORT["heartbeat_interval"]
+JOIN = 1.0
+"""Seconds in which a group whose members have all drained has a new assignment, and positions are checked."""
+UNNOTICED = 0.5
+"""Seconds that processes on a busy machine may need for anything."""
+CONCURRENCY = 48
+EVERY = 0.05
+"""Seconds between two records of each partition under a steady load."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One way to be a member of the group, and for how long what stays may stand still in it, in seconds."""
+
+    client: Client
+    idle: float
+    """A worker, while records are in memory."""
+    pause: float
+    """A partition, while the brokers have records."""
+    static: bool = False
+
+    def settings(self, name: str) -> Mapping[str, Any]:
+        """Of one member."""
+        static = {"group_instance_id": f"member-{name}", "session_timeout": 20} if self.static else {}
+        return {"start_timeout": 60, "drain_timeout": 2 * SLOWEST, **static}
+
+
+EAGER = HEARTBEAT + SLOWEST + JOIN
+MEMBERSHIPS = {
+    "eager": Membership("aiokafka", idle=EAGER, pause=EAGER),
+    "static": Membership("aiokafka", idle=UNNOTICED, pause=UNNOTICED, static=True),
+    "cooperative": Membership("cooperative", idle=UNNOTICED, pause=SLOWEST + 0.5),
+    "KIP-848": Membership("KIP-848", idle=UNNOTICED, pause=SLOWEST + 0.5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("membership", "client"), [pytest.param(one, one.client, id=name) for name, one in MEMBERSHIPS.items()]
+)
+async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
+    scenario: Scenario, membership: Membership
+) -> None:
+    """Two handlers: one has more to do than it can, so records wait in memory; the other one waits for records."""
+    async with scenario.beside("steady") as steady:
+        await scenario.create(PARTITIONS)
+        await steady.create(PARTITIONS)
+        deploy = Deploy(scenario, steady, membership)
+        for name in NAMES:
+            deploy.start(name)
+        await deploy.until_shared()
+        scenario.start_feeding((b"k%d" % number for number in itertools.count()), backlog=1_500, chunk=500)
+        async with steady_load(steady) as available:
+            await scenario.until_finished(500)
+            for name in NAMES:
+                await deploy.replace(name)
+            await scenario.until_finished(len(scenario.observations.finished) + 500)
+
+        figures = deploy.figures(available)
+        scenario.notes |= figures.told()
+        await steady.verify(*DEPLOYED)
+        await scenario.verify(*DEPLOYED)
+        assert figures.replayed == 0
+        assert figures.idle.seconds <= membership.idle
+        assert figures.stayed.seconds <= membership.pause
+        if not membership.static:
+            assert max(figures.drains) > SLOWEST / 2, "nothing had to be waited for: this shows nothing"
+            assert figures.kept > 0, "nothing stayed where it was: this shows nothing"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured."""
+
+    idle: Pause
+    """The longest time in which a worker idled while a record that stayed was in memory."""
+    stayed: Pause
+    """The longest time in which nothing of a partition that stayed was started although the broker had a record."""
+    moved: Pause
+    """The same of a partition that went to another process."""
+    drains: Sequence[float]
+    """Seconds of each rebalance that took something away."""
+    kept: int
+    """How many partitions stayed in these, over all members."""
+    replayed: int
+
+    def told(self) -> dict[str, object]:
+        """For the report of the test."""
+        return {
+            "a worker idled": _told(self.idle),
+            "what stayed paused": _told(self.stayed),
+            "what moved paused": _told(self.moved),
+            "drains": [round(seconds, 2) for seconds in self.drains],
+            "kept": self.kept,
+        }
+
+
+def _told(pause: Pause) -> str:
+    return f"{pause.seconds:.2f} s, {pause.process} at {pause.place[0]}/{pause.place[1]}"
+
+
+class Deploy:
+    """The members of both topics, replaced one by one."""
+
+    def __init__(self, scenario: Scenario, steady: Scenario, membership: Membership) -> None:
+        self._scenario = scenario
+        self._steady = steady
+        self._membership = membership
+        self._ended: list[Mapping[str, Any]] = []
+        """The last statistics of members that have ended."""
+
+    def start(self, name: str) -> None:
+        """Starts a member."""
+        self._scenario.start(
+            name,
+            self._membership.settings(name),
+            concurrency=CONCURRENCY,
+            spread=SLOWEST,
+            report_intake=True,
+            beside=[self._steady.handled(report_intake=False)],
+        )
+
+    async def until_shared(self) -> None:
+        """Returns when each partition is open in one member, and each member has some."""
+        members = self._scenario.members
+        everything = sorted(
+            (topic, n) for topic in (self._scenario.topic, self._steady.topic) for n in range(PARTITIONS)
+        )
+
+        def shared() -> bool:
+            owned = [members[name].owned for name in NAMES]
+            return all(owned) and sorted(itertools.chain(*owned)) == everything
+
+        await self._scenario.until(shared, "the members share all partitions", 40)
+
+    async def replace(self, name: str) -> None:
+        """Stops a member and starts another one in its place."""
+        leaving = self._scenario.members[name]
+        code = await leaving.stop()
+        assert code == 0, leaving.tail
+        self._ended.append(leaving.statistics)
+        self.start(name)
+        await self.until_shared()
+
+    def figures(self, available: Mapping[Place, int]) -> Figures:
+        """Looks at what stood still; *available* is when the records of the steady load were there."""
+        statistics = [*self._ended, *(self._scenario.members[name].statistics for name in NAMES)]
+        reports = [report for each in statistics for report in each["rebalance_reports"] if report["revoked"]]
+        observations = self._scenario.observations.refresh()
+        idle = (
+            idle_workers(observations.of(process, *Kind), CONCURRENCY)
+            for process in {one.process for one in observations.seen}
+        )
+        found = list(pauses(self._steady.observations.refresh().seen, available))
+        return Figures(
+            idle=max(itertools.chain(*idle)),
+            stayed=max(one for one in found if not one.moved),
+            moved=max(one for one in found if one.moved),
+            drains=sorted(report["drain_seconds"] for report in reports),
+            kept=sum(report["kept"] for report in reports),
+            replayed=sum(each["replayed"] for each in statistics),
+        )
+
+
+@contextlib.asynccontextmanager
+async def steady_load(scenario: Scenario) -> AsyncIterator[Mapping[Place, int]]:
+    """Produces one record after the other to each partition; yields when each of them was acknowledged."""
+    available: dict[Place, int] = {}
+    enough = asyncio.Event()
+
+    def acknowledged(key: bytes, sent: asyncio.Future[Any]) -> None:
+        place = sent.result().partition, sent.result().offset
+        available[place] = time.monotonic_ns()
+        scenario.produced[place] = key.decode()
+
+    async def load(producer: AIOKafkaProducer) -> None:
+        for number in itertools.count():
+            for partition in range(PARTITIONS):
+                key = b"%d-%d" % (partition, number % 200)
+                sent = await producer.send(scenario.topic, b"", key, partition)
+                sent.add_done_callback(functools.partial(acknowledged, key))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), EVERY)
+                return
+
+    async with AIOKafkaProducer(bootstrap_servers=scenario.kafka.bootstrap) as producer:
+        loading = asyncio.create_task(load(producer), name="steady load")
+        try:
+            yield available
+        finally:
+            enough.set()
+            await loading
+            await producer.flush()
