@@ -1,0 +1,395 @@
+"""Partitions given by hand (`assign`), on a real broker and with both clients."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import errors as kafka_errors
+
+from aioshard import App, Record, TopicPartition
+from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.finished_offsets import Run
+from aioshard.errors import AuthorizationError, ClientLostError, CommitError, MetadataRefusedError, StartError
+from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.confluent.client import ConfluentTransport
+from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.memberless import commit_by_hand
+from aioshard.ports import Committed, GroupHasMembersError
+from aioshard.settings import Settings
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_libs import PROJECT
+from tests.support.shared_kafka import SharedKafka
+
+CLIENTS = pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+MEMBERS = pytest.mark.parametrize(
+    "protocol", [{}, {"client": "confluent", "group_protocol": "consumer"}], ids=["classic", "KIP-848"]
+)
+
+
+class ByHand:
+    """An app whose partitions are given by hand, and what it has processed."""
+
+    def __init__(self, bootstrap: str, group: str, topic: str, assign: Any, **settings: Any) -> None:
+        self.processed: list[tuple[int, int]] = []
+        options: dict[str, Any] = {
+            "auto_offset_reset": "earliest",
+            "commit_interval": 0.1,
+            "fetch_max_wait": 0.05,
+        } | settings
+        self.app = App(group, bootstrap_servers=bootstrap, assign=assign, **options)
+
+        @self.app.consume(topic)
+        async def handle(record: Record) -> None:
+            self.processed.append((record.partition, record.offset))
+
+    async def until_processed(self, count: int) -> None:
+        await until(lambda: len(self.processed) >= count)
+
+    async def until_committed(self, expected: Mapping[int, int | None]) -> None:
+        """Wait for what the statistics say, then ask the broker."""
+        (topic,) = self.app.handlers[0].topics
+        ours = {number: offset for number, offset in expected.items() if offset is not None}
+        await until(lambda: {one.partition: one.committed for one in self.app.statistics().partitions} == ours)
+        assert {number: await self.app.committed(topic, number) for number in expected} == expected
+
+
+async def until(condition: Callable[[], object], timeout: float = 30.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - an app and processes tell nobody
+            await asyncio.sleep(0.02)
+
+
+async def fill(kafka: KafkaBroker | SharedKafka, topic: str, partitions: int, records: int) -> None:
+    for number in range(partitions):
+        await kafka.produce(topic, [(None, b"%d" % value) for value in range(records)], number)
+
+
+@CLIENTS
+async def test_only_what_was_given_is_read_and_committed_and_the_group_stays_empty(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    await kafka.create_topic(topic, 4)
+    await fill(kafka, topic, 4, 5)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0, 2]}, client=client)
+
+    async with hand.app:
+        await hand.until_processed(10)
+        await hand.until_committed({0: 5, 1: None, 2: 5, 3: None})
+        statistics = hand.app.statistics()
+        assert hand.app.assignment() == (TopicPartition(topic, 0), TopicPartition(topic, 2))
+        assert (statistics.state, statistics.member_id, statistics.rebalances) == ("running", None, 1)
+        async with GroupBrokers(hand.app.settings) as brokers:
+            seen = await brokers.group(group)
+            assert (seen.state, seen.members) == ("empty", ())
+
+            # A reset is not refused, although the app runs: nothing tells the brokers that it does.
+            await brokers.commit_without_member(group, {TopicPartition(topic, 0): Committed(1, "")})
+        await kafka.produce(topic, [(None, b"more")], 0)
+        await hand.until_committed({0: 6, 2: 5})
+
+    assert sorted(hand.processed) == [(0, offset) for offset in range(6)] + [(2, offset) for offset in range(5)]
+
+
+@CLIENTS
+async def test_the_next_one_goes_on_where_the_commits_are(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    await kafka.create_topic(topic, 2)
+    await fill(kafka, topic, 2, 5)
+    for expected in ([(1, offset) for offset in range(5)], []):
+        hand = ByHand(kafka.bootstrap, group, topic, f"{topic}:1", client=client)
+        async with asyncio.timeout(30):
+            await hand.app.serve(until_caught_up=True)
+        assert hand.processed == expected
+
+
+# What there is not, and who is in the way -------------------------------------------------
+
+
+@CLIENTS
+async def test_a_partition_or_topic_that_there_is_not_ends_the_start(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    await kafka.create_topic(topic, 2)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [1, 2, 7]}, client=client)
+    with pytest.raises(StartError, match=rf"'{topic}' has 2 partition\(s\), 0 to 1, and assign gives .*/2, 7: correct"):
+        await hand.app.serve()
+
+    hand = ByHand(kafka.bootstrap, group, f"{topic}-no", {f"{topic}-no": [0]}, client=client)
+    with pytest.raises(StartError, match=rf"there is no topic '{topic}-no', and assign gives .*create the topic"):
+        await hand.app.serve()
+
+
+@CLIENTS
+async def test_without_a_limit_for_the_start_it_waits_for_what_there_is_not(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, start_timeout=None)
+    async with hand.app:
+        await until(lambda: "there is no topic" in (hand.app.statistics().trouble or ""))
+        await kafka.create_topic(topic, 1)
+        await fill(kafka, topic, 1, 1)
+        await hand.until_processed(1)
+        await hand.until_committed({0: 1})
+
+
+@CLIENTS
+@MEMBERS
+async def test_a_group_with_members_ends_the_start(
+    kafka: SharedKafka, topic: str, group: str, client: str, protocol: dict[str, Any]
+) -> None:
+    await kafka.create_topic(topic, 2)
+    member = ByHand(kafka.bootstrap, group, topic, None, **protocol)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client)
+    async with member.app:
+        with pytest.raises(GroupHasMembersError, match=rf"group '{group}' has members \(member .*by hand with assign"):
+            await hand.app.serve()
+
+
+MEMBER = """
+import os
+from aioshard import App, Record, Retry
+
+app = App(os.environ["GROUP"], auto_offset_reset="earliest", commit_interval=0.1, fetch_max_wait=0.05)
+
+@app.consume(os.environ["TOPIC"], retry=Retry(attempts=2, initial=100_000.0, maximum=100_000.0), shard_by="record")
+async def handle(record: Record) -> None:
+    if record.value == os.environ.get("STUCK", "").encode():
+        raise ConnectionError("its back end is down")
+    print(f"processed {record.partition}/{record.offset}", flush=True)
+"""
+
+
+class Process:
+    """`aioshard run --assign`."""
+
+    def __init__(self, directory: Path, name: str, assign: str, environment: dict[str, str]) -> None:
+        self._log = directory / f"{name}.log"
+        with self._log.open("wb") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "aioshard", "run", "by_hand:app", "--assign", assign],
+                cwd=directory,
+                env=os.environ | environment | {"PYTHONPATH": str(PROJECT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def processed(self) -> list[str]:
+        return [line.removeprefix("processed ") for line in self.log.splitlines() if line.startswith("processed ")]
+
+    @property
+    def code(self) -> int | None:
+        return self.popen.poll()
+
+    def kill(self) -> None:
+        self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait(10)
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(kafka: SharedKafka, tmp_path: Path, topic: str, group: str) -> Iterator[Start]:
+    """Starts processes with partitions given by hand, which are ended with the test."""
+    (tmp_path / "by_hand.py").write_text(MEMBER)
+    started: list[Process] = []
+
+    def begin(assign: str, **environment: str) -> Process:
+        given = {"AIOSHARD_BOOTSTRAP_SERVERS": kafka.bootstrap, "GROUP": group, "TOPIC": topic} | environment
+        process = Process(tmp_path, f"process{len(started)}", assign, given)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+@CLIENTS
+@MEMBERS
+async def test_members_that_come_later_end_the_process_with_its_next_commit(
+    kafka: SharedKafka, topic: str, group: str, start: Start, client: str, protocol: dict[str, Any]
+) -> None:
+    await kafka.create_topic(topic, 1)
+    await fill(kafka, topic, 1, 1)
+    process = start(f"{topic}:0", AIOSHARD_CLIENT=client)
+    await until(lambda: process.processed == ["0/0"])
+    member = ByHand(kafka.bootstrap, group, topic, None, **protocol)
+    async with member.app:
+        await fill(kafka, topic, 1, 1)
+        await until(lambda: process.code is not None)
+
+    assert process.code == 1, process.log
+    assert re.search(
+        rf"Error: group '{group}' has members \(a commit was refused: (unknown member id|illegal generation)\), and "
+        "partitions were given to this app by hand with assign",
+        process.log,
+    )
+    assert "Traceback" not in process.log
+
+
+@CLIENTS
+async def test_after_a_kill_only_what_was_not_finished_runs_again(
+    kafka: SharedKafka, topic: str, group: str, start: Start, client: str
+) -> None:
+    """Offset 3 cannot be finished: what finished beyond it is noted with a commit that nobody's member has sent."""
+    await kafka.create_topic(topic, 2)
+    await fill(kafka, topic, 2, 10)
+    process = start(f"{topic}:1", AIOSHARD_CLIENT=client, STUCK="3")
+    one = TopicPartition(topic, 1)
+    async with GroupBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers, asyncio.timeout(30):
+        while True:
+            found = (await brokers.group_commits(group, [one]))[one] or Committed(0, "")
+            noted = CommitMetadata.read(found.metadata.removesuffix("\0"), found.offset)
+            if (found.offset, noted.finished) == (3, (Run(4, 10),)):
+                break
+            await asyncio.sleep(0.05)
+    process.kill()
+    assert sorted(process.processed) == [f"1/{offset}" for offset in range(10) if offset != 3]
+
+    second = start(f"{topic}:1", AIOSHARD_CLIENT=client)
+    await until(lambda: second.processed)
+    await kafka.produce(topic, [(None, b"last")], 1)
+    await until(lambda: "1/10" in second.processed)
+    assert second.processed == ["1/3", "1/10"]
+
+
+# The client is lost -----------------------------------------------------------------------
+
+
+def lose(transport: object) -> None:
+    """As when the background work of the client ends."""
+    if isinstance(transport, AiokafkaTransport):
+        assert transport._internals is not None
+        transport._internals.background_tasks()["fetching"].cancel()
+    else:
+        assert isinstance(transport, ConfluentTransport)
+        transport._health.fail(ClientLostError("the test has cut it"))
+
+
+@CLIENTS
+async def test_a_client_that_is_lost_is_built_anew_with_the_same_partitions(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    await kafka.create_topic(topic, 2)
+    await fill(kafka, topic, 2, 3)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [1]}, client=client)
+    async with hand.app:
+        await hand.until_processed(3)
+        await hand.until_committed({1: 3})
+        lose(hand.app.running_engine().transport)
+        await until(lambda: hand.app.statistics().client_losses == 1)
+        await fill(kafka, topic, 2, 2)
+        await hand.until_processed(5)
+        await hand.until_committed({0: None, 1: 5})
+        assert hand.app.assignment() == (TopicPartition(topic, 1),)
+    assert hand.processed == [(1, offset) for offset in range(5)]
+
+
+@CLIENTS
+@pytest.mark.timeout(120)
+async def test_a_broker_that_was_restarted_is_read_and_committed_to_again(
+    own_kafka: KafkaBroker, topic: str, group: str, client: str
+) -> None:
+    await own_kafka.create_topic(topic, 1)
+    await fill(own_kafka, topic, 1, 3)
+    hand = ByHand(own_kafka.bootstrap, group, topic, {topic: [0]}, client=client)
+    async with hand.app:
+        await hand.until_processed(3)
+        await hand.until_committed({0: 3})
+        await own_kafka.kill()
+        await until(lambda: hand.app.statistics().trouble is not None)
+        await own_kafka.start()
+        await fill(own_kafka, topic, 1, 2)
+        await hand.until_processed(5)
+        await hand.until_committed({0: 5})
+    assert hand.processed == [(0, offset) for offset in range(5)]
+
+
+# One commit -------------------------------------------------------------------------------
+
+
+class Answering:
+    """A client and its coordinator's side that answer a commit with one code."""
+
+    def __init__(self, code: int) -> None:
+        self.group_id = "billing"
+        self.client = self.coordinator = self
+        self.coordinator_id = 1
+        self.requests: list[Any] = []
+        self.dead = 0
+        self._code = code
+
+    async def find_coordinator(self) -> None: ...
+
+    def coordinator_dead(self) -> None:
+        self.dead += 1
+
+    async def send(self, node: int, request: Any, *, group: object) -> Any:
+        assert (node, group) == (1, 1)
+        self.requests.append(request)
+        return SimpleNamespace(topics=[("orders", [(0, self._code), (1, 0)])])
+
+
+OFFSETS = {TopicPartition("orders", 0): Committed(5, "text"), TopicPartition("orders", 1): Committed(7, "")}
+
+
+async def test_a_commit_without_a_member_asks_to_be_kept_for_a_year() -> None:
+    broker: Any = Answering(0)
+    await commit_by_hand(broker, OFFSETS)
+    (request,) = broker.requests
+    assert (request._consumer_group, request._consumer_group_generation_id, request._consumer_id) == ("billing", -1, "")
+    assert request._retention_time == 366 * 24 * 3600 * 1000
+    assert request._topics == [("orders", [(0, 5, "text"), (1, 7, "")])]
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "dead"),
+    [
+        (25, GroupHasMembersError, 0),
+        (22, GroupHasMembersError, 0),
+        (27, GroupHasMembersError, 0),
+        (113, GroupHasMembersError, 0),
+        (16, CommitError, 1),
+        (15, CommitError, 1),
+        (14, CommitError, 0),
+        (12, MetadataRefusedError, 0),
+        (29, AuthorizationError, 0),
+        (30, AuthorizationError, 0),
+    ],
+)
+async def test_what_a_broker_answers_is_told_apart(code: int, error: type[Exception], dead: int) -> None:
+    broker: Any = Answering(code)
+    with pytest.raises(error) as caught:
+        await commit_by_hand(broker, OFFSETS)
+    assert type(caught.value) is error
+    assert broker.dead == dead
+    if code == 29:
+        assert "'orders'" in str(caught.value)
+
+
+async def test_a_connection_that_breaks_has_the_coordinator_looked_up_again() -> None:
+    broker: Any = Answering(0)
+
+    async def broken(*_: object, **__: object) -> None:
+        raise kafka_errors.KafkaConnectionError("gone")
+
+    broker.send = broken
+    with pytest.raises(CommitError, match="stays due"):
+        await commit_by_hand(broker, OFFSETS)
+    assert broker.dead == 1
