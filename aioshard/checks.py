@@ -3,9 +3,10 @@
 import functools
 import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioshard.context import BatchContext, Context
 from aioshard.core.adaptive import Adaptive
@@ -13,12 +14,15 @@ from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, Park
 from aioshard.core.retry import Retry
-from aioshard.errors import HandlerError, NotBuiltError, SettingsError
+from aioshard.errors import HandlerError, SettingsError
 from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.payloads import shown
 
 __all__ = [
+    "Signature",
     "check_assign",
     "check_batch",
+    "check_decode",
     "check_failing",
     "check_linger",
     "check_pace",
@@ -27,18 +31,11 @@ __all__ = [
     "check_ways_back",
     "check_workers",
     "is_async",
-    "refuse_unbuilt",
 ]
 
 
 _LISTS = (list, Sequence, Iterable)
 """What a list of records may be called in an annotation."""
-
-
-def refuse_unbuilt(*, decode: object) -> None:
-    """Refuse the options of the contract that this version does not have yet."""
-    if decode is not None:
-        raise NotBuiltError("decode=…", "decode record.value in the handler")
 
 
 def check_batch(batch: object) -> None:
@@ -191,8 +188,38 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
-def check_signature(function: Callable[..., Any], *, batched: bool = False) -> bool:
-    """Whether the function takes a context; refuses what cannot be called with a record, or with a list of them."""
+def check_decode(decode: object, batch: object) -> None:
+    """Refuse what decodes nothing, and what would have to be awaited for each record of a batch."""
+    if decode is not None and not callable(decode):
+        raise HandlerError(
+            f"decode={decode!r} was refused: expected a function that takes a Record and gives what the handler takes"
+        )
+    if decode is not None and batch is not None and is_async(decode):
+        raise HandlerError(
+            "decode=… is an async function and batch=… was given: the records of a batch are decoded in one go, so "
+            "give a plain function, or take list[Record] and decode in the handler"
+        )
+
+
+class Signature(NamedTuple):
+    """What a handler takes."""
+
+    takes_context: bool
+    payload: Any
+    """Annotation of the record or, with batches, of what is in the list."""
+
+
+def check_signature(function: Callable[..., Any], *, batched: bool = False, decoded: bool = False) -> Signature:
+    """What the function takes; refuses what cannot be called with a record, or with a list of them.
+
+    Args:
+        function: The handler.
+        batched: Whether it takes lists.
+        decoded: Whether a function decodes, so that the annotation says nothing to us.
+
+    Raises:
+        HandlerError: It cannot be called so.
+    """
     name = getattr(function, "__name__", repr(function))
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         message = f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield"
@@ -210,53 +237,76 @@ def check_signature(function: Callable[..., Any], *, batched: bool = False) -> b
         )
         message = f"handler {name!r} takes ({found}); expected are {expected}"
         raise HandlerError(message)
-    annotations = _annotations(function)
-    _check_payload(positional[0].name, annotations, name, batched=batched)
+    payload = _payload(positional[0], function, name, batched=batched, decoded=decoded)
     wanted = BatchContext if batched else Context
-    return len(positional) > 1 and _takes_context(positional[1], annotations, name, wanted)
+    if len(positional) == 1:
+        return Signature(takes_context=False, payload=payload)
+    annotation = _annotation(positional[1], function)
+    return Signature(_takes_context(positional[1], annotation, name, wanted), payload)
 
 
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """What a parameter is annotated with: Any where nothing is, and a text where a name in it cannot be found."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return Any
+    plain: Any = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    plain = inspect.unwrap(plain)
+    scope = getattr(plain, "__globals__", None) or getattr(getattr(plain, "__call__", None), "__globals__", {})  # noqa: B004
+    holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):
-        return {}  # a name that exists for type checkers only
+        return typing.get_type_hints(holder, globalns=scope, include_extras=True)["it"]
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return annotation  # a name that exists for type checkers only
 
 
-def _check_payload(parameter: str, annotations: dict[str, Any], name: str, *, batched: bool) -> None:
-    annotation = annotations.get(parameter, Any)
+def _payload(
+    parameter: inspect.Parameter, function: Callable[..., Any], name: str, *, batched: bool, decoded: bool
+) -> Any:
+    """The annotation of what a handler takes first."""
+    annotation = _annotation(parameter, function)
     if annotation in (Any, object):
-        return
+        return Any
     if annotation in (Context, BatchContext):
         first = "the list of records" if batched else "the record"
         message = (
-            f"handler {name!r} takes {parameter}: {_shown(annotation)} first: give it {first} first, then a context"
+            f"handler {name!r} takes {parameter.name}: {shown(annotation)} first: give it {first} first, then a context"
         )
         raise HandlerError(message)
+    if isinstance(annotation, str):
+        return _unresolved(annotation, parameter.name, name, batched=batched, decoded=decoded)
     is_list = (typing.get_origin(annotation) or annotation) in _LISTS
     if batched and not is_list:
         message = (
-            f"handler {name!r} takes {parameter}: {_shown(annotation)} and was given batch=…, so it is called with a "
-            f"list: annotate {parameter}: list[Record], or leave batch out"
+            f"handler {name!r} takes {parameter.name}: {shown(annotation)} and was given batch=…, so it is called with "
+            f"a list: annotate {parameter.name}: list[{shown(annotation)}], or leave batch out"
         )
         raise HandlerError(message)
-    if is_list and not batched and set(typing.get_args(annotation)) <= {Record, Any}:
+    if is_list and not batched and not decoded and set(typing.get_args(annotation)) <= {Record, Any}:
         message = (
-            f"handler {name!r} takes {parameter}: {annotation} and consume() was given no batch, so it is called with "
-            "one record at a time: add batch=Batch(), or annotate it with Record"
+            f"handler {name!r} takes {parameter.name}: {annotation} and consume() was given no batch, so it is called "
+            "with one record at a time: add batch=Batch(), or annotate it with Record"
         )
         raise HandlerError(message)
-    payload = next(iter(typing.get_args(annotation)), Any) if batched else annotation
-    if payload not in (Record, Any, object):
-        option = f"the annotation {parameter}: {annotation if batched else _shown(annotation)} of handler {name!r}"
-        expected = "list[aioshard.Record] and decode the values" if batched else "aioshard.Record and decode its value"
-        raise NotBuiltError(option, f"annotate the first parameter with {expected}")
+    return next(iter(typing.get_args(annotation)), Any) if batched else annotation
+
+
+def _unresolved(annotation: str, parameter: str, name: str, *, batched: bool, decoded: bool) -> Any:
+    """What a handler takes whose annotation has a name that is not there when the program runs."""
+    inner = annotation.partition("[")[2].removesuffix("]") if batched else annotation
+    if decoded or inner in ("Record", "aioshard.Record", "Any", ""):
+        return Any
+    raise HandlerError(
+        f"handler {name!r} takes {parameter}: {annotation}, and no such name is there when the handler is registered, "
+        "so nothing can be decoded to it: import or define it in the module, outside 'if TYPE_CHECKING' and functions"
+    )
 
 
 def _takes_context(
-    parameter: inspect.Parameter, annotations: dict[str, Any], name: str, wanted: type[Context] | type[BatchContext]
+    parameter: inspect.Parameter, annotation: Any, name: str, wanted: type[Context] | type[BatchContext]
 ) -> bool:
-    annotation = annotations.get(parameter.name, parameter.annotation)
     names = (wanted, wanted.__name__, f"aioshard.{wanted.__name__}")
     is_wanted = annotation in names or wanted in typing.get_args(annotation)
     other = Context if wanted is BatchContext else BatchContext
@@ -269,14 +319,10 @@ def _takes_context(
         raise HandlerError(message)
     if parameter.default is not parameter.empty:
         return is_wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
-    if not is_wanted and annotations.get(parameter.name, Any) not in (Any, object):
+    if not is_wanted and not isinstance(annotation, str) and annotation not in (Any, object):
         message = (
-            f"handler {name!r} takes {parameter.name}: {_shown(annotation)} as its second parameter; a "
+            f"handler {name!r} takes {parameter.name}: {shown(annotation)} as its second parameter; a "
             f"{wanted.__name__} was expected there: annotate it so, or give a parameter of your own a default"
         )
         raise HandlerError(message)
     return True
-
-
-def _shown(annotation: object) -> object:
-    return getattr(annotation, "__name__", annotation)

@@ -18,6 +18,7 @@ __all__ = [
     "ConnectError",
     "CorruptRecordError",
     "DataLossError",
+    "DecodeError",
     "DrainError",
     "GroupBusyError",
     "GroupMovedError",
@@ -29,7 +30,6 @@ __all__ = [
     "MetadataRefusedError",
     "MissingExtraError",
     "NoOffsetError",
-    "NotBuiltError",
     "NotDrainedError",
     "NotVerifiedError",
     "OffsetOutOfRangeError",
@@ -57,13 +57,6 @@ class AioshardError(Exception):
 
 class HandlerError(AioshardError):
     """A handler or its options cannot work: raised when the decorator is applied."""
-
-
-class NotBuiltError(HandlerError):
-    """An option of the contract that this version does not have yet; it is never ignored."""
-
-    def __init__(self, option: str, instead: str) -> None:
-        super().__init__(f"{option} is not available in this version of aioshard; {instead}")
 
 
 class MessageError(AioshardError):
@@ -96,6 +89,13 @@ class StateError(AioshardError):
 
 
 # What a handler says ------------------------------------------------------------------
+
+
+class DecodeError(AioshardError):
+    """A record is not what its handler takes: an attempt that failed, and is not made again, since it would fail again.
+
+    What `on_failure` says happens to the record. A function given as `decode` may raise it.
+    """
 
 
 class BatchError(AioshardError):

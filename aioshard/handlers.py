@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from aioshard.checks import (
     check_batch,
+    check_decode,
     check_failing,
     check_pace,
     check_signature,
@@ -21,7 +22,6 @@ from aioshard.checks import (
     check_ways_back,
     check_workers,
     is_async,
-    refuse_unbuilt,
 )
 from aioshard.context import BatchContext, Context
 from aioshard.core.adaptive import Adaptive
@@ -37,6 +37,7 @@ from aioshard.engine.handler import Batched, HandlerSpec
 from aioshard.engine.insight.stack import ThreadRun
 from aioshard.errors import HandlerError
 from aioshard.records import Record, is_subscribed
+from aioshard.serde.payloads import Payload, decoded_by, payload_of
 
 __all__ = ["BatchContext", "Context", "Handlers", "Registration"]
 
@@ -64,6 +65,8 @@ class Registration:
     key_rate_limit: RateLimit | None
     takes_context: bool
     is_async: bool
+    payload: Payload | None
+    """What becomes of a record before the handler gets it; None where it takes the record itself."""
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
@@ -81,7 +84,8 @@ class Registration:
         threads = None if self.is_async else anyio.CapacityLimiter(self.concurrency)
         batched = None
         if self.batch is not None:
-            batched = Batched(self.batch, self._invoke_batch(state, publish, threads, replay=replay))
+            read = None if self.payload is None else self.payload.read
+            batched = Batched(self.batch, self._invoke_batch(state, publish, threads, replay=replay), read)
         return HandlerSpec(
             name=self.name,
             topics=self.topics,
@@ -94,7 +98,7 @@ class Registration:
             timeout=self.timeout,
             retry=self.retry,
             on_failure=self.on_failure,
-            call=self.function if self.is_async and not self.takes_context and self.batch is None else None,
+            call=self.function if self._takes_the_record_alone else None,
             invoke=self._invoke(state, publish, threads, replay=replay) if self.batch is None else None,
             batched=batched,
             resized=None if threads is None else functools.partial(_resize, threads),
@@ -102,35 +106,62 @@ class Registration:
             key_rate_limit=self.key_rate_limit,
         )
 
+    @property
+    def _takes_the_record_alone(self) -> bool:
+        return self.is_async and not self.takes_context and self.batch is None and self.payload is None
+
     def _invoke(
         self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None, *, replay: bool
     ) -> Callable[[Delivery], Awaitable[object]]:
-        function, timeout = self.function, self.timeout
+        function, timeout, takes_context = self.function, self.timeout, self.takes_context
 
-        def arguments(delivery: Delivery) -> tuple[Any, ...]:
-            if not self.takes_context:
-                return (delivery.record,)
-            epoch = delivery.epoch
+        def others(delivery: Delivery) -> tuple[Context, ...]:
+            if not takes_context:
+                return ()
             record, attempt = delivery.record, delivery.failures + 1
             deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-            return (record, Context(record, attempt, deadline, epoch.revoked, replay, state(), publish))
+            return (Context(record, attempt, deadline, delivery.epoch.revoked, replay, state(), publish),)
 
+        def call(delivery: Delivery, given: object) -> Awaitable[object]:
+            if threads is None:
+                called: Awaitable[object] = function(given, *others(delivery))
+                return called
+            return _run_in_thread(functools.partial(function, given, *others(delivery)), threads)
+
+        if self.payload is None:
+            return lambda delivery: call(delivery, delivery.record)
+        read = self.payload.read
+        if self.payload.is_async:
+
+            async def decoded(delivery: Delivery) -> object:
+                return await call(delivery, await read(delivery.record))
+
+            return decoded
         if threads is None:
-            return lambda delivery: function(*arguments(delivery))
-        return lambda delivery: _run_in_thread(functools.partial(function, *arguments(delivery)), threads)
+            return lambda delivery: function(read(delivery.record), *others(delivery))
+
+        def decoded_there(delivery: Delivery) -> Awaitable[object]:
+            rest = others(delivery)
+            return _run_in_thread(lambda: function(read(delivery.record), *rest), threads)
+
+        return decoded_there
 
     def _invoke_batch(
         self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None, *, replay: bool
     ) -> Callable[[DeliveryBatch], Awaitable[object]]:
         function, timeout = self.function, self.timeout
+        read = None if self.payload is None else self.payload.read
 
         def arguments(batch: DeliveryBatch) -> tuple[Any, ...]:
-            records = [delivery.record for delivery in batch.deliveries]
+            given: Sequence[object] | None = batch.payloads
+            if given is None:
+                records = [delivery.record for delivery in batch.deliveries]
+                given = records if read is None else [read(record) for record in records]
             if not self.takes_context:
-                return (records,)
+                return (given,)
             deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
             attempt = batch.deliveries[0].failures + 1
-            return (records, BatchContext(attempt, deadline, batch.revoked, replay, state(), publish))
+            return (given, BatchContext(attempt, deadline, batch.revoked, replay, state(), publish))
 
         if threads is None:
             return lambda batch: function(*arguments(batch))
@@ -221,7 +252,9 @@ class Handlers:
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
 
-        The function takes the record and, optionally, a `Context`. `async def` runs on the event loop, a
+        The function takes the record and, optionally, a `Context`. With a parameter annotated otherwise it takes what
+        the value says: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type of pydantic's, from
+        JSON, or `bytes` or `str` as it is. `X | None` takes tombstones, as None. `async def` runs on the event loop, a
         plain `def` in a thread of its own limiter with *concurrency* threads. With *batch* it takes a list of records
         and, optionally, a `BatchContext`.
 
@@ -244,7 +277,8 @@ class Handlers:
             rate_limit: How many runs of the handler may start in a time, in this process; a batch is one run.
             key_rate_limit: The same for each shard key: its later records wait, other keys do not. With *shards* it is
                 for each shard; records without a key have none.
-            decode: Not available yet.
+            decode: Makes of a `Record` what the handler takes, whatever its annotation: a function, or without *batch*
+                an async function. What it raises is a `DecodeError`, but for an `OSError`, which may pass.
 
         Returns:
             The function unchanged, so that it stays callable in tests.
@@ -252,8 +286,8 @@ class Handlers:
         Raises:
             HandlerError: If the function or an option cannot work. Nothing was registered.
         """
-        refuse_unbuilt(decode=decode)
         check_batch(batch)
+        check_decode(decode, batch)
         check_pace(rate_limit, key_rate_limit, shard_by, batch)
         check_failing(timeout, retry, on_failure)
         check_source(topics, pattern)
@@ -265,10 +299,15 @@ class Handlers:
             if not callable(function):
                 message = f"consume() decorates a function, not {function!r}"
                 raise HandlerError(message)
-            takes_context = check_signature(function, batched=batch is not None)
+            signature = check_signature(function, batched=batch is not None, decoded=decode is not None)
+            name = getattr(function, "__name__", type(function).__name__)
+            if decode is None:
+                payload = payload_of(signature.payload, f"handler {name!r}")
+            else:
+                payload = decoded_by(decode, is_async=is_async(decode))
             registration = Registration(
                 function=function,
-                name=getattr(function, "__name__", type(function).__name__),
+                name=name,
                 topics=tuple(topics),
                 pattern=pattern,
                 shard_by=shard_by,
@@ -281,8 +320,9 @@ class Handlers:
                 batch=batch,
                 rate_limit=rate_limit,
                 key_rate_limit=key_rate_limit,
-                takes_context=takes_context,
+                takes_context=signature.takes_context,
                 is_async=is_async(function),
+                payload=payload,
             )
             self._add(registration)
             return function

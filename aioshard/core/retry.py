@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from aioshard.errors import HandlerError
+from aioshard.errors import DecodeError, HandlerError
 
 __all__ = ["Retry"]
 
@@ -70,14 +70,16 @@ class Retry:
                 raise HandlerError(message) from None
 
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
-        """Seconds until the next attempt, or None when there is none.
+        """Seconds until the next attempt, or None when there is none: never after a `DecodeError`.
 
         Args:
             error: What attempt number *attempt* raised.
             attempt: Counted from 1.
             chance: A random number from 0 to 1; it moves the delay by up to ± `jitter` / 2 of it.
         """
-        if attempt >= self.attempts or isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on):
+        if attempt >= self.attempts or not isinstance(error, self.retry_on):
+            return None
+        if isinstance(error, (DecodeError, self.give_up_on)):
             return None
         # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` rules long before.
         delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))

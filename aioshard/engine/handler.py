@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
@@ -39,6 +39,8 @@ class Batched(NamedTuple):
     batch: Batch
     invoke: InvokeBatch
     """Runs one attempt of a batch."""
+    read: Callable[[Record], Any] | None = None
+    """What a record becomes before the handler gets it, where it does; raises for one that does not."""
 
 
 class HandlerSpec(NamedTuple):
@@ -217,6 +219,7 @@ def _worker(
             clock=around.clock,
             timeout=spec.timeout,
             divert=divert,
+            read=spec.batched.read,
         )
     assert spec.invoke is not None  # noqa: S101 - only batches have none
     return RecordWorker(

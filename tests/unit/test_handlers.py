@@ -1,5 +1,6 @@
 """The decorator refuses what cannot work when it is applied, and registers nothing then."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
-from aioshard.errors import HandlerError, NotBuiltError
+from aioshard.errors import HandlerError
 from aioshard.ports import Message
 
 
@@ -59,6 +60,57 @@ def test_a_handler_is_called_as_its_signature_asks(
     assert (registration.takes_context, registration.is_async) == (takes_context, is_async)
 
 
+@dataclasses.dataclass
+class Order:
+    """What a value may be decoded to."""
+
+    number: int
+
+
+async def on_orders(orders: list[Order]) -> None: ...
+
+
+async def on_an_order(order: "Order | None") -> None: ...
+
+
+async def on_a_record_by_name(record: "UnknownHere.Record") -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+
+def decoded(record: Record) -> Order:
+    return Order(record.offset)
+
+
+async def decoded_slowly(record: Record) -> Order:
+    return Order(record.offset)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "expected"),
+    [
+        (on_record, {}, None),
+        (on_an_order, {}, Order(7)),
+        (functools.partial(on_an_order), {}, Order(7)),
+        (on_orders, {"batch": Batch()}, Order(7)),
+        (on_record, {"decode": decoded}, Order(41)),
+        (on_a_record_by_name, {"decode": decoded}, Order(41)),
+        (on_orders, {"decode": decoded, "batch": Batch()}, Order(41)),
+    ],
+    ids=str,
+)
+def test_what_a_handler_gets_is_chosen_when_it_is_registered(function: Any, options: Any, expected: object) -> None:
+    handlers = Handlers()
+    handlers.consume("orders", **options)(function)
+    (registration,) = handlers
+
+    payload = registration.payload
+
+    if expected is None:
+        assert payload is None
+    else:
+        assert payload is not None
+        assert payload.read(Record("orders", 0, 41, None, b'{"number": 7}', (), 0.0)) == expected
+
+
 async def on_records(records: list[Record]) -> None: ...
 
 
@@ -103,7 +155,17 @@ async def records_with_a_context(records: list[Record], context: Context) -> Non
 async def record_with_a_batch_context(record: Record, context: BatchContext) -> None: ...
 
 
-async def takes_payloads(orders: list[dict[str, int]]) -> None: ...
+async def takes_payloads(orders: list[Order]) -> None: ...
+
+
+async def takes_one_payload(order: Order) -> None: ...
+
+
+class Opaque:
+    """Nothing that a value could be decoded to."""
+
+
+async def takes_what_cannot_be_decoded(orders: list[Opaque]) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -117,7 +179,8 @@ async def takes_payloads(orders: list[dict[str, int]]) -> None: ...
         ),
         (records_with_a_context, Batch(), "takes batches, which have no single record: annotate it with BatchContext"),
         (record_with_a_batch_context, None, "takes one record at a time: annotate it with Context"),
-        (takes_payloads, Batch(), "orders: list[dict[str, int]] of handler 'takes_payloads' is not available"),
+        (takes_one_payload, Batch(), "so it is called with a list: annotate order: list[Order], or leave batch out"),
+        (takes_what_cannot_be_decoded, Batch(), "takes Opaque, for which no value can be decoded"),
     ],
 )
 def test_a_handler_that_takes_other_than_it_is_given_is_refused(function: Any, batch: Any, sentence: str) -> None:
@@ -143,7 +206,7 @@ async def yields(record: Record) -> Any:
     yield record
 
 
-async def takes_a_payload(order: dict[str, int]) -> None: ...
+async def takes_what_no_name_is_for(order: "Missing") -> None: ...  # type: ignore[name-defined] # noqa: F821
 
 
 async def takes_the_context_first(context: Context, record: Record) -> None: ...
@@ -154,9 +217,12 @@ async def takes_the_context_first(context: Context, record: Record) -> None: ...
     [
         (no_parameter, "takes (no parameter)"),
         (one_too_many, "expected are the record and, optionally, a Context"),
-        (a_foreign_second, "'a_foreign_second' takes database: dict as its second parameter; a Context was expected"),
+        (
+            a_foreign_second,
+            "'a_foreign_second' takes database: dict[str, int] as its second parameter; a Context was expected",
+        ),
         (yields, "without yield"),
-        (takes_a_payload, "order: dict of handler 'takes_a_payload' is not available"),
+        (takes_what_no_name_is_for, "takes order: Missing, and no such name is there when the handler is registered"),
         (takes_the_context_first, "takes context: Context first: give it the record first, then a context"),
         ("orders", "decorates a function, not 'orders'"),
     ],
@@ -188,6 +254,8 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         (("orders",), {"shards": True}, "shards=True was refused"),
         (("orders",), {"shard_by": "keys"}, "shard_by='keys' is not known"),
         (("orders",), {"batch": 500}, "batch=500 was refused: expected Batch(max_records="),
+        (("orders",), {"decode": "utf-8"}, "decode='utf-8' was refused: expected a function that takes a Record"),
+        (("orders",), {"decode": decoded_slowly, "batch": Batch()}, "give a plain function, or take list[Record]"),
         (("orders",), {"retry": 3}, "retry=3 was refused: expected Retry(attempts="),
         (("orders",), {"on_failure": Park("orders")}, "to the topic that they come from"),
         ((), {"pattern": "orders.*", "on_failure": DeadLetter("orders.dlt")}, "narrow the pattern"),
@@ -199,16 +267,6 @@ def test_an_option_that_cannot_work_is_refused(topics: Any, options: Any, senten
         Handlers().consume(*topics, **options)
 
     assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"decode": bytes}],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_is_not_built_is_never_ignored(options: Any) -> None:
-    with pytest.raises(NotBuiltError, match=next(iter(options))):
-        Handlers().consume("orders", **options)
 
 
 @pytest.mark.parametrize(

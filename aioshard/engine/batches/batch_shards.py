@@ -15,7 +15,7 @@ __all__ = ["BatchShards"]
 _FRESH = 0
 """The level of what has not failed."""
 _ALONE = -1
-"""The level of what comes alone: it takes a detour, or its attempt is one of the last."""
+"""The level of what comes alone: it takes a detour, was cut out of a batch, or its attempt is one of the last."""
 
 
 class BatchShards(Shards):
@@ -44,6 +44,8 @@ class BatchShards(Shards):
         self._attempts = attempts
         self._forming: dict[int, DeliveryBatch] = {}
         self._running: set[DeliveryBatch] = set()
+        self._taken_out: set[Delivery] = set()
+        """What was cut out of a batch, until it starts."""
 
     # Forming ------------------------------------------------------------------
 
@@ -63,6 +65,8 @@ class BatchShards(Shards):
                 batch.timer.cancel()
             self._wait_for_more()
             self._running.add(batch)
+            if self._taken_out:
+                self._taken_out.difference_update(batch.deliveries)
             if self._closed and any(delivery.epoch in self._closed for delivery in batch.deliveries):
                 batch.revoked.set()
             return batch
@@ -195,7 +199,7 @@ class BatchShards(Shards):
 
     def _level_of(self, delivery: Delivery) -> int:
         """With which others a delivery goes: those that have failed as often."""
-        if delivery.detour is not None:
+        if delivery.detour is not None or delivery in self._taken_out:
             return _ALONE
         failures = delivery.failures
         return failures if not failures or self._batch.size_after(failures, self._attempts) > 1 else _ALONE
@@ -305,6 +309,7 @@ class BatchShards(Shards):
             else:
                 stay.append(delivery)
         batch.deliveries = stay
+        self._taken_out.update(deliveries[0] for deliveries in leave.values())
         kept = {delivery.key for delivery in stay}
         for deliveries in leave.values():
             key = deliveries[0].key
@@ -350,6 +355,7 @@ class BatchShards(Shards):
         """See `Shards.purge`."""
         self._tell_revoked(epoch)
         self._dissolve()
+        self._taken_out = {delivery for delivery in self._taken_out if delivery.epoch is not epoch}
         super().purge(epoch)
 
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:

@@ -1,8 +1,10 @@
 """Workers that run the handler for a batch of records, and settle the outcome of each."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.batches.delivery_batch import DeliveryBatch
@@ -11,6 +13,7 @@ from aioshard.engine.failing.settling import Settlement
 from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.engine.worker import RUN_AHEAD, Asked, Divert, Worker
 from aioshard.errors import BatchError, CancelledRunError, HandlerError, SwallowedCancellationError
+from aioshard.records import Record
 
 __all__ = ["BatchWorker", "InvokeBatch"]
 
@@ -40,6 +43,7 @@ class BatchWorker(Worker):
         clock: Callable[[], float],
         timeout: float | None = None,
         divert: Divert | None = None,
+        read: Callable[[Record], Any] | None = None,
     ) -> None:
         """Make a worker; `run` is its task.
 
@@ -51,11 +55,13 @@ class BatchWorker(Worker):
             clock: Loop time.
             timeout: Seconds that an attempt of a whole batch may take; somebody else watches them (`overdue`).
             divert: Looks at each delivery before it starts; None where nothing can be diverted before it has failed.
+            read: What a record becomes before the handler gets it, where it does; raises for one that does not.
         """
         super().__init__(name, settlement=settlement, clock=clock, timeout=timeout)
         self._shards = shards
         self._invoke = invoke
         self._divert = divert
+        self._read = read
         self._batch: DeliveryBatch | None = None
 
     @property
@@ -76,6 +82,8 @@ class BatchWorker(Worker):
                 continue
             if self._divert is not None:
                 self._divert_some(batch, self._divert)
+            if self._read is not None:
+                self._read_all(batch, self._read)
             ahead += len(batch.deliveries)
             if batch.deliveries:
                 await self._run(batch)
@@ -98,6 +106,20 @@ class BatchWorker(Worker):
             divert(delivery)
         if len(batch.deliveries) > 1 and any(delivery.detour is not None for delivery in batch.deliveries):
             self._shards.cut(batch, lambda delivery: delivery.detour is not None)
+
+    def _read_all(self, batch: DeliveryBatch, read: Callable[[Record], Any]) -> None:
+        """Make what the handler gets; a record of which nothing can be made comes alone, and fails there."""
+        if batch.deliveries and batch.deliveries[0].detour is not None:
+            return
+        payloads: dict[Delivery, object] = {}
+        for delivery in batch.deliveries:
+            with contextlib.suppress(Exception):  # raised again where it runs
+                payloads[delivery] = read(delivery.record)
+        if len(payloads) < len(batch.deliveries):
+            if len(batch.deliveries) == 1:
+                return
+            self._shards.cut(batch, lambda delivery: delivery not in payloads)
+        batch.payloads = [payloads[delivery] for delivery in batch.deliveries]
 
     async def _run(self, batch: DeliveryBatch) -> None:
         """Run the handler for a batch, or the detour of one that is alone, and settle what comes of it."""

@@ -17,7 +17,19 @@ class DeliveryBatch:
         * All of them have failed equally often, so the batch has one number of attempts.
     """
 
-    __slots__ = ("deliveries", "full", "keys", "limit", "overdue", "plain", "revoked", "ripe_at", "size", "timer")
+    __slots__ = (
+        "deliveries",
+        "full",
+        "keys",
+        "limit",
+        "overdue",
+        "payloads",
+        "plain",
+        "revoked",
+        "ripe_at",
+        "size",
+        "timer",
+    )
 
     def __init__(self, limit: int, ripe_at: float) -> None:
         self.deliveries: list[Delivery] = []
@@ -34,6 +46,8 @@ class DeliveryBatch:
         """Whether it has waited for as long as it may."""
         self.plain = True
         """Whether none of them has a past: has run before, or takes a detour now or later."""
+        self.payloads: list[object] | None = None
+        """What the handler gets for the deliveries, where that was made of their records before."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while it waits for more."""
         self.revoked = asyncio.Event()

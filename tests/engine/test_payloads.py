@@ -1,0 +1,189 @@
+"""Handlers that take what a value says: a record that says something else fails once, and stands in nobody's way."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aioshard import App, Batch, BatchContext, Context, DeadLetter, Park, Record, Retry
+from aioshard.errors import DecodeError
+from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.engine.running import until
+
+
+@dataclasses.dataclass
+class Order:
+    customer: str
+    number: int
+
+
+BAD = b"no order"
+
+
+class World:
+    """An app, and what its handler was given."""
+
+    def __init__(self) -> None:
+        self.broker = InMemoryBroker(partitions=1)
+        self.app = App("group", commit_interval=0.1)
+        self.given: list[Any] = []
+
+    async def publish(self, client: TestClient, *, bad: set[int], count: int = 20, keys: int = 5) -> None:
+        for number in range(count):
+            key = f"k{number % keys}"
+            value = BAD if number in bad else {"customer": key, "number": number}
+            await client.publish("orders", value, key=key, partition=0)
+
+    def numbers(self) -> list[int]:
+        return [order.number for order in self.given]
+
+    def of_key(self, key: str) -> list[int]:
+        return [order.number for order in self.given if order.customer == key]
+
+
+def consume(world: World, *, bad: set[int], **loads: int) -> Sequence[Record]:
+    """Run until all is done; returns the dead letters."""
+
+    async def test() -> Sequence[Record]:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await world.publish(client, bad=bad, **loads)
+            await client.settle(60.0)
+            statistics = world.app.statistics()
+            assert statistics.handlers[0].retried == 0
+            assert world.broker.committed("group", "orders", 0) == loads.get("count", 20)
+            return client.records("orders.dlt")
+
+    return run(test())
+
+
+def test_a_handler_gets_objects_and_a_record_that_is_none_is_not_tried_again() -> None:
+    world = World()
+
+    @world.app.consume("orders", on_failure=DeadLetter("orders.dlt"))
+    async def handle(order: Order, context: Context) -> None:
+        assert context.record.offset == order.number
+        assert context.attempt == 1
+        world.given.append(order)
+
+    letters = consume(world, bad={3, 8})
+
+    assert sorted(world.numbers()) == [number for number in range(20) if number not in {3, 8}]
+    assert world.of_key("k3") == [13, 18]
+    assert [letter.value for letter in letters] == [BAD, BAD]
+    assert dict(letters[0].headers)["aioshard.error"] == b"DecodeError"
+    assert dict(letters[0].headers)["aioshard.attempts"] == b"1"
+
+
+def test_the_fast_form_without_a_context_and_a_thread_get_objects_too() -> None:
+    world = World()
+
+    @world.app.consume("orders", on_failure=DeadLetter("orders.dlt"))
+    async def handle(order: Order) -> None:
+        world.given.append(order)
+
+    assert len(consume(world, bad={3})) == 1
+
+    other = World()
+
+    @other.app.consume("orders", on_failure=DeadLetter("orders.dlt"))
+    def handle_there(order: Order) -> None:
+        other.given.append(order)
+
+    async def test() -> None:
+        async with TestClient(other.app, broker=other.broker) as client:
+            await other.publish(client, bad={3})
+            await client.settle(30.0)
+
+    asyncio.run(test())  # threads know no virtual time
+
+    assert sorted(world.numbers()) == sorted(other.numbers()) == [n for n in range(20) if n != 3]
+
+
+@pytest.mark.parametrize("linger", [0.0, 0.5])
+@pytest.mark.parametrize("bad", [{0}, {7}, {2, 7, 12}, set(range(20)), {0, 19}])
+def test_in_a_batch_only_the_record_itself_fails(bad: set[int], linger: float) -> None:
+    """No other of its batch is tried again, no key is reordered, and the handler never sees it."""
+    world = World()
+    attempts: set[int] = set()
+
+    @world.app.consume("orders", batch=Batch(max_records=10, linger=linger), on_failure=DeadLetter("orders.dlt"))
+    async def handle(orders: list[Order], context: BatchContext) -> None:
+        attempts.add(context.attempt)
+        assert orders
+        world.given.extend(orders)
+
+    letters = consume(world, bad=bad)
+
+    assert sorted(world.numbers()) == [number for number in range(20) if number not in bad]
+    for key in range(5):
+        assert world.of_key(f"k{key}") == sorted(world.of_key(f"k{key}"))
+    assert len(letters) == len(bad)
+    assert attempts <= {1}
+
+
+def test_in_a_batch_a_record_that_halts_keeps_what_follows_it_in_its_key() -> None:
+    world = World()
+
+    @world.app.consume("orders", batch=Batch(max_records=50, linger=0.2))
+    async def handle(orders: list[Order]) -> None:
+        world.given.extend(orders)
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await world.publish(client, bad={7})
+            await until(lambda: world.app.statistics().handlers[0].halted)
+            assert sorted(world.numbers()) == [n for n in range(20) if n not in {7, 12, 17}]
+            world.app.skip("orders", 0, 7)
+            await client.settle(30.0)
+            assert world.of_key("k2") == [2, 12, 17]
+
+    run(test())
+
+
+def test_a_parked_record_of_a_batch_parks_its_key() -> None:
+    world = World()
+    seen: list[int] = []
+
+    async def handle(orders: list[Order]) -> None:
+        seen.extend(order.number for order in orders)
+
+    app = App("group", commit_interval=0.1)
+    app.consume("orders", batch=Batch(max_records=50, linger=0.2), on_failure=Park("parked", delay=5.0))(handle)
+
+    async def test() -> None:
+        async with TestClient(app, broker=world.broker) as client:
+            await world.publish(client, bad={7})
+            await client.settle(30.0)
+            assert sorted(seen) == [n for n in range(20) if n not in {7, 12, 17}]
+            assert app.statistics().handlers[0].parked == 3
+
+    run(test())
+
+
+def test_a_registry_that_does_not_answer_is_asked_again() -> None:
+    world = World()
+    asked: list[int] = []
+
+    async def decode(record: Record) -> Order:
+        asked.append(record.offset)
+        if asked.count(record.offset) < 3:
+            raise ConnectionError("no registry")
+        if record.value == BAD:
+            raise DecodeError("no schema")
+        return Order(str(record.key), record.offset)
+
+    @world.app.consume("orders", decode=decode, retry=Retry(attempts=3), on_failure=DeadLetter("orders.dlt"))
+    async def handle(order: Order) -> None:
+        world.given.append(order)
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await world.publish(client, bad={3}, count=5)
+            await client.settle(60.0)
+            assert len(client.records("orders.dlt")) == 1
+
+    run(test())
+    assert sorted(world.numbers()) == [0, 1, 2, 4]
+    assert all(asked.count(offset) == 3 for offset in range(5))
