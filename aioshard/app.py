@@ -23,7 +23,14 @@ from aioshard.engine.runtime import Engine, Options
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
 from aioshard.handlers import Handlers, Registration
 from aioshard.loops import loop_factory
-from aioshard.ports import Clients, ProducerFactory, SideTopics, SideTopicsFactory, TransportFactory
+from aioshard.ports import (
+    Clients,
+    GroupHasMembersError,
+    ProducerFactory,
+    SideTopics,
+    SideTopicsFactory,
+    TransportFactory,
+)
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -230,6 +237,8 @@ class App(Handlers, Controls):
                 await asyncio.wait(tasks)
             for future in done:
                 future.result()
+        if engine.failed.done() and isinstance(refused := engine.failed.exception(), GroupHasMembersError):
+            raise refused  # the last commit was, after we had been told to stop
 
     def stop(self) -> None:
         """Ask `run` or `serve` to drain, commit and end; returns at once. Safe from any thread.

@@ -225,13 +225,17 @@ async def _targets(
 @group_argument
 @click.argument("instance_id", metavar="INSTANCE_ID")
 @options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
-def leave(group: str, instance_id: str, *, bootstrap_servers: str | None) -> None:
+@options.as_json("who has left")
+def leave(group: str, instance_id: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
     """Have the static member INSTANCE_ID leave GROUP for good.
 
     For a member that does not come back: the others get its partitions at once, and not when its session has timed
     out. One that still runs is fenced by that, and ends with an error.
     """
     run(_leave(settings_of(bootstrap_servers), group, instance_id))
+    if as_json:
+        click.echo(json.dumps({"group": group, "left": instance_id}))
+        return
     click.echo(f"{instance_id!r} has left group {group!r}.")
 
 

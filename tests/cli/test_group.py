@@ -256,3 +256,29 @@ async def test_a_static_member_that_has_gone_leaves_for_good(place: Place) -> No
     assert told.output == f"'left-hand' has left group {place.group!r}.\n"
     assert (await place.json("show"))["members"] == []
     assert "has no static member 'left-hand'" in (await place.run("leave", "left-hand", code=1)).errors
+
+
+async def test_who_has_left_is_told_to_programs(place: Place) -> None:
+    async with place.app(group_instance_id="left-hand", session_timeout=30):
+        pass
+    assert await place.json("leave", "left-hand") == {"group": place.group, "left": "left-hand"}
+    assert (await place.json("show"))["members"] == []
+
+
+# Partitions that were given by hand
+
+
+async def test_a_group_whose_partitions_are_given_by_hand_is_empty_and_its_commits_are_told(place: Place) -> None:
+    async with place.app(assign={place.topic: [0]}, commit_interval=0.1) as app:
+        async with asyncio.timeout(20):
+            while (await place.committed()).get(0, Committed(0, "")).offset != 10:  # noqa: ASYNC110 - brokers tell nobody
+                await asyncio.sleep(0.05)
+        shown = await place.json("show")
+        assert (shown["state"], shown["members"]) == ("empty", [])
+        lags = {one["partition"]: one for one in (await place.json("lag"))["partitions"]}
+        assert lags[0]["lag"] == 0
+
+        await place.run("reset", "--to", "earliest", "--yes")  # nothing tells the brokers that the app runs
+        assert (await place.committed())[0].offset == 0
+        await app.seek(place.topic, 0, 5)
+        assert (await place.committed())[0].offset >= 5

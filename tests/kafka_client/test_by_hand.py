@@ -244,6 +244,22 @@ async def test_members_that_come_later_end_the_process_with_its_next_commit(
 
 
 @CLIENTS
+async def test_a_last_commit_that_is_refused_is_told_to_who_stopped_it(
+    kafka: SharedKafka, topic: str, group: str, client: str
+) -> None:
+    await kafka.create_topic(topic, 1)
+    await fill(kafka, topic, 1, 1)
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, commit_interval=1000)
+    member = ByHand(kafka.bootstrap, group, topic, None)
+    serving = asyncio.create_task(hand.app.serve())
+    await hand.until_processed(1)
+    async with member.app:
+        hand.app.stop()
+        with pytest.raises(GroupHasMembersError, match="a commit was refused"):
+            await asyncio.wait_for(serving, 20)
+
+
+@CLIENTS
 async def test_after_a_kill_only_what_was_not_finished_runs_again(
     kafka: SharedKafka, topic: str, group: str, start: Start, client: str
 ) -> None:
