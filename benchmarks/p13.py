@@ -16,7 +16,7 @@ TITLE = "Side by side with Confluent Parallel Consumer: order per key; threads t
 OURS, CONFLUENT = "aioshard", "aioshard, confluent"
 PEER = PEERS[0]
 MIB = 1024 * 1024
-WARM_UP = 20_000
+WARM_UP = 100_000
 WARM_UP_HASHES = 4_000
 SPARE_SECONDS = 60.0
 """What a run may take beside twice the time that nobody can do without."""

@@ -99,8 +99,9 @@ def _skewed(workload: Workload, records: int) -> Iterator[Planned]:
 def _hanging(workload: Workload, records: int) -> Iterator[Planned]:
     """One record in 10,000 hangs; in a small run one in all."""
     every, hang = (10_000, HANG_SECONDS) if records >= 10_000 else (records, HANG_SECONDS / 20)
-    slow = round(hang * 1000)
-    return ((number % workload.keys, slow if number % every == every // 2 else 5) for number in range(records))
+    slow, rng = round(hang * 1000), random.Random(10)
+    for number in range(records):
+        yield rng.randrange(workload.keys), slow if number % every == every // 2 else 5
 
 
 def _random_keys(workload: Workload, records: int) -> Iterator[Planned]:
