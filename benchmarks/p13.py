@@ -10,7 +10,7 @@ from benchmarks.spec import Measurement
 from benchmarks.stage import Contestant, ContestantFailedError, Stage, Topic
 from benchmarks.workloads import DESCRIPTIONS, WARM_UP_KEYS, WORKLOADS, Filled, Workload, fill, fill_to_warm_up
 
-__all__ = ["run"]
+__all__ = ["Course", "Outcome", "row_of", "run"]
 
 TITLE = "Side by side with Confluent Parallel Consumer: order per key; threads there, coroutines here"
 OURS, CONFLUENT = "aioshard", "aioshard, confluent"
@@ -57,7 +57,7 @@ async def run(stage: Stage) -> Report:
         course = Course(stage, workload, filled, hard if workload.work == "hash" else easy)
         outcomes = await course.contest(names)
         for name, outcome in outcomes.items():
-            report.rows.append(_row(workload, name, filled, outcome))
+            report.rows.append(row_of(workload, name, filled, outcome))
             if name in wrong:
                 report.blame(name, outcome.runs)
                 wrong[name] += outcome.uncommitted + sum(run.disordered for run in outcome.runs)
@@ -117,7 +117,8 @@ class Course:
         )
 
 
-def _row(workload: Workload, name: str, filled: Filled, outcome: Outcome) -> dict[str, Cell]:
+def row_of(workload: Workload, name: str, filled: Filled, outcome: Outcome) -> dict[str, Cell]:
+    """A line of the table."""
     row: dict[str, Cell] = {"workload": workload.name, "contestant": name, "records": filled.records}
     if outcome.failure:
         return row | {"records/s": outcome.failure}

@@ -13,11 +13,12 @@ from rich.console import Console
 import benchmarks.__main__ as command
 from aioshard.records import Record
 from benchmarks.contestants.meter import Meter
+from benchmarks.p13 import Course, row_of
 from benchmarks.peers import PEERS, ParallelConsumerUnavailableError
 from benchmarks.report import Report, Verdict, spread
 from benchmarks.spec import Measurement, Spec
-from benchmarks.stage import Contestant, Stage, Topic
-from benchmarks.workloads import Filled
+from benchmarks.stage import Contestant, ContestantFailedError, Stage, Topic
+from benchmarks.workloads import WORKLOADS, Filled
 from tests.support.cluster import KafkaCluster
 
 SPEC = Spec(
@@ -165,6 +166,34 @@ async def test_records_are_lost_only_where_there_are_some() -> None:
     assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({0: 4}) == 1
     assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({0: 8}) == 0
     assert Filled(Topic("t", (9,)), [[3, 7]], 0.0).uncommitted({}) == 2
+
+
+async def test_who_fails_is_out_and_its_row_says_why_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(KafkaCluster("nowhere:1"), quick=False, progress=Console(quiet=True))
+    ran: list[str] = []
+
+    async def run(spec: Spec, _timeout: float) -> Measurement:
+        ran.append(spec.contestant)
+        if spec.contestant == "b":
+            raise ContestantFailedError("b ended with 1:\nStalledError: b stopped at 2 of 3 records for 60 s")
+        return _measurement()
+
+    async def committed(_group: str, _topic: str) -> dict[int, int]:
+        return {0: 2}
+
+    monkeypatch.setattr(stage, "run", run)
+    monkeypatch.setattr(stage.cluster, "committed", committed)
+    workload = next(one for one in WORKLOADS if one.rounds == 3)
+    filled = Filled(Topic("t", (3,)), [range(3)], 6.0)
+
+    found = await Course(stage, workload, filled, Topic("w", (1,))).contest(["a", "b"])
+
+    assert ran == ["a", "b", "a", "a"]
+    row = row_of(workload, "a", filled, found["a"])
+    assert (str(row["records/s"]), row["× bound"], row["uncommitted"]) == ("3 (3–3)", 0.5, 3)
+    assert (
+        row_of(workload, "b", filled, found["b"])["records/s"] == "StalledError: b stopped at 2 of 3 records for 60 s"
+    )
 
 
 def test_a_table_can_be_pasted() -> None:
