@@ -184,7 +184,7 @@ class Transport(Protocol):
         """
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """Connect and begin to join the group; assignments arrive through *listener*.
+        """Connect and begin to join the group, or take what was given by hand; *listener* is told of assignments.
 
         What is subscribed to are *topics* and every topic whose whole name matches *pattern*.
 

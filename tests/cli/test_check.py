@@ -182,6 +182,13 @@ def test_a_refused_setting_names_the_line_of_the_app(write: Write, check: Check,
     assert errors.startswith(f"Error: {tmp_path / 'shop.py'}:4: session_timeout=5 s is less than 3 times")
 
 
+def test_partitions_given_by_hand_that_are_not_those_of_the_handlers_are_refused(write: Write, check: Check) -> None:
+    write("service", APP.replace("commit_interval=0.5", "assign='orders:0,refunds:0'"))
+    code, _, errors = check("service:app")
+    assert code == 2
+    assert "handler 'on_audit' has pattern='audit[.].*', and assign gives the partitions by hand" in errors
+
+
 def test_a_refused_handler_names_the_line_of_the_app(write: Write, check: Check, tmp_path: Path) -> None:
     write("shop", APP.replace("concurrency=8", "concurrency=0"))
     code, _, errors = check("shop:app")
