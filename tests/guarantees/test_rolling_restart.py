@@ -25,9 +25,11 @@ SLOWEST = 1.5
 HEARTBEAT = SHORT["heartbeat_interval"]
 JOIN = 1.0
 """Seconds in which a group whose members have all drained has a new assignment, and positions are checked."""
-UNNOTICED = 0.5
+UNNOTICED = 0.75
 """Seconds that processes on a busy machine may need for anything."""
 CONCURRENCY = 48
+PLENTY = 1_000
+"""Workers that are never all busy, also when a partition that stood still has to catch up."""
 EVERY = 0.05
 """Seconds between two records of each partition under a steady load."""
 
@@ -59,6 +61,7 @@ MEMBERSHIPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("membership", "client"), [pytest.param(one, one.client, id=name) for name, one in MEMBERSHIPS.items()]
 )
@@ -141,7 +144,7 @@ class Deploy:
             concurrency=CONCURRENCY,
             spread=SLOWEST,
             report_intake=True,
-            beside=[self._steady.handled(report_intake=False)],
+            beside=[self._steady.handled(report_intake=False, concurrency=PLENTY)],
         )
 
     async def until_shared(self) -> None:
