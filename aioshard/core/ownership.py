@@ -34,7 +34,8 @@ def reason_to_end(claim: Claim | None, evidence: Evidence) -> str | None:
     """Why a partition cannot be continued in place, or None when it can.
 
     Continuing means that nobody else can have had the partition, and that nothing moved its offsets,
-    since we last held it. Each condition alone ends the epoch.
+    since we last held it. Each condition alone ends the epoch. Who has partitions that were given by hand has no member
+    id, and never continues: no group keeps others off them.
 
     Args:
         claim: None when the partition was not in the immediately preceding assignment.

@@ -108,8 +108,11 @@ async def _commit_once(internals: "Internals", offsets: Mapping[TopicPartition, 
     coordinator, group_id = internals.coordinator, internals.group_id
     topics = by_topic({one: (one.partition, *due) for one, due in offsets.items()})
     request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, topics)
+    node = coordinator.coordinator_id
+    if node is None:
+        raise kafka.GroupCoordinatorNotAvailableError(group_id)  # the client is being closed
     try:
-        answer = await internals.client.send(coordinator.coordinator_id, request, group=ConnectionGroup.COORDINATION)
+        answer = await internals.client.send(node, request, group=ConnectionGroup.COORDINATION)
     except kafka.KafkaError:
         coordinator.coordinator_dead()
         raise

@@ -158,7 +158,7 @@ MEMBER = """
 import os
 from aioshard import App, Record, Retry
 
-app = App(os.environ["GROUP"], auto_offset_reset="earliest", commit_interval=0.1, fetch_max_wait=0.05)
+app = App(os.environ["GROUP"], auto_offset_reset="earliest", commit_interval=0.1, start_timeout=60)
 
 @app.consume(os.environ["TOPIC"], retry=Retry(attempts=2, initial=100_000.0, maximum=100_000.0), shard_by="record")
 async def handle(record: Record) -> None:
@@ -346,7 +346,7 @@ class Answering:
     def __init__(self, code: int) -> None:
         self.group_id = "billing"
         self.client = self.coordinator = self
-        self.coordinator_id = 1
+        self.coordinator_id: int | None = 1
         self.requests: list[Any] = []
         self.dead = 0
         self._code = code
@@ -397,6 +397,14 @@ async def test_what_a_broker_answers_is_told_apart(code: int, error: type[Except
     assert broker.dead == dead
     if code == 29:
         assert "'orders'" in str(caught.value)
+
+
+async def test_a_client_that_is_being_closed_has_nobody_to_commit_to() -> None:
+    broker: Any = Answering(0)
+    broker.coordinator_id = None
+    with pytest.raises(CommitError, match="stays due"):
+        await commit_by_hand(broker, OFFSETS)
+    assert not broker.requests
 
 
 async def test_a_connection_that_breaks_has_the_coordinator_looked_up_again() -> None:
