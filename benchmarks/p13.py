@@ -8,7 +8,16 @@ from benchmarks.peers import HEAP, PEERS
 from benchmarks.report import Cell, Report, Verdict, spread
 from benchmarks.spec import Measurement
 from benchmarks.stage import Contestant, ContestantFailedError, Stage, Topic
-from benchmarks.workloads import DESCRIPTIONS, WARM_UP_KEYS, WORKLOADS, Filled, Workload, fill, fill_to_warm_up
+from benchmarks.workloads import (
+    DESCRIPTIONS,
+    WARM_UP_KEYS,
+    WORKLOADS,
+    Filled,
+    UnfilledError,
+    Workload,
+    fill,
+    fill_to_warm_up,
+)
 
 __all__ = ["Course", "Outcome", "row_of", "run"]
 
@@ -53,7 +62,11 @@ async def run(stage: Stage) -> Report:
     hard = await fill_to_warm_up(stage, stage.size(WARM_UP_HASHES, 50))
     wrong = {name: 0 for name in names if name != PEER}
     for workload in WORKLOADS if not stage.quick else [one for one in WORKLOADS if one.quick]:
-        filled = await fill(stage, workload)
+        try:
+            filled = await fill(stage, workload)
+        except UnfilledError as failure:
+            report.problems.append(f"{workload.name} was not measured: {failure}")
+            continue
         course = Course(stage, workload, filled, hard if workload.work == "hash" else easy)
         outcomes = await course.contest(names)
         for name, outcome in outcomes.items():

@@ -16,7 +16,17 @@ from benchmarks.spec import Work
 from benchmarks.stage import Stage, Topic
 from tests.support.cluster import Message
 
-__all__ = ["DESCRIPTIONS", "WARM_UP_KEYS", "WORKLOADS", "Filled", "Planned", "Workload", "fill", "fill_to_warm_up"]
+__all__ = [
+    "DESCRIPTIONS",
+    "WARM_UP_KEYS",
+    "WORKLOADS",
+    "Filled",
+    "Planned",
+    "UnfilledError",
+    "Workload",
+    "fill",
+    "fill_to_warm_up",
+]
 
 Planned = tuple[int, int]
 """The number of a record's key, and how many milliseconds its handler waits: whole ones, as timers know no others."""
@@ -34,6 +44,10 @@ COMPACTION_LOOK = 1.0
 WARM_UP_PARTITIONS = 4
 WARM_UP_KEYS = 1_000
 HANG_SECONDS = 20.0
+
+
+class UnfilledError(RuntimeError):
+    """A topic did not become what its workload needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +144,11 @@ DESCRIPTIONS = (
 
 
 async def fill(stage: Stage, workload: Workload) -> Filled:
-    """Make the topic of a workload."""
+    """Make the topic of a workload.
+
+    Raises:
+        UnfilledError: It could not be made.
+    """
     plan = list(workload.plan(workload, stage.size(workload.records, workload.quick)))
     if workload.holes:
         return await _fill_with_holes(stage, workload, plan)
@@ -178,10 +196,8 @@ async def _fill_with_holes(stage: Stage, workload: Workload, plan: list[Planned]
     async with asyncio.TaskGroup() as writers:
         for number in range(WRITERS):
             writers.create_task(_write(stage.cluster.bootstrap, name, number, left), name=f"writer-{number}")
-    records = await stage.cluster.read(name)
-    full = len(records)
-    if not stage.quick:
-        records = await _compacted(stage, name, full)
+    full = sum(len(piece) for place, (_, piece) in enumerate(pieces) if place % ABORTED)
+    records = await (stage.cluster.read(name) if stage.quick else _compacted(stage, name, full))
     offsets: list[list[int]] = [[] for _ in lanes]
     for record in records:
         offsets[record.partition].append(record.offset)
@@ -209,14 +225,14 @@ async def _write(
 
 
 async def _compacted(stage: Stage, topic: str, full: int) -> list[Record]:
-    """What is left once the broker has compacted all that it will, which is all but the newest segments."""
+    """What is left of *full* records once the broker has compacted all that it will: all but the newest segments."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + COMPACTION_TIMEOUT
     before: list[Record] = []
     now = await stage.cluster.read(topic)
     while len(now) == full or len(now) != len(before):
         if loop.time() > give_up:
-            raise TimeoutError(f"the broker did not compact {topic} within {COMPACTION_TIMEOUT:g} s")
+            raise UnfilledError(f"the broker did not compact {topic} within {COMPACTION_TIMEOUT:g} s")
         await asyncio.sleep(COMPACTION_LOOK)
         before, now = now, await stage.cluster.read(topic)
     return now
