@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from aioshard.core.commit_metadata import CommitMetadata
-from aioshard.errors import CommitError, CommitRefusedError
+from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, MetadataRefusedError
 from aioshard.kafka.confluent.calls import Calls
 from aioshard.kafka.confluent.commits import Commits
 from aioshard.ports import Committed
@@ -114,6 +114,8 @@ async def test_what_is_not_answered_when_the_group_drops_us_is_refused() -> None
         (KafkaError.ILLEGAL_GENERATION, CommitRefusedError),
         (KafkaError.STALE_MEMBER_EPOCH, CommitRefusedError),
         (KafkaError.COORDINATOR_NOT_AVAILABLE, CommitError),
+        (KafkaError.OFFSET_METADATA_TOO_LARGE, MetadataRefusedError),
+        (KafkaError.INVALID_COMMIT_OFFSET_SIZE, MetadataRefusedError),
     ],
 )
 async def test_an_answer_of_a_single_partition_counts(code: int, error: type[Exception]) -> None:
@@ -142,6 +144,41 @@ async def test_a_call_that_hangs_does_not_keep_a_hand_over_from_ending() -> None
 
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def begun_and_left(calls: Calls, go_on: asyncio.Event) -> asyncio.Task[None]:
+    """Who asked for something that was begun inside of a callback and has not ended with it."""
+    begun = asyncio.Event()
+
+    async def commit() -> None:
+        begun.set()
+        await go_on.wait()
+
+    asking = asyncio.create_task(calls.call(commit), name="commit coordinator")
+    handing_over = asyncio.create_task(begun.wait(), name="hand over")
+    await calls.serve_until(handing_over)  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    return asking
+
+
+async def test_who_waits_for_a_call_when_a_hand_over_ends_is_not_cancelled_and_hears_its_end() -> None:
+    """Else a commit coordinator ended for good, without a word, when it had just sent something of what is kept."""
+    go_on = asyncio.Event()
+    asking = await begun_and_left(Calls(), go_on)
+    assert not asking.done()
+
+    go_on.set()
+    await asyncio.wait_for(asking, 10)
+
+
+async def test_who_waits_for_a_call_when_the_client_is_closed_is_told_so() -> None:
+    calls = Calls()
+    asking = await begun_and_left(calls, asyncio.Event())
+
+    calls.close(ClientLostError("the Kafka client is closed"))
+
+    with pytest.raises(ClientLostError, match="is closed"):
+        await asyncio.wait_for(asking, 10)
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_not_begun() -> None:

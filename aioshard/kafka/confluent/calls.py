@@ -1,12 +1,14 @@
 """What others want the client to do: queued, and done by whoever may call it now."""
 
 import asyncio
+import functools
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 __all__ = ["Calls", "resolve"]
 
-Call = Callable[[], Awaitable[None]]
+Call = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Calls:
@@ -14,10 +16,15 @@ class Calls:
 
     The client serves one caller at a time, and one of its calls may last as long as a rebalance. So nobody calls it
     but the task that owns it, and, while that waits inside of a read, the callback that it waits for.
+
+    Invariants:
+        * Who asked is never cancelled by that: a call that was begun goes on when nobody serves any more, because its
+          thread does; what becomes of it is told to who asked.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Call, asyncio.Future[None]]] = deque()
+        self._begun: set[asyncio.Task[None]] = set()
         self._arrived = asyncio.Event()
         self._closed: Exception | None = None
 
@@ -49,17 +56,23 @@ class Calls:
             call, done = self._waiting.popleft()
             if done.done():
                 continue  # nobody waits for it any more
-            try:
-                await call()
-            except asyncio.CancelledError:
-                done.cancel()
-                raise
-            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
-                if not done.done():
-                    done.set_exception(error)
-            else:
-                if not done.done():
-                    done.set_result(None)
+            begun = asyncio.create_task(call(), name="a call to the client")
+            self._begun.add(begun)
+            begun.add_done_callback(functools.partial(self._ended, done))
+            await asyncio.wait([begun])
+
+    def _ended(self, done: asyncio.Future[None], begun: asyncio.Task[None]) -> None:
+        self._begun.discard(begun)
+        error = self._closed if begun.cancelled() else begun.exception()
+        if done.done():
+            return  # nobody waits for it any more
+        if error is not None:
+            done.set_exception(error)
+            done.exception()  # who waits gets it; that nobody does is no error
+        elif begun.cancelled():
+            done.cancel()
+        else:
+            done.set_result(None)
 
     async def serve_until(self, task: "asyncio.Task[None]") -> None:
         """Do what comes until *task* has ended; raises what that raised."""
@@ -87,6 +100,8 @@ class Calls:
                 done.set_exception(error)
                 done.exception()  # who waits gets it; that nobody does is no error
         self._waiting.clear()
+        for begun in self._begun:
+            begun.cancel()
 
 
 def resolve(future: "asyncio.Future[None]") -> None:
