@@ -6,6 +6,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.broker_faults.support import quick_app, until
 from tests.support.cluster import DEADLINE, KafkaCluster
+from tests.support.kafka import KafkaBroker
 from tests.support.shared_kafka import SharedKafka
 
 PARTITIONS = 128
@@ -223,3 +225,28 @@ async def test_full_texts_of_128_partitions_are_stored_and_used(
     assert second.ran == Counter(due), "each that is not noted once, and nothing that is"
     assert done == PARTITIONS * len(there) - len(due)
     assert max(sum(request) for request in second.requests) <= MOST_BYTES
+
+
+@pytest.fixture
+async def sparing(kafka: SharedKafka, tmp_path: Path) -> AsyncIterator[KafkaBroker]:  # noqa: ARG001 - or a skip
+    """A broker that stores next to nothing with an offset."""
+    broker = KafkaBroker(tmp_path, properties={"offset.metadata.max.bytes": "5"})
+    await broker.start()
+    try:
+        yield broker
+    finally:
+        await broker.kill()
+
+
+async def test_offsets_are_committed_where_no_text_is_stored(sparing: KafkaBroker, topic: str, group: str) -> None:
+    await sparing.create_topic(topic)
+    await sparing.produce(topic, [(None, b"x")] * 20)
+    for client in ("aiokafka", "confluent"):
+        owner = Owner(sparing, f"{group}-{client}", topic, client)
+        async with owner.app.started(owner.transport):
+            await sparing.wait_for_lag(f"{group}-{client}", topic)
+            assert owner.app.statistics().trouble is None
+
+        assert owner.ran == Counter((TopicPartition(topic, 0), offset) for offset in range(20))
+        assert sum(owner.requests[0]) > 0
+        assert sum(owner.requests[-1]) == 0, client

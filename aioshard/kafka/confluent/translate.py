@@ -11,6 +11,7 @@ from aioshard.errors import (
     CommitError,
     CommitRefusedError,
     CorruptRecordError,
+    MetadataRefusedError,
     OffsetOutOfRangeError,
     TransportError,
 )
@@ -31,6 +32,7 @@ _MOVED_ON = frozenset(
     }
 )
 """Answers that say: the group has moved on since the membership was given."""
+_TOO_LONG = frozenset({KafkaError.OFFSET_METADATA_TOO_LARGE, KafkaError.INVALID_COMMIT_OFFSET_SIZE})
 _OUT_OF_RANGE = frozenset({KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET})
 _UNREADABLE = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG})
 _PASSES = frozenset(
@@ -90,6 +92,10 @@ def commit_error(error: KafkaError | None, partitions: Collection[TopicPartition
         return CommitRefusedError(
             f"the broker refused a commit of group {group_id!r}: the group has moved on "
             f"({reason(error)}); what was not committed is delivered again"
+        )
+    if error is not None and error.code() in _TOO_LONG:
+        return MetadataRefusedError(
+            f"the broker did not store what was noted with a commit of group {group_id!r} ({reason(error)})"
         )
     named = ", ".join(map(str, list(partitions)[:_NAMED]))
     if error is not None and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED and partitions:
