@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aioshard.checks import check_assign, check_linger
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
+from aioshard.engine.catching_up import caught_up
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.handler import Adapt
 from aioshard.engine.insight.snapshot import explain_partition, statistics
@@ -228,7 +229,7 @@ class App(Handlers, Controls):
             assert stop is not None  # noqa: S101 - made at the start
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:
-                tasks.append(asyncio.create_task(engine.caught_up(), name="caught up"))
+                tasks.append(asyncio.create_task(caught_up(engine), name="caught up"))
             try:
                 done, _ = await asyncio.wait({engine.failed, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             finally:

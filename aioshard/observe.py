@@ -43,9 +43,12 @@ class PartitionStatistics:
     committable: int | None
     """The offset that may be committed: that of the oldest incomplete record, else the position."""
     end_offset: int | None
-    """End of the log as of the last fetch (last stable offset under read_committed)."""
+    """End of the log, at most 15 s old (the last stable offset under read_committed)."""
     lag: int | None
     """`end_offset - committed` (or the committable offset before the first commit), in offsets."""
+    lag_seconds: float | None
+    """Seconds since the timestamp of the oldest incomplete record; 0 when all is committed, None when unknown, since
+    nothing of what is left to read is in hand."""
     incomplete: int
     """Records delivered to the engine and not complete."""
     buffered_records: int

@@ -16,13 +16,14 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
+from aioshard.engine.log_ends import LogEnds
 from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.opening import Limits
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import SinceWatch, StuckWatch, TimeoutWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
-from aioshard.errors import AioshardError, HaltedError, HandlerError, NotDrainedError, StartError, TransportError
+from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
@@ -33,7 +34,6 @@ logger = logging.getLogger("aioshard.engine")
 
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
-_CHECK_INTERVAL = 0.05
 _TURN = 0.01
 """Seconds between looks at runs that were told to end, while the app stops: nothing tells when they do."""
 
@@ -106,6 +106,7 @@ class Engine:
         self.rebalance = Rebalance(options.limits, self, committer=self.committer, tasks=self._tasks, clock=self.clock)
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
         self.since = SinceWatch(self._facts, self.clock)
+        self.log_ends = LogEnds(lambda: self.transport, lambda: self.rebalance.epochs)
         self._watch = StuckWatch(
             lambda: self.rebalance.epochs,
             lambda epoch: describe(self, epoch),
@@ -195,6 +196,7 @@ class Engine:
         self._tasks.start(self._watch.run(), "stuck watch")
         self._tasks.start(self.since.run(), "since watch")
         self._tasks.start(self.standstill.run(), "trouble watch")
+        self._tasks.start(self.log_ends.run(), "log ends")
         for handler in self.handlers:
             if handler.spec.timeout is not None:
                 watch = TimeoutWatch(handler.workers, handler.spec.timeout, self.clock)
@@ -356,45 +358,3 @@ class Engine:
         await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
         if self.state != "failed":
             self.state = "stopped"
-
-    # Consuming to the end -----------------------------------------------------------------------
-
-    async def caught_up(self, interval: float = _CHECK_INTERVAL) -> None:
-        """Wait until everything up to the ends seen at the start is complete.
-
-        Args:
-            interval: Seconds between looks at that.
-
-        Raises:
-            HaltedError: What is left is halted, or waits behind what is.
-        """
-        while True:
-            if self.failed.done():
-                self.failed.result()
-            if self.rebalance.in_place and all(self._reached_end(e) for e in self.rebalance.epochs):
-                return
-            halted = self.halted
-            if halted and self._nothing_moves():
-                raise HaltedError(repr(delivery) for delivery in halted)
-            await asyncio.wait([self.failed], timeout=interval)
-
-    @property
-    def halted(self) -> list[Delivery]:
-        """What keeps its shard until somebody releases it."""
-        return [d for handler in self.handlers for shards in handler.feed.shards for d in shards.halted]
-
-    def _reached_end(self, epoch: Epoch) -> bool:
-        return epoch.tracker.committable >= self.rebalance.ends[epoch.topic_partition]
-
-    def _nothing_moves(self) -> bool:
-        if not self.rebalance.in_place or any(worker.deliveries for worker in self.workers):
-            return False
-        if any(fetcher.has_unfed for fetcher in self.rebalance.fetchers.values()):
-            return False
-        if not all(shards.at_rest for handler in self.handlers for shards in handler.feed.shards):
-            return False
-        return all(
-            epoch.tracker.position >= self.rebalance.ends[epoch.topic_partition]
-            or not self.admission.allowance(epoch.topic_partition).records
-            for epoch in self.rebalance.epochs
-        )

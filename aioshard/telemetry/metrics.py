@@ -50,10 +50,15 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Offset of the oldest incomplete record, else the position.",
         ("topic", "partition"),
     ),
-    "aioshard_partition_end_offset": ("gauge", "End of the log as of the last fetch.", ("topic", "partition")),
+    "aioshard_partition_end_offset": ("gauge", "End of the log, at most 15 s old.", ("topic", "partition")),
     "aioshard_partition_lag_records": (
         "gauge",
         "End of the log minus the committed offset, in offsets.",
+        ("topic", "partition"),
+    ),
+    "aioshard_partition_lag_seconds": (
+        "gauge",
+        "Now minus the timestamp of the oldest incomplete record; absent while nothing of what is left is in hand.",
         ("topic", "partition"),
     ),
     "aioshard_partition_incomplete_records": (
@@ -189,6 +194,7 @@ def _of_partitions(statistics: Statistics) -> _Values:
         yield "partition_committable_offset", labels, partition.committable
         yield "partition_end_offset", labels, partition.end_offset
         yield "partition_lag_records", labels, partition.lag
+        yield "partition_lag_seconds", labels, partition.lag_seconds
         yield "partition_incomplete_records", labels, partition.incomplete
         yield "partition_buffered_records", labels, partition.buffered_records
         yield "partition_buffered_bytes", labels, partition.buffered_bytes

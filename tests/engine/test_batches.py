@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, BatchContext, BatchError, DeadLetter, Park, Record, Retry
+from aioshard.engine.catching_up import caught_up
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 
@@ -236,7 +237,7 @@ def test_lingering_is_no_end_to_consuming_to_the_end() -> None:
         async with TestClient(clicks.app, broker=broker):
             engine = clicks.app._engine
             assert engine is not None
-            await asyncio.wait_for(engine.caught_up(), 20.0)
+            await asyncio.wait_for(caught_up(engine), 20.0)
 
     run(test())
 

@@ -11,6 +11,7 @@ import pytest
 
 from aioshard import App, Batch, Record
 from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.engine.catching_up import caught_up
 from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
@@ -493,7 +494,7 @@ def test_consuming_to_the_end_waits_for_a_seek() -> None:
             await until(lambda: len(world.done) == 100, look_every=0.001)
             world.forget()
 
-            await engine.caught_up()  # all is done up to the end, and on its way back
+            await caught_up(engine)  # all is done up to the end, and on its way back
 
             assert sorted(world.done) == list(range(100))
             await seeking

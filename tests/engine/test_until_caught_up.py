@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from aioshard import App, Record, Retry
+from aioshard.engine.catching_up import caught_up, nothing_moves
 from aioshard.errors import ClientLostError, HaltedError, OffsetRegressionError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
@@ -27,7 +28,7 @@ def test_the_ends_stay_where_they_were_when_the_group_rebalances() -> None:
         async with client:
             engine = engine_of(app)
             await client.publish("orders", b"later")
-            catching_up = asyncio.create_task(engine.caught_up())
+            catching_up = asyncio.create_task(caught_up(engine))
             await asyncio.sleep(1)
             assert not catching_up.done()
 
@@ -62,7 +63,7 @@ def test_a_topic_that_is_made_anew_has_its_new_end() -> None:
             await client.settle()
 
             assert engine.rebalance.ends == {TopicPartition("orders", 0): 1}
-            await engine.caught_up()
+            await caught_up(engine)
 
     run(scenario())
 
@@ -84,7 +85,7 @@ def test_a_client_that_is_lost_does_not_end_it() -> None:
             await client.publish("orders", b"")
         async with client:
             engine = engine_of(app)
-            catching_up = asyncio.create_task(engine.caught_up())
+            catching_up = asyncio.create_task(caught_up(engine))
             await asyncio.sleep(1.5)
             client.broker.fail_next_poll(ClientLostError("the client died"))
             await catching_up
@@ -112,7 +113,7 @@ def test_a_partition_that_was_rewound_does_not_end_it() -> None:
             await client.publish("orders", b"")
         async with client:
             engine = engine_of(app)
-            catching_up = asyncio.create_task(engine.caught_up())
+            catching_up = asyncio.create_task(caught_up(engine))
             await asyncio.sleep(1.5)
             (epoch,) = engine.rebalance.epochs
             engine.rebalance.restart(epoch, OffsetRegressionError(1, 2))
@@ -139,7 +140,7 @@ def test_a_partition_that_the_group_took_away_does_not_end_it() -> None:
             await client.publish("orders", b"")
         async with client:
             engine = engine_of(app)
-            catching_up = asyncio.create_task(engine.caught_up())
+            catching_up = asyncio.create_task(caught_up(engine))
             await asyncio.sleep(1.5)
             client.group.lose()
             await catching_up
@@ -179,7 +180,7 @@ def test_a_halted_record_ends_it_only_when_all_that_can_run_has_run(batch: int) 
     def look() -> None:
         nonlocal looked
         engine = app._engine
-        if engine is not None and app.statistics().handlers[0].halted and engine._nothing_moves():
+        if engine is not None and app.statistics().handlers[0].halted and nothing_moves(engine):
             assert processed == others
             looked += 1
 
@@ -187,7 +188,7 @@ def test_a_halted_record_ends_it_only_when_all_that_can_run_has_run(batch: int) 
         async with app.started(lambda: slow_fetcher(broker)):
             engine = engine_of(app)
             with pytest.raises(HaltedError):
-                await engine.caught_up()
+                await caught_up(engine)
 
     run(scenario(), on_step=look)
 

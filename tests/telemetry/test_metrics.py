@@ -19,6 +19,7 @@ PARTITION = PartitionStatistics(
     committable=101,
     end_offset=150,
     lag=50,
+    lag_seconds=61.5,
     incomplete=19,
     buffered_records=18,
     buffered_bytes=9_000,
@@ -157,6 +158,7 @@ def test_what_is_unknown_is_absent_and_not_zero() -> None:
         committable=None,
         end_offset=None,
         lag=None,
+        lag_seconds=None,
         paused=None,
         oldest_incomplete_age=None,
     )

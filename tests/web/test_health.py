@@ -41,6 +41,7 @@ PARTITION = PartitionStatistics(
     committable=101,
     end_offset=150,
     lag=50,
+    lag_seconds=61.5,
     incomplete=19,
     buffered_records=18,
     buffered_bytes=9_000,

@@ -195,14 +195,9 @@ def _verdict(
     if head is not None:
         waits = head.state in ("outliving", "retrying", "halted", "given back", "held")
         return "waiting" if waits or standing is None or standing >= _MOMENT else "advancing"
-    end = _end_of(engine, epoch)
+    end = engine.log_ends.of(epoch)
     up_to_date = epoch.acknowledged == epoch.tracker.position and (end is None or end <= epoch.tracker.position)
     return "up to date" if up_to_date else "advancing"
-
-
-def _end_of(engine: Engine, epoch: Epoch) -> int | None:
-    transport = engine.transport
-    return None if transport is None else transport.end_offset(epoch.topic_partition)
 
 
 def _sentence(epoch: Epoch, head: HeadOfLine, verdict: Verdict, since: float | None) -> str:
@@ -220,7 +215,7 @@ def _sentence_of_none(engine: Engine, epoch: Epoch, verdict: Verdict, findings: 
     name, position = epoch.topic_partition, epoch.tracker.position
     if verdict == "up to date":
         return f"{name} is up to date: everything up to offset {position} is done and committed"
-    end = _end_of(engine, epoch)
+    end = engine.log_ends.of(epoch)
     there_is = f", of a log that ends at {end}" if end is not None and end > position else ""
     why = f": {findings[0].sentence}" if findings else ""
     return f"{name} has nothing in hand at position {position}, committed {epoch.acknowledged}{there_is}{why}"
@@ -329,8 +324,9 @@ def _also_halted(engine: Engine, epoch: Epoch) -> Iterator[Finding]:
 
 def _intake(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:
     """Why nothing more is taken in, where there is more."""
-    position, end = epoch.tracker.position, _end_of(engine, epoch)
-    # The end is that of the last fetch: what has no room is not fetched.
+    # The end is that of the last fetch: one that was asked for since may be of records that are just being fetched.
+    transport = engine.transport
+    position, end = epoch.tracker.position, None if transport is None else transport.end_offset(epoch.topic_partition)
     if end is not None and end <= position and head is None:
         return
     since = _seconds(engine.since.of(("position", epoch.topic_partition), position), now)

@@ -1,6 +1,7 @@
 """What the engine is doing, read from any thread: statistics, and an explanation of what stands still."""
 
 import functools
+import time
 from collections.abc import Sequence
 
 from aioshard.core.commit_metadata import MOST_UNITS
@@ -42,13 +43,9 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
 
 
 def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
-    transport = engine.transport
     tracker = epoch.tracker
     committable = tracker.committable
-    end = transport.end_offset(epoch.topic_partition) if transport is not None else None
-    if end is not None:
-        # The client learns the end with a fetch, and a fetch that found nothing new may be old.
-        end = max(end, tracker.position)
+    end = engine.log_ends.of(epoch)
     base = committable if epoch.acknowledged is None else epoch.acknowledged
     oldest = tracker.oldest
     return PartitionStatistics(
@@ -60,6 +57,7 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
         committable=committable,
         end_offset=end,
         lag=None if end is None else max(end - base, 0),
+        lag_seconds=_lag_seconds(oldest, end, base),
         incomplete=len(tracker),
         buffered_records=epoch.held_usage.records,
         buffered_bytes=epoch.buffered_bytes,
@@ -67,6 +65,13 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
         oldest_incomplete_age=None if oldest is None else max(now - oldest.arrived, 0.0),
         noted=epoch.note_length / MOST_UNITS,
     )
+
+
+def _lag_seconds(oldest: Delivery | None, end: int | None, base: int) -> float | None:
+    """How old the oldest incomplete record is; unknown where nothing is in hand, and something is left to read."""
+    if oldest is not None:
+        return max(time.time() - oldest.record.timestamp, 0.0)
+    return 0.0 if end is not None and end <= base else None
 
 
 def _why_paused(engine: Engine, epoch: Epoch, now: float) -> str | None:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from aioshard.app import App
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.recourse import DeadLetter
+from aioshard.engine.catching_up import caught_up, halted_of
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.runtime import Engine
@@ -170,7 +171,7 @@ class _Task:
 
     async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[_Obstacle]:
         """Wait until all is done, or cannot be: what stands in the way then."""
-        done = asyncio.create_task(engine.caught_up(_END_INTERVAL), name="caught up")
+        done = asyncio.create_task(caught_up(engine, _END_INTERVAL), name="caught up")
         seen = -1
         try:
             while True:
@@ -270,7 +271,7 @@ async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of on
 
 def _halted(engine: Engine) -> Sequence[_Obstacle]:
     """Records that failed for good."""
-    return [_obstacle(delivery) for delivery in engine.halted]
+    return [_obstacle(delivery) for delivery in halted_of(engine)]
 
 
 def _obstacle(delivery: Delivery) -> _Obstacle:

@@ -1,0 +1,68 @@
+"""Where the logs end, asked from the brokers: a partition that is not fetched from does not tell."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+import anyio
+
+from aioshard.engine.epoch import Epoch
+from aioshard.errors import TransportError
+from aioshard.ports import Transport
+from aioshard.records import TopicPartition
+
+__all__ = ["LogEnds"]
+
+logger = logging.getLogger("aioshard.engine.log_ends")
+
+_INTERVAL = 10.0
+"""Seconds between two questions; with the time that an answer may take, an end is at most 15 s old."""
+_TIMEOUT = 5.0
+
+
+class LogEnds:
+    """The ends of the logs of the assigned partitions, for the lag.
+
+    The client learns an end with each fetch. Of a partition that is paused, or full, it learns nothing: just when the
+    lag grows, it would stand still.
+    """
+
+    def __init__(self, client: Callable[[], Transport | None], epochs: Callable[[], Iterable[Epoch]]) -> None:
+        """Make it; `run` is its task.
+
+        Args:
+            client: Gives the client of now.
+            epochs: Gives those that have not ended.
+        """
+        self._client = client
+        self._epochs = epochs
+        self._asked: Mapping[TopicPartition, int] = {}
+
+    def of(self, epoch: Epoch) -> int | None:
+        """The end of a log, the last stable offset under `read_committed`; None while it is unknown. Of any thread."""
+        name = epoch.topic_partition
+        client = self._client()
+        fetched = None if client is None else client.end_offset(name)
+        known = [end for end in (fetched, self._asked.get(name)) if end is not None]
+        # A fetch that found nothing new may be older than what we have taken in since.
+        return max(*known, epoch.tracker.position) if known else None
+
+    async def run(self) -> None:
+        """Ask again and again until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL)
+            await self._ask()
+
+    async def _ask(self) -> None:
+        client = self._client()
+        partitions = [epoch.topic_partition for epoch in self._epochs()]
+        if client is None or not partitions:
+            self._asked = {}
+            return
+        try:
+            with anyio.fail_after(_TIMEOUT):
+                ranges = await client.log_ranges(partitions)
+        except (TransportError, TimeoutError) as error:
+            logger.debug("the ends of %d partition(s) were not told: %s", len(partitions), str(error) or "no answer in time")
+        else:
+            self._asked = {name: log.end for name, log in ranges.items()}
