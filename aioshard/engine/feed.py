@@ -24,8 +24,11 @@ _ENOUGH_BATCHES = 2
 class Aside(Protocol):
     """What of a handler's partitions is kept elsewhere, and is processed by the same shards: parked records."""
 
-    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> None:
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
         """Find out what there is of a partition, before anything of it is handed out."""
+
+    def believe(self, epoch: Epoch) -> None:
+        """What was left alone, because it may be of a later owner, is ours: there is none."""
 
     def side_of(self, epoch: Epoch) -> Epoch | None:
         """The epoch of what is processed of it, which opens, closes and ends with the partition's."""
@@ -173,7 +176,7 @@ class Feed:
         if self._aside is not None:
             self._aside.close(epoch, running)
 
-    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> None:
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
         """Find out what of a partition is kept elsewhere, before anything of it is handed out.
 
         Args:
@@ -181,11 +184,18 @@ class Feed:
             partitions: How many its topic has.
             generation: Of the group, in which the partition became ours.
 
+        Returns:
+            Whether some of it is of a later generation: ours only if the brokers take a commit of ours (`believe`).
+
         Raises:
             TransportError: That cannot be found out now.
         """
+        return self._aside is not None and await self._aside.restore(epoch, partitions, generation)
+
+    def believe(self, epoch: Epoch) -> None:
+        """The brokers have taken a commit of ours since `restore`."""
         if self._aside is not None:
-            await self._aside.restore(epoch, partitions, generation)
+            self._aside.believe(epoch)
 
     def with_side(self, epoch: Epoch) -> list[Epoch]:
         """An epoch, and that of what is kept elsewhere of its partition."""

@@ -63,6 +63,8 @@ class LogEnds:
             with anyio.fail_after(_TIMEOUT):
                 ranges = await client.log_ranges(partitions)
         except (TransportError, TimeoutError) as error:
-            logger.debug("the ends of %d partition(s) were not told: %s", len(partitions), str(error) or "no answer in time")
+            logger.debug(
+                "the ends of %d partition(s) were not told: %s", len(partitions), str(error) or "no answer in time"
+            )
         else:
             self._asked = {name: log.end for name, log in ranges.items()}

@@ -196,50 +196,63 @@ class Opening:
         if self._owner.client.membership() != membership:
             return []
         now = time.time()
-        found, resolved = [], []
-        for topic_partition in partitions:
-            ours = committed[topic_partition]
-            offset = ours.offset if ours else None
-            asked = self._owner.seeks.start_of(topic_partition)
-            origin = _within(asked, ranges[topic_partition]) or origin_of(
-                offset,
-                ranges[topic_partition],
-                self._limits.auto_offset_reset,
-                group_knows_topic=ours is None
-                and (
-                    topic_partition in self._opened
-                    or knows_topic(noted[topic_partition.topic], topic_partition.partition, membership.generation, now)
-                ),
+        found: list[Epoch] = []
+        resolved: list[Epoch] = []
+        for name in partitions:
+            knows = committed[name] is None and (
+                name in self._opened or knows_topic(noted[name.topic], name.partition, membership.generation, now)
             )
-            if origin is None:
-                lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
-                raise lost or NoOffsetError(self._limits.group_id, topic_partition)
-            epoch = self._owner.begin(topic_partition, origin.offset)
-            # What was asked for is committed although the offset may be the same: the text with it is not.
-            epoch.acknowledged = offset if asked is None else None
-            if ours is None:
-                epoch.mark = first_mark(membership.generation, numbers[topic_partition.topic], now)
+            origin = self._origin(name, committed[name], ranges[name], group_knows_topic=knows)
+            epoch = self._owner.begin(name, origin.offset)
+            if committed[name] is None:
+                epoch.mark = first_mark(membership.generation, numbers[name.topic], now)
             else:
-                text = texts[topic_partition]
-                epoch.mark = kept_mark(text, now)
+                epoch.mark = kept_mark(texts[name], now)
                 if not origin.resolved:
-                    epoch.inherited = _believable(text.finished, topic_partition, ranges[topic_partition])
-            if origin.resolved:
-                if ours is not None and asked is None:
-                    message = "committed offset %d of %s is outside its log; going on at %d"
-                    logger.warning(message, ours.offset, topic_partition, origin.offset)
-                resolved.append(epoch)
-            else:
-                found.append(epoch)
-        await self._restore([*found, *resolved], numbers, membership.generation)
+                    epoch.inherited = _believable(texts[name].finished, name, ranges[name])
+            self._acknowledge(epoch, committed[name])
+            (resolved if origin.resolved else found).append(epoch)
+        doubtful = await self._restore([*found, *resolved], numbers, membership.generation)
         if self._owner.client.membership() != membership:
             return []
         for epoch in found:
-            self._owner.open(epoch, membership)
+            if epoch in doubtful:
+                epoch.acknowledged = None  # it is committed once more: that shows whose the partition is
+                resolved.append(epoch)
+            else:
+                self._owner.open(epoch, membership)
         return resolved
 
-    async def _restore(self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int) -> None:
+    def _origin(
+        self, topic_partition: TopicPartition, ours: Committed | None, log: LogRange, *, group_knows_topic: bool
+    ) -> Origin:
+        """Where to go on with a partition.
+
+        Raises:
+            NoOffsetError: Nothing says it.
+            OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
+        """
+        offset = ours.offset if ours else None
+        asked = _within(self._owner.seeks.start_of(topic_partition), log)
+        origin = asked or origin_of(offset, log, self._limits.auto_offset_reset, group_knows_topic=group_knows_topic)
+        if origin is None:
+            lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
+            raise lost or NoOffsetError(self._limits.group_id, topic_partition)
+        if origin.resolved and ours is not None and asked is None:
+            message = "committed offset %d of %s is outside its log; going on at %d"
+            logger.warning(message, ours.offset, topic_partition, origin.offset)
+        return origin
+
+    def _acknowledge(self, epoch: Epoch, ours: Committed | None) -> None:
+        """Take note of what is committed. What was asked for is committed although the offset may be the same."""
+        asked = self._owner.seeks.start_of(epoch.topic_partition)
+        epoch.acknowledged = ours.offset if ours and asked is None else None  # the text with it is another
+
+    async def _restore(self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int) -> set[Epoch]:
         """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
+
+        Returns:
+            Those of which something is kept that is of a later owner, if there is one.
 
         Raises:
             TransportError: That cannot be found out now; the epochs are closed still.
@@ -250,8 +263,9 @@ class Opening:
             return_exceptions=True,
         )
         for error in found:
-            if error is not None:
+            if isinstance(error, BaseException):
                 raise error
+        return {epoch for epoch, in_doubt in zip(feeds, found, strict=True) if in_doubt}
 
     def opened(self, epoch: Epoch) -> None:
         """An ownership goes on."""
@@ -271,7 +285,7 @@ class Opening:
         return noted
 
     async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
-        """Commit the positions that were found for the group, and only then hand out records."""
+        """Commit the positions that were found for the group, or are in doubt, and only then hand out records."""
         for epoch in epochs:
             self._committer.own(epoch)
         acknowledged = await self._committer.flush(epochs, self._limits.commit_timeout)
@@ -282,6 +296,7 @@ class Opening:
                 self._owner.end(epoch, "its start position could not be committed")
             raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
         for epoch in epochs:
+            self._owner.fetchers[epoch.topic_partition].feed.believe(epoch)
             self._owner.open(epoch, membership)
 
 

@@ -134,10 +134,13 @@ class Reading:
                 self._report(topic_partition, error, allowance, now, found)
                 continue
             self._quiet_until.pop(topic_partition, None)
+            allowed = allowance(topic_partition)
+            if not allowed.records and topic_partition in self._ends:
+                continue  # as with a client whose buffer nobody empties: it fetches nothing, and learns no end
             end = self._ends[topic_partition] = self._readable_end(log)
             if position is None or position >= end:
                 continue
-            item = self._take(log, position, end, allowance(topic_partition), taken)
+            item = self._take(log, position, end, allowed, taken)
             if isinstance(item, FetchedBatch):
                 taken = Allowance(taken.records + len(item.records), taken.bytes + sum(item.sizes))
                 found.new.append(item)

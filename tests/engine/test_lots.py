@@ -90,6 +90,24 @@ def test_what_was_parked_in_a_later_generation_is_somebody_elses() -> None:
     assert made.read(parked(4, 1, 8)) is None
 
 
+def test_where_the_group_began_anew_what_was_parked_in_a_later_generation_is_ours_too() -> None:
+    before = [parked(3, 0, 8), parked(4, 1, 9), removed(4, 2, 9), parked(5, 3, 6), parked(5, 4, 8), parked(100, 5, 8)]
+    made, answers = lot(*before)
+    assert made.in_doubt
+    assert offsets(made) == [5]
+    assert answers == []
+
+    assert made.believe() == 1
+
+    assert not made.in_doubt
+    assert offsets(made) == [3, 5]
+    taken_out = [answer.key for answer in made.stale()]
+    assert taken_out == [b"orders/0/5@8", b"orders/0/100@8"], "what is parked twice, and what comes again by itself"
+    assert list(made.stale()) == []
+    made.read(removed(3, 9, 8))
+    assert offsets(made) == [5]
+
+
 def test_what_was_parked_twice_counts_as_it_was_parked_last() -> None:
     made, _ = lot(parked(3, 0, 6), parked(3, 1, 5))
     (entry,) = made.keys

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Park, Record, Retry
-from aioshard.errors import StartError, TransportError
+from aioshard.errors import CommitRefusedError, StartError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
@@ -448,5 +448,56 @@ def test_a_parked_record_that_somebody_deleted_is_named() -> None:
             await asyncio.sleep(5.0)
             assert "is not in orders.parked/0" not in app.explain()
             await producer.close()
+
+    run(test())
+
+
+def old_life(broker: InMemoryBroker, *offsets: int) -> None:
+    """What was parked of partition 0 when the group had a far higher generation than it has now."""
+    broker.create_topic("orders", 1)
+    broker.create_topic(PARKED, 1)
+    for _ in range(3):
+        broker.publish("orders", b"", key=b"new", partition=0)
+    for offset in offsets:
+        record = Record("orders", 0, offset, b"old", b"", (), 0.0)
+        message = park(PARKED, record, Failure("parking", "handle", 2, "E", "", 0.0), generation=900, due=0.0)
+        broker.publish(PARKED, message.value, key=message.key, headers=message.headers, partition=0)
+
+
+def test_what_was_parked_before_the_group_began_anew_is_run_again() -> None:
+    """Brokers forget a group that was away for long, and its generations start again at 1."""
+
+    async def test() -> None:
+        broker, ledger = InMemoryBroker(partitions=1), Ledger()
+        old_life(broker, 0, 1)
+        broker.group("parking").commit_from_outside({TopicPartition("orders", 0): 2})
+        async with TestClient(ledger.app(), broker=broker):
+            await until(lambda: not parked_now(broker))
+        assert ledger.done == {b"old": [0, 1], b"new": [2]}
+
+    run(test())
+
+
+def test_it_is_left_alone_as_long_as_no_commit_shows_that_the_partition_is_ours() -> None:
+    """A process that was frozen reads it too, before it learns that the group has gone on without it."""
+
+    async def test() -> None:
+        broker, ledger = InMemoryBroker(partitions=1), Ledger()
+        old_life(broker, 0, 1)
+        broker.group("parking").commit_from_outside({TopicPartition("orders", 0): 2})
+        for _ in range(5):
+            broker.fail_next_commit(CommitRefusedError("the generation is over"))
+        app = ledger.app()
+
+        async def live() -> None:
+            async with TestClient(app, broker=broker):
+                await until(lambda: not parked_now(broker))
+
+        living = asyncio.create_task(live())
+        await until(lambda: app.statistics().commit_failures == 3, look_every=0.001)
+        assert ledger.runs == {}
+        assert len(parked_now(broker)) == 2
+        await living
+        assert ledger.done[b"old"] == [0, 1]
 
     run(test())

@@ -145,3 +145,26 @@ async def test_a_pattern_takes_in_a_topic_that_appears_from_its_start(
         await until(lambda: process.done.total() == 3 * RECORDS)
         assert {one.topic for one in app.assignment()} == {f"{topic}-a", f"{topic}-b"}
     assert process.done.total() == 3 * RECORDS
+
+
+@CLIENTS
+async def test_the_lag_of_a_paused_partition_grows(
+    kafka: SharedKafka, topic: str, group: str, client: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch tells the end of a log, and nothing is fetched of it."""
+    monkeypatch.setattr("aioshard.engine.log_ends._INTERVAL", 0.2)
+    await fill(kafka, topic, 1)
+    process = Process(kafka, group, **client)
+    process.app.consume(topic)(process.handle)
+    async with process.app as app:
+
+        def lag() -> int | None:
+            return app.statistics().partitions[0].lag
+
+        await until(lambda: lag() == 0)
+        app.pause(topic, 0)
+        for more in (1, 2):
+            await kafka.produce(topic, [(b"key", b"")] * RECORDS, 0)
+            await until(lambda more=more: lag() == more * RECORDS)  # type: ignore[misc]
+        app.resume(topic, 0)
+        await until(lambda: lag() == 0)

@@ -78,6 +78,9 @@ class Lot:
         self.failures: dict[Hashable, Failure] = {}
         """What the first record of each key failed with."""
         self._start = source.tracker.position
+        self._later: dict[Place, tuple[ParkedRecord, int]] = {}
+        """What was parked under a later generation than ours, and where it is stored."""
+        self._to_write: list[Message] = []
         self._doubtful: set[int] = set()
         """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
         self._requests: list[Coordinates] = []
@@ -115,6 +118,7 @@ class Lot:
             case ParkedRecord():
                 return self._parked(found, record.offset)
             case Removed():
+                self._later.pop(found.place, None)
                 entry = self.keys.get(found.coordinates.offset)
                 # What we have parked since comes later in the side topic than this.
                 same = entry is not None and entry.generation == found.place.generation
@@ -134,7 +138,9 @@ class Lot:
             known.stored_at = max(known.stored_at, stored_at)
             return None
         if generation > self.generation:
-            return None  # of somebody who has the partition after us
+            if not self.restored:
+                self._later[found.place] = (found, stored_at)
+            return None  # of somebody who has the partition after us, unless `believe` says otherwise
         if self.restored and generation == self.generation:
             self._doubtful.add(offset)
             return None
@@ -145,6 +151,8 @@ class Lot:
 
     def stale(self) -> Iterator[Message]:
         """What takes out records whose park was not acknowledged, but stored, and that have ended otherwise since."""
+        yield from self._to_write
+        self._to_write.clear()
         for offset in list(self._doubtful):
             if offset in self.writing or offset in self.source.tracker:
                 continue  # its end is not known yet
@@ -184,6 +192,31 @@ class Lot:
         for coordinates in self._requests:
             yield self._release(coordinates)
         self._requests.clear()
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether something was parked under a later generation than ours: the group has moved on, or began anew."""
+        return bool(self._later)
+
+    def believe(self) -> int:
+        """Our generation is the group's, which therefore began anew since (it was deleted, or has expired).
+
+        Returns:
+            How many records are taken in by that.
+        """
+        later, self._later = self._later, {}
+        done, taken_in = self.source.inherited, 0
+        for place, (found, stored_at) in later.items():
+            offset = place.coordinates.offset
+            comes_again = offset >= self._start and not holds(done, offset)
+            if comes_again or self.keys.get(offset) is not None:
+                self._to_write.append(tombstone(self.stored_in.topic, place))
+            else:
+                self.add(
+                    self.entry(found.original, place.generation, stored_at, found.due, found.replays), found.failure
+                )
+                taken_in += 1
+        return taken_in
 
     # What is parked -----------------------------------------------------------------
 

@@ -204,13 +204,16 @@ class Parking:
 
     # Partitions ---------------------------------------------------------------------
 
-    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> None:
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
         """Find out what of a partition is parked, before anything of it is handed out.
 
         Args:
             epoch: New, and closed.
             partitions: How many the topic has.
             generation: Of the group, in which the partition became ours.
+
+        Returns:
+            Whether some was parked under a later generation, and is left alone until `believe`.
 
         Raises:
             TransportError: That cannot be found out now.
@@ -227,6 +230,17 @@ class Parking:
         if lot.keys.keys:
             message = "%s: %d record(s) of %d key(s) are parked in %s"
             logger.info(message, epoch.topic_partition, len(lot.keys), lot.keys.keys, self.policy.topic)
+        return lot.in_doubt
+
+    def believe(self, epoch: Epoch) -> None:
+        """The brokers have taken a commit of ours since `restore`: nobody has the partition after us."""
+        lot = self._lots.get(epoch)
+        if lot is not None and lot.in_doubt:
+            message = (
+                "%s: %d record(s) in %s were parked under a later generation than that of group %r now, which began "
+                "anew since then (it was deleted, or its offsets have expired): they are ours too"
+            )
+            logger.warning(message, epoch.topic_partition, lot.believe(), self.policy.topic, self._group)
 
     def _watch(self) -> None:
         self._side.watch({lot.stored_in for lot in self._lots.values()})
