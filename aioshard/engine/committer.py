@@ -9,7 +9,7 @@ import anyio
 
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.notes import Due, Notes
-from aioshard.errors import AuthorizationError, MetadataRefusedError, TransportError
+from aioshard.errors import AuthorizationError, CommitError, MetadataRefusedError, TransportError
 from aioshard.ports import GroupHasMembersError, Membership, Transport
 
 __all__ = ["Committer"]
@@ -201,6 +201,11 @@ class Committer:
                     return False
                 self.notes.refused(longest)
                 request = {epoch: self.notes.due(epoch) for epoch in ours}
+            except asyncio.CancelledError:
+                if _is_told_to_end():
+                    raise
+                self._failed(CommitError("the Kafka client has cancelled it"))
+                return False
             except (TransportError, TimeoutError) as error:
                 self._failed(error)
                 return False
@@ -224,6 +229,12 @@ class Committer:
             self._give_up()
             if self.refused is not None:
                 self.refused(error)
+
+
+def _is_told_to_end() -> bool:
+    """Whether somebody has cancelled this task; a cancellation of something that it awaited must not end it."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _is_member(membership: Membership) -> bool:

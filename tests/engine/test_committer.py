@@ -30,7 +30,7 @@ class Client:
         self.member = MEMBER
         self.sent: list[tuple[float, dict[int, int], Membership]] = []
         self.commits: list[Mapping[TopicPartition, Committed]] = []
-        self.answers: list[Exception] = []
+        self.answers: list[BaseException] = []
         self.takes = 0.0
         self.under_way = 0
         self.most_under_way = 0
@@ -204,6 +204,19 @@ async def test_a_commit_that_is_not_answered_within_its_time_out_stays_due(desk:
     desk.client.takes = 0.0
     await asyncio.sleep(2.0)
     assert epoch.acknowledged == 1
+
+
+@with_desk
+async def test_a_commit_that_its_client_cancels_stays_due_and_ends_nothing(desk: Desk) -> None:
+    desk.client.answers = [asyncio.CancelledError()]
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+
+    await until(lambda: desk.committer.commits == 1)
+
+    assert epoch.acknowledged == 1
+    assert desk.committer.failures == 1
+    assert not desk.task.done()
 
 
 @with_desk
