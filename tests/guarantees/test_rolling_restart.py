@@ -5,15 +5,17 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from aioshard import Record
+from tests.guarantees.behaviour import Behaviour
 from tests.guarantees.checks import DEPLOYED
-from tests.guarantees.observations import Kind, Place
+from tests.guarantees.observations import Kind, Place, Seen
 from tests.guarantees.pauses import Pause, idle_workers, pauses
 from tests.guarantees.scenario import SHORT, Client, Scenario
 
@@ -88,8 +90,8 @@ async def test_each_of_three_members_is_replaced_and_what_stays_goes_on(
         await steady.verify(*DEPLOYED)
         await scenario.verify(*DEPLOYED)
         assert figures.replayed == 0
-        assert figures.idle.seconds <= membership.idle
-        assert figures.stayed.seconds <= membership.pause
+        assert figures.idle.seconds <= membership.idle + figures.late
+        assert figures.stayed.seconds <= membership.pause + figures.late
         if not membership.static:
             assert max(figures.drains) > SLOWEST / 2, "nothing had to be waited for: this shows nothing"
             assert figures.kept > 0, "nothing stayed where it was: this shows nothing"
@@ -110,6 +112,8 @@ class Figures:
     kept: int
     """How many partitions stayed in these, over all members."""
     replayed: int
+    late: float
+    """Seconds by which a run took longer than it slept, at most: so busy was the machine. Half a second counts."""
 
     def told(self) -> dict[str, object]:
         """For the report of the test."""
@@ -119,6 +123,7 @@ class Figures:
             "what moved paused": _told(self.moved),
             "drains": [round(seconds, 2) for seconds in self.drains],
             "kept": self.kept,
+            "late": round(self.late, 2),
         }
 
 
@@ -186,7 +191,20 @@ class Deploy:
             drains=sorted(report["drain_seconds"] for report in reports),
             kept=sum(report["kept"] for report in reports),
             replayed=sum(each["replayed"] for each in statistics),
+            late=min(max(overruns(observations.seen)), 0.5),
         )
+
+
+def overruns(seen: Iterable[Seen]) -> Iterator[float]:
+    """By how many seconds each run took longer than it slept."""
+    sleeping = Behaviour("", "", "", "", {}, spread=SLOWEST)
+    began: dict[Place, int] = {}
+    for one in seen:
+        if one.kind is Kind.STARTED:
+            began[one.place] = one.at
+        elif one.kind is Kind.FINISHED:
+            sleeps = sleeping.duration(Record("", *one.place, None, None, (), 0.0))
+            yield (one.at - began[one.place]) / 1e9 - sleeps
 
 
 @contextlib.asynccontextmanager
