@@ -14,7 +14,8 @@ may send it twice, and both have the same.
 that whoever lost the partition since cannot take out what its new owner has parked. The original's own key moves into
 the header `aioshard.key` (bytes; missing where there was none). A null value, which would delete, becomes an empty one
 with `aioshard.null` = `1`. `aioshard.due` says when the key is run again (seconds since the epoch), `aioshard.replays`
-how often it was. The tombstone of that key takes the record out. A request to release the key of a record has the key
+how often it was. The tombstone of that key takes the record out; with `aioshard.generation` it says which owner of the
+partition did, or that an operator did, without it. A request to release the key of a record has the key
 `release/topic/partition/offset` and the value `1`; its tombstone says that it was answered.
 """
 
@@ -67,6 +68,7 @@ REPLAYED = "aioshard.replayed"
 """Header of a record that was sent back to its topic: `topic/partition/offset` of its dead letter."""
 
 _RELEASE = "release"
+_GENERATION = "aioshard.generation"
 
 
 class Place(NamedTuple):
@@ -174,6 +176,8 @@ class Removed(NamedTuple):
     """A record is not parked any more: finished, or dropped."""
 
     place: Place
+    by: int | None = None
+    """Generation of the owner that took it out; None where an operator did."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -221,9 +225,16 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
     return Message(topic, record.value or b"", as_text(str(place)), headers, record.partition)
 
 
-def tombstone(topic: str, place: Place) -> Message:
-    """What takes a parked record out of the side topic."""
-    return Message(topic, None, as_text(str(place)), (), place.coordinates.partition)
+def tombstone(topic: str, place: Place, *, by: int | None = None) -> Message:
+    """What takes a parked record out of the side topic.
+
+    Args:
+        topic: The side topic.
+        place: Under which key it is stored.
+        by: Generation in which the partition belongs to who takes it out; None for an operator.
+    """
+    headers = () if by is None else ((_GENERATION, as_text(str(by))),)
+    return Message(topic, None, as_text(str(place)), headers, place.coordinates.partition)
 
 
 def release(topic: str, coordinates: Coordinates) -> Message:
@@ -244,7 +255,12 @@ def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | Rel
         return _request(record, named)
     if place.coordinates.partition != record.partition:
         return None
-    return Removed(place) if record.value is None else _parked(record, place)
+    return Removed(place, _taken_out_by(record)) if record.value is None else _parked(record, place)
+
+
+def _taken_out_by(record: Record) -> int | None:
+    text = (dict(record.headers).get(_GENERATION) or b"").decode("utf-8", "replace")
+    return int(text) if is_number(text) else None
 
 
 def _request(record: Record, named: str) -> ReleaseRequest | ReleaseEnded | None:

@@ -6,7 +6,7 @@ from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.failing.parked import Lot
 from aioshard.ports import FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.side_records import Coordinates, Failure, Place, park, read_parked, tombstone
+from aioshard.serde.side_records import Coordinates, Failure, Place, Removed, park, read_parked, tombstone
 
 ORDERS = TopicPartition("orders", 0)
 STORED_IN = TopicPartition("parked", 0)
@@ -60,8 +60,8 @@ def test_what_the_partition_delivers_again_is_not_parked_and_is_taken_out() -> N
     made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(5, 2, 6), start=4)
     assert offsets(made) == [3]
     assert [read_parked(stored(answer, 9)) for answer in answers] == [
-        read_parked(removed(4, 9, 5)),
-        read_parked(removed(5, 9, 6)),
+        Removed(Place(Coordinates("orders", 0, 4), 5), by=7),
+        Removed(Place(Coordinates("orders", 0, 5), 6), by=7),
     ]
 
 
@@ -70,6 +70,16 @@ def test_the_tombstone_of_another_generation_takes_nothing_out() -> None:
     made.read(removed(3, 2, 6))
     assert offsets(made) == [3]
     made.read(removed(3, 3, 5))
+    assert offsets(made) == []
+
+
+def test_what_a_later_owner_takes_out_stays_parked_here() -> None:
+    """Who has lost the partition and does not know it must not go on with the key: the owner runs the record first."""
+    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=8), 2))
+    assert offsets(made) == [3, 4]
+    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6), 3))
+    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 4), 5)), 4))
     assert offsets(made) == []
 
 

@@ -21,7 +21,7 @@ from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
 from aioshard.ports import Message, SideTopics, record_size
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.side_records import Failure, park, tombstone
+from aioshard.serde.side_records import Failure, park
 
 __all__ = ["Parking"]
 
@@ -193,7 +193,7 @@ class Parking:
     async def _remove(self, delivery: Delivery) -> Outcome:
         assert isinstance(delivery, Replay)  # noqa: S101 - decided so
         lot = delivery.lot
-        await self._publish(tombstone(self.policy.topic, lot.place(delivery.entry)))
+        await self._publish(lot.tombstone(lot.place(delivery.entry)))
         lot.remove(delivery.entry.offset)
         self._due.set()
         return Outcome.PROCESSED
