@@ -95,7 +95,7 @@ async def decoded_slowly(record: Record) -> Order:
         (on_a_record_by_name, {"decode": decoded}, Order(41)),
         (on_orders, {"decode": decoded, "batch": Batch()}, Order(41)),
     ],
-    ids=str,
+    ids=["record", "payload", "partial", "batch", "decoded", "decoded by name", "decoded batch"],
 )
 def test_what_a_handler_gets_is_chosen_when_it_is_registered(function: Any, options: Any, expected: object) -> None:
     handlers = Handlers()
