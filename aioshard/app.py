@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from aioshard.attempts import Outside
 from aioshard.checks import check_assign, check_linger
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
@@ -155,16 +156,14 @@ class App(Handlers, Controls):
         before = list(self._registrations)
         try:
             for registration in handlers:
-                self._add(registration)
+                self._add(dataclasses.replace(registration, around=(self._around, *registration.around)))
         except HandlerError:
             self._registrations = before
             raise
 
-    def _add(self, registration: Registration) -> None:
+    def _refuse_late(self, what: str) -> None:
         if self._engine is not None:
-            message = f"app {self.group_id!r} runs: handler {registration.name!r} came too late, register it before"
-            raise StateError(message)
-        super()._add(registration)
+            raise StateError(f"app {self.group_id!r} runs: {what} came too late, register it before")
 
     # Running --------------------------------------------------------------------------
 
@@ -324,7 +323,7 @@ class App(Handlers, Controls):
             self._exit.push_async_callback(producer.close)
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
-            specs = [handler.spec(lambda: self._state, producer.publish, replay=replay) for handler in self]
+            specs = [handler.spec(Outside(lambda: self._state, producer.publish, replay)) for handler in self]
             self._engine = Engine(
                 specs if adapt is None else [adapt(spec) for spec in specs],
                 self._options(),

@@ -25,6 +25,7 @@ __all__ = [
     "check_decode",
     "check_failing",
     "check_linger",
+    "check_middleware",
     "check_pace",
     "check_signature",
     "check_source",
@@ -199,6 +200,19 @@ def check_decode(decode: object, batch: object) -> None:
             "decode=… is an async function and batch=… was given: the records of a batch are decoded in one go, so "
             "give a plain function, or take list[Record] and decode in the handler"
         )
+
+
+def check_middleware(around: object) -> None:
+    """Refuse what cannot run around a handler."""
+    name = getattr(around, "__name__", repr(around))
+    if not callable(around) or not is_async(around):
+        raise HandlerError(f"middleware {name!r} was refused: expected an 'async def' of (record, context, call_next)")
+    try:
+        inspect.signature(around).bind(None, None, None)
+    except TypeError as error:
+        raise HandlerError(
+            f"middleware {name!r} was refused ({error}): expected an 'async def' of (record, context, call_next)"
+        ) from None
 
 
 class Signature(NamedTuple):

@@ -1,21 +1,20 @@
 """The decorator: handlers and their options, checked when they are applied."""
 
-import asyncio
-import contextlib
 import dataclasses
 import functools
-import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from aioshard.attempts import Attempts, Middleware, Outside
 from aioshard.checks import (
     check_batch,
     check_decode,
     check_failing,
+    check_middleware,
     check_pace,
     check_signature,
     check_source,
@@ -30,11 +29,7 @@ from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
-from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.recourse import Publish
 from aioshard.engine.handler import Batched, HandlerSpec
-from aioshard.engine.insight.stack import ThreadRun
 from aioshard.errors import HandlerError
 from aioshard.records import Record, is_subscribed
 from aioshard.serde.payloads import Payload, decoded_by, payload_of
@@ -42,6 +37,7 @@ from aioshard.serde.payloads import Payload, decoded_by, payload_of
 __all__ = ["BatchContext", "Context", "Handlers", "Registration"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=Middleware)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,25 +63,26 @@ class Registration:
     is_async: bool
     payload: Payload | None
     """What becomes of a record before the handler gets it; None where it takes the record itself."""
+    decode: Callable[[Record], object] | None
+    """What makes it, where a function of the user's does."""
+    around: tuple[Sequence[Middleware], ...]
+    """The middleware of the app, and of the set of handlers that it is from; those may grow until the app starts."""
 
     def takes(self, topic: str) -> bool:
         """Whether the records of *topic* are this handler's."""
         return is_subscribed(topic, self.topics, self.pattern)
 
-    def spec(self, state: Callable[[], Any], publish: Publish, *, replay: bool = False) -> HandlerSpec:
-        """The handler as the engine runs it.
-
-        Args:
-            state: Gives what the app's `resources` yielded.
-            publish: Publishes what handlers send.
-            replay: What `Context.replay` says.
-        """
+    def spec(self, outside: Outside) -> HandlerSpec:
+        """The handler as the engine runs it."""
         one_topic = len(self.topics) == 1 and self.pattern is None
         threads = None if self.is_async else anyio.CapacityLimiter(self.concurrency)
+        around = [layer for level in self.around for layer in level]
+        attempts = Attempts(
+            self.function, self.takes_context, self.payload, self.timeout, threads, around=around, outside=outside
+        )
         batched = None
         if self.batch is not None:
-            read = None if self.payload is None else self.payload.read
-            batched = Batched(self.batch, self._invoke_batch(state, publish, threads, replay=replay), read)
+            batched = Batched(self.batch, attempts.for_batch(), attempts.read_ahead)
         return HandlerSpec(
             name=self.name,
             topics=self.topics,
@@ -98,124 +95,17 @@ class Registration:
             timeout=self.timeout,
             retry=self.retry,
             on_failure=self.on_failure,
-            call=self.function if self._takes_the_record_alone else None,
-            invoke=self._invoke(state, publish, threads, replay=replay) if self.batch is None else None,
+            call=self.function if batched is None and attempts.is_plain else None,
+            invoke=attempts.for_record() if batched is None else None,
             batched=batched,
             resized=None if threads is None else functools.partial(_resize, threads),
             rate_limit=self.rate_limit,
             key_rate_limit=self.key_rate_limit,
         )
 
-    @property
-    def _takes_the_record_alone(self) -> bool:
-        return self.is_async and not self.takes_context and self.batch is None and self.payload is None
-
-    def _invoke(
-        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None, *, replay: bool
-    ) -> Callable[[Delivery], Awaitable[object]]:
-        function, timeout, takes_context = self.function, self.timeout, self.takes_context
-
-        def others(delivery: Delivery) -> tuple[Context, ...]:
-            if not takes_context:
-                return ()
-            record, attempt = delivery.record, delivery.failures + 1
-            deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-            return (Context(record, attempt, deadline, delivery.epoch.revoked, replay, state(), publish),)
-
-        def call(delivery: Delivery, given: object) -> Awaitable[object]:
-            if threads is None:
-                called: Awaitable[object] = function(given, *others(delivery))
-                return called
-            return _run_in_thread(functools.partial(function, given, *others(delivery)), threads)
-
-        if self.payload is None:
-            return lambda delivery: call(delivery, delivery.record)
-        read = self.payload.read
-        if self.payload.is_async:
-
-            async def decoded(delivery: Delivery) -> object:
-                return await call(delivery, await read(delivery.record))
-
-            return decoded
-        if threads is None:
-            return lambda delivery: function(read(delivery.record), *others(delivery))
-
-        def decoded_there(delivery: Delivery) -> Awaitable[object]:
-            rest = others(delivery)
-            return _run_in_thread(lambda: function(read(delivery.record), *rest), threads)
-
-        return decoded_there
-
-    def _invoke_batch(
-        self, state: Callable[[], Any], publish: Publish, threads: anyio.CapacityLimiter | None, *, replay: bool
-    ) -> Callable[[DeliveryBatch], Awaitable[object]]:
-        function, timeout = self.function, self.timeout
-        read = None if self.payload is None else self.payload.read
-
-        def arguments(batch: DeliveryBatch) -> tuple[Any, ...]:
-            given: Sequence[object] | None = batch.payloads
-            if given is None:
-                records = [delivery.record for delivery in batch.deliveries]
-                given = records if read is None else [read(record) for record in records]
-            if not self.takes_context:
-                return (given,)
-            deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-            attempt = batch.deliveries[0].failures + 1
-            return (given, BatchContext(attempt, deadline, batch.revoked, replay, state(), publish))
-
-        if threads is None:
-            return lambda batch: function(*arguments(batch))
-        return lambda batch: _run_in_thread(functools.partial(function, *arguments(batch)), threads)
-
 
 def _resize(threads: anyio.CapacityLimiter, concurrency: int) -> None:
     threads.total_tokens = concurrency
-
-
-async def _run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> object:
-    """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4)."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    # Who comes first, the thread or a cancellation, decides whether the function runs: `setdefault` is atomic.
-    first: dict[str, str] = {}
-    thread = ThreadRun()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def work() -> object:
-        result = None
-        if first.setdefault("came", "thread") == "thread":
-            thread.begins()
-            try:
-                result = call()
-                _refuse_awaitable(result)
-            finally:
-                thread.ends()
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                    loop.call_soon_threadsafe(end)
-        return result
-
-    try:
-        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
-    except asyncio.CancelledError:
-        if first.setdefault("came", "cancellation") == "thread":
-            # The thread cannot be stopped. Its shard key stays occupied until it ends, so this run does too.
-            await asyncio.wait([ended])
-        raise
-
-
-def _refuse_awaitable(result: object) -> None:
-    """Fail the attempt when a plain function only made a coroutine: nothing of it has run."""
-    if inspect.isawaitable(result):
-        if inspect.iscoroutine(result):
-            result.close()
-        message = (
-            f"the handler is a plain function and returned {type(result).__name__}, which nobody awaits: declare it, "
-            "and every function that wraps it, with 'async def'"
-        )
-        raise HandlerError(message)
 
 
 class Handlers:
@@ -231,6 +121,7 @@ class Handlers:
 
     def __init__(self) -> None:
         self._registrations: list[Registration] = []
+        self._around: list[Middleware] = []
 
     def __iter__(self) -> Iterator[Registration]:
         return iter(self._registrations)
@@ -323,13 +214,45 @@ class Handlers:
                 takes_context=signature.takes_context,
                 is_async=is_async(function),
                 payload=payload,
+                decode=decode,
+                around=(self._around,),
             )
             self._add(registration)
             return function
 
         return register
 
+    def middleware(self, around: M) -> M:
+        """Register the decorated function to run around every attempt of every handler of this set.
+
+        It takes the record (with batches the list of records), the context, and `call_next(record, context)`, which
+        runs the handler and may be given another record or context. What it raises is the attempt's failure; an attempt
+        whose exception it keeps to itself has succeeded. What was registered first is outermost, and that of an app is
+        around that of the sets which it includes. Let `CancelledError` pass.
+
+        Raises:
+            HandlerError: It is no async function of three parameters.
+
+        Example:
+            >>> handlers = Handlers()
+            >>> @handlers.middleware
+            ... async def timed(record: Record, context: Context, call_next: Call) -> object:
+            ...     began = asyncio.get_running_loop().time()
+            ...     try:
+            ...         return await call_next(record, context)
+            ...     finally:
+            ...         print(record.topic, asyncio.get_running_loop().time() - began)
+        """
+        check_middleware(around)
+        self._refuse_late(f"middleware {getattr(around, '__name__', around)!r}")
+        self._around.append(around)
+        return around
+
+    def _refuse_late(self, what: str) -> None:
+        """Raise where nothing more can be registered: in an app that runs."""
+
     def _add(self, registration: Registration) -> None:
+        self._refuse_late(f"handler {registration.name!r}")
         for other in self._registrations:
             _check_overlap(other, registration)
             _check_parking(other, registration)

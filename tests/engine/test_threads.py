@@ -8,7 +8,7 @@ import anyio.to_thread
 import pytest
 
 from aioshard import App, Context, Record, Retry
-from aioshard.handlers import _run_in_thread
+from aioshard.attempts import run_in_thread
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 
 
@@ -130,7 +130,7 @@ async def test_a_run_that_is_cancelled_before_its_thread_began_ends_at_once(monk
             asyncio.get_running_loop().call_soon(work)  # a thread is free, too late
 
     monkeypatch.setattr(anyio.to_thread, "run_sync", all_threads_are_busy)
-    run = asyncio.create_task(_run_in_thread(lambda: ran.append(True), anyio.CapacityLimiter(1)), name="run")
+    run = asyncio.create_task(run_in_thread(lambda: ran.append(True), anyio.CapacityLimiter(1)), name="run")
     await asyncio.sleep(0)
     run.cancel()
     await asyncio.wait([run], timeout=5.0)

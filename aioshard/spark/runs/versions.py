@@ -19,7 +19,7 @@ __all__ = ["app_version", "on_failure_text", "versions_of"]
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _OPTIONS = (
     *("name", "topics", "pattern", "shard_by", "shards", "concurrency", "adaptive", "retry", "timeout", "on_failure"),
-    *("batch", "rate_limit", "key_rate_limit", "takes_context", "is_async"),
+    *("batch", "rate_limit", "key_rate_limit", "takes_context", "is_async", "decode", "around"),
 )
 
 

@@ -1,0 +1,211 @@
+"""What runs around every attempt: in order, with what it changes, and with whatever it raises."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from aioshard import App, Batch, BatchContext, Context, DeadLetter, Handlers, Record, Retry
+from aioshard.errors import HandlerError, StateError
+from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.engine.running import until
+
+Next = Callable[[Any, Any], Awaitable[object]]
+
+
+@dataclasses.dataclass
+class Order:
+    number: int
+
+
+class World:
+    """An app on one partition, and what happened in it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.broker = InMemoryBroker(partitions=1)
+        self.app = App("group", commit_interval=0.1, **settings)
+        self.seen: list[object] = []
+
+    def noting(self, name: str) -> Callable[[Any, Any, Next], Awaitable[object]]:
+        async def around(record: Any, context: Any, call_next: Next) -> object:
+            self.seen.append(f"{name} in")
+            try:
+                return await call_next(record, context)
+            finally:
+                self.seen.append(f"{name} out")
+
+        return around
+
+    def consume(self, *values: object) -> None:
+        async def test() -> None:
+            async with TestClient(self.app, broker=self.broker) as client:
+                for value in values:
+                    await client.publish("orders", value, key="k", partition=0)
+                await client.settle(60.0)
+
+        run(test())
+
+
+def test_that_of_the_app_is_outside_and_what_came_first_is_outermost() -> None:
+    world = World()
+    handlers = Handlers()
+    handlers.middleware(world.noting("of the set"))
+
+    @handlers.consume("orders")
+    async def handle(record: Record) -> None:
+        world.seen.append(record.offset)
+
+    world.app.middleware(world.noting("first"))
+    world.app.include(handlers)
+    world.app.middleware(world.noting("second"))
+
+    world.consume("one")
+
+    assert world.seen == [
+        "first in",
+        "second in",
+        "of the set in",
+        0,
+        "of the set out",
+        "second out",
+        "first out",
+    ]
+
+
+def test_handlers_of_the_app_itself_have_its_middleware_once() -> None:
+    world = World()
+
+    @world.app.consume("orders")
+    async def handle(record: Record, context: Context) -> None:
+        world.seen.append((record.offset, context.attempt))
+
+    world.app.middleware(world.noting("it"))
+
+    world.consume("one")
+
+    assert world.seen == ["it in", (0, 1), "it out"]
+
+
+def test_the_handler_gets_the_record_and_the_context_that_it_passes_on() -> None:
+    world = World()
+
+    @world.app.middleware
+    async def change(record: Record, context: Context, call_next: Next) -> object:
+        number = int(record.value or b"")
+        return await call_next(
+            record._replace(value=b'{"number": %d}' % (2 * number)), dataclasses.replace(context, state="s")
+        )
+
+    @world.app.consume("orders")
+    async def handle(order: Order, context: Context) -> None:
+        world.seen.append((order.number, context.state, context.record.value))
+
+    world.consume("7", "8")
+
+    assert world.seen == [(14, "s", b"7"), (16, "s", b"8")]
+
+
+def test_what_it_raises_fails_the_attempt_and_what_it_keeps_to_itself_does_not() -> None:
+    world = World()
+
+    @world.app.middleware
+    async def guard(record: Record, context: Context, call_next: Next) -> object:
+        if record.value == b"refused":
+            raise PermissionError("not today")
+        try:
+            return await call_next(record, context)
+        except LookupError:
+            return None
+
+    @world.app.consume("orders", retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter("orders.dlt"))
+    async def handle(record: Record, context: Context) -> None:
+        world.seen.append((record.value, context.attempt))
+        if record.value == b"unknown":
+            raise LookupError
+
+    world.consume("refused", "unknown", "fine")
+
+    assert world.seen == [(b"unknown", 1), (b"fine", 1)]
+    (letter,) = world.broker.records("orders.dlt")
+    assert letter.value == b"refused"
+    assert dict(letter.headers)["aioshard.attempts"] == b"2"
+
+
+def test_a_time_out_goes_through_it() -> None:
+    world = World()
+
+    @world.app.middleware
+    async def around(record: Record, context: Context, call_next: Next) -> object:
+        try:
+            return await call_next(record, context)
+        except asyncio.CancelledError:
+            world.seen.append("cancelled")
+            raise
+
+    @world.app.consume("orders", timeout=1.0, retry=Retry(attempts=1), on_failure="skip")
+    async def handle(_: Record) -> None:
+        await asyncio.sleep(3600)
+
+    world.consume("one")
+
+    assert world.seen == ["cancelled"]
+
+
+def test_it_runs_around_a_batch_and_may_change_its_records_before_they_are_decoded() -> None:
+    world = World()
+
+    @world.app.middleware
+    async def around(records: list[Record], context: BatchContext, call_next: Next) -> object:
+        world.seen.append(len(records))
+        return await call_next([one._replace(value=b'{"number": 1}') for one in records], context)
+
+    @world.app.consume("orders", batch=Batch(max_records=10, linger=0.1))
+    async def handle(orders: list[Order]) -> None:
+        world.seen.append(orders)
+
+    world.consume("a", "b", "c")
+
+    assert world.seen == [3, [Order(1)] * 3]
+
+
+async def test_it_runs_on_the_loop_around_a_plain_function_in_its_thread() -> None:
+    world = World()
+    world.app.middleware(world.noting("it"))
+
+    @world.app.consume("orders")
+    def handle(order: Order, context: Context) -> None:
+        world.seen.append((order.number, context.attempt))
+
+    async with TestClient(world.app, broker=world.broker) as client:
+        await client.publish("orders", {"number": 3}, partition=0)
+        await until(lambda: len(world.seen) == 3, 10.0, look_every=0.01)
+
+    assert world.seen == ["it in", (3, 1), "it out"]
+
+
+def plain(record: Record, context: Context, call_next: Next) -> None: ...
+
+
+async def of_two(record: Record, context: Context) -> None: ...
+
+
+@pytest.mark.parametrize("around", [plain, of_two, "text"], ids=["plain", "of two", "text"])
+def test_what_cannot_run_around_a_handler_is_refused(around: Any) -> None:
+    with pytest.raises(HandlerError, match=r"was refused.*expected an 'async def' of \(record, context, call_next\)"):
+        App("group").middleware(around)
+
+
+def test_it_comes_too_late_when_the_app_runs() -> None:
+    async def test() -> None:
+        world = World()
+        world.app.consume("orders")(of_one)
+        async with TestClient(world.app, broker=world.broker):
+            with pytest.raises(StateError, match="middleware 'around' came too late"):
+                world.app.middleware(world.noting("it"))
+
+    run(test())
+
+
+async def of_one(record: Record) -> None: ...
