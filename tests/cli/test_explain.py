@@ -261,6 +261,20 @@ async def test_a_ready_app_is_healthy(aioshard: Aioshard, url: str) -> None:
     ]
 
 
+async def test_strictly_an_app_at_which_somebody_should_look_is_not_healthy(
+    aioshard: Aioshard, app: FakeApp, url: str
+) -> None:
+    for which in ((), ("--live",)):
+        ended = await aioshard("health", url, "--strict", *which)
+        assert ended.code == 3
+        assert "look at: orders/1: paused by the application" in ended.output
+    assert json.loads((await aioshard("health", url, "--strict", "--json")).output)["healthy"] is False
+
+    app.diagnosis = dataclasses.replace(DIAGNOSIS, findings=(), partitions=())
+    app.current = dataclasses.replace(STATISTICS, trouble=None, handlers=(), partitions=())
+    assert await aioshard("health", url, "--strict") == (0, "ready (the app is running)\n", "")
+
+
 async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app: FakeApp, url: str) -> None:
     app.current = dataclasses.replace(STATISTICS, state="draining", trouble=None, partitions=())
     app.diagnosis = Diagnosis("draining", (), (), ())
