@@ -41,6 +41,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "run": LazyCommand("aioshard.cli.run", "Run an app until a signal ends it."),
     "check": LazyCommand("aioshard.cli.check", "Check an app without a broker."),
+    "asyncapi": LazyCommand("aioshard.cli.asyncapi", "Print what an app reads and writes as an AsyncAPI document."),
     "broker": LazyCommand("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
     "publish": LazyCommand("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
     "demo": LazyCommand("aioshard.cli.demo", "Process a year of flights and check every figure."),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from aioshard.errors import DecodeError, HandlerError
 from aioshard.records import Record
 
-__all__ = ["Payload", "decoded_by", "payload_of", "shown"]
+__all__ = ["Payload", "decoded_by", "payload_of", "read_by_msgspec", "shown"]
 
 _OUTSIDE = (DecodeError, OSError)
 """Raised on as they are: what a decoder says itself, and that something which it asks (a schema registry) does not
@@ -105,8 +105,13 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
     elif wanted == {str}:
         convert = functools.partial(str, encoding="utf-8")
     else:
-        convert = _from_json(annotation, wanted, owner)
+        convert = _from_json(annotation, owner)
     return Payload(_reader(convert, shown(annotation), takes_none=takes_none), is_async=False, type=annotation)
+
+
+def read_by_msgspec(annotation: Any) -> bool:
+    """Whether a value is read by msgspec to become this: it is a struct of it, or may be one."""
+    return any(hasattr(one, "__struct_fields__") for one in _alternatives(annotation))
 
 
 def shown(annotation: Any) -> str:
@@ -162,8 +167,8 @@ def _said(error: ValueError) -> str:
     return f"{first}; and {len(found) - 3} more" if len(found) > 3 else first  # noqa: PLR2004 - three are enough
 
 
-def _from_json(annotation: Any, wanted: set[Any], owner: str) -> Callable[[bytes], Any]:
-    if any(hasattr(one, "__struct_fields__") for one in wanted):
+def _from_json(annotation: Any, owner: str) -> Callable[[bytes], Any]:
+    if read_by_msgspec(annotation):
         import msgspec  # noqa: PLC0415 - a struct is there, so it is
 
         try:
