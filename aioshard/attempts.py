@@ -19,7 +19,7 @@ from aioshard.errors import HandlerError
 from aioshard.records import Record
 from aioshard.serde.payloads import Payload
 
-__all__ = ["Attempts", "Call", "Middleware", "Outside"]
+__all__ = ["Attempts", "Call", "Middleware", "Outside", "run_in_thread"]
 
 Call = Callable[[Any, Any], Awaitable[object]]
 """Runs the handler for a record, or a list of them, in a context."""

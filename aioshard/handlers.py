@@ -236,12 +236,11 @@ class Handlers:
         Example:
             >>> handlers = Handlers()
             >>> @handlers.middleware
-            ... async def timed(record: Record, context: Context, call_next: Call) -> object:
-            ...     began = asyncio.get_running_loop().time()
+            ... async def named(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
             ...     try:
             ...         return await call_next(record, context)
             ...     finally:
-            ...         print(record.topic, asyncio.get_running_loop().time() - began)
+            ...         print("was run:", context.idempotency_key)
         """
         check_middleware(around)
         self._refuse_late(f"middleware {getattr(around, '__name__', around)!r}")
