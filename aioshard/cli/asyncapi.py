@@ -9,9 +9,8 @@ import click
 
 from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.loading import load_app
+from aioshard.cli.loading import load_app_with_handlers
 from aioshard.core.recourse import DeadLetter
-from aioshard.errors import HandlerError
 from aioshard.handlers import Registration
 from aioshard.serde.payloads import read_by_msgspec
 
@@ -33,9 +32,7 @@ def command(target: str, *, app_dir: str, title: str | None, api_version: str) -
 
     AsyncAPI 3.0 in JSON: a channel for each topic, a receive operation for each handler, and the schema of its payload.
     """
-    app = load_app(target, app_dir)
-    if not app.handlers:
-        raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
+    app = load_app_with_handlers(target, app_dir)
     click.echo(json.dumps(document(app, title or app.group_id, api_version), indent=2))
 
 

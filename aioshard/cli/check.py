@@ -11,12 +11,12 @@ import click
 
 from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.loading import load_app, surprises
+from aioshard.cli.loading import load_app_with_handlers, surprises
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
-from aioshard.errors import AioshardError, HandlerError, MissingExtraError
+from aioshard.errors import AioshardError, MissingExtraError
 from aioshard.handlers import Registration
 from aioshard.settings import Settings
 
@@ -33,9 +33,7 @@ def command(target: str, *, app_dir: str, as_json: bool) -> None:
     Shows its handlers, its settings and what may surprise; exits with 2 when it would not start.
     """
     try:
-        app = load_app(target, app_dir)
-        if not app.handlers:
-            raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
+        app = load_app_with_handlers(target, app_dir)
         app.check()
         if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
             raise MissingExtraError("the journal", "journal")

@@ -12,11 +12,11 @@ from typing import IO
 import click
 
 from aioshard.app import App
-from aioshard.errors import AioshardError
+from aioshard.errors import AioshardError, HandlerError
 from aioshard.handlers import Handlers
 from aioshard.settings import misspelled_variables, timeout_warnings
 
-__all__ = ["AppImportError", "AppTargetError", "load_app", "surprises"]
+__all__ = ["AppImportError", "AppTargetError", "load_app", "load_app_with_handlers", "surprises"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -36,6 +36,18 @@ class AppImportError(click.ClickException):
         """Print the traceback and the sentence to standard error."""
         click.echo(self._traceback, file=file, err=True)
         super().show(file)
+
+
+def load_app_with_handlers(target: str, directory: str = ".") -> App:
+    """As `load_app`.
+
+    Raises:
+        HandlerError: The app has none; also what `load_app` raises.
+    """
+    app = load_app(target, directory)
+    if not app.handlers:
+        raise HandlerError(f"app {target!r} has no handlers: decorate a function with @app.consume('topic')")
+    return app
 
 
 def load_app(target: str, directory: str = ".") -> App:

@@ -19,8 +19,9 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.connecting import advertised_by, connected
 from aioshard.kafka.options import client_options
-from aioshard.kafka.translate import reason, request_error
+from aioshard.kafka.translate import raise_for, reason, request_error
 from aioshard.ports import Committed
+from aioshard.records import TopicPartition
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -121,7 +122,7 @@ class Administration:
             resource = (ConfigResourceType.TOPIC, topic, sorted(names))
             answer = await self._client.send(node, DescribeConfigsRequest([resource]))
             ((code, _, _, _, entries),) = answer.resources
-            _raise_for(code)
+            raise_for(code)
             return {name: value for name, value, *_ in entries}
 
         denied = f"see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS on it"
@@ -132,7 +133,7 @@ class Administration:
         request = DeleteRecordsRequest([(topic, [(partition, offset)])], round(_PATIENCE * 1000))
         answer = await self._client.send(leader, request)
         ((_, ((_, start, code, *_),), *_),) = answer.topics
-        _raise_for(code)
+        raise_for(code)
         return int(start)
 
     async def _leaders(self, topic: str) -> dict[int, int]:
@@ -159,20 +160,23 @@ class Administration:
             AuthorizationError: We may not read with the group.
             TransportError: They were not told.
         """
+        asked = [(topic, sorted(partitions))]
+        ask = functools.partial(self._stored, group_id, asked)
+        found = await self._patiently(ask, f"tell the committed offsets of {topic}", group_id)
+        return {one.partition: stored for one, stored in found.items()}
 
-        async def fetch() -> dict[int, Committed]:
-            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-            answer = await self._client.send(node, OffsetFetchRequest(group_id, [(topic, sorted(partitions))]))
-            _raise_for(getattr(answer, "error_code", 0))
-            found = {}
-            for _, stored in answer.topics:
-                for partition, offset, metadata, code in stored:
-                    _raise_for(code)
-                    if offset >= 0:
-                        found[partition] = Committed(offset, metadata or "")
-            return found
-
-        return await self._patiently(fetch, f"tell the committed offsets of {topic}", group_id)
+    async def _stored(self, group_id: str, asked: Any) -> dict[TopicPartition, Committed]:
+        """What a group has committed of what is *asked*, in the request's form; None is everything. Asked once."""
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        answer = await self._client.send(node, OffsetFetchRequest(group_id, asked))
+        raise_for(getattr(answer, "error_code", 0))
+        found = {}
+        for topic, stored in answer.topics:
+            for partition, offset, metadata, code in stored:
+                raise_for(code)
+                if offset >= 0:
+                    found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+        return found
 
     async def commit(self, group_id: str, topic: str, offsets: Mapping[int, Committed], *, retention: float) -> None:
         """Commit for a group that nobody is a member of.
@@ -195,7 +199,7 @@ class Administration:
             answer = await self._client.send(node, request)
             for _, partitions in answer.topics:
                 for _, code in partitions:
-                    _raise_for(code)
+                    raise_for(code)
 
         await self._patiently(send, f"store the offsets of {topic}", group_id)
 
@@ -222,11 +226,6 @@ class Administration:
                 if not getattr(error, "retriable", False) or loop.time() + _PAUSE > give_up:
                     raise _translated(error, what, group_id, denied) from error
             await asyncio.sleep(_PAUSE)
-
-
-def _raise_for(code: int) -> None:
-    if code:
-        raise kafka.for_code(code)
 
 
 async def _begin(client: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from aiokafka import errors as kafka
 from aiokafka.client import CoordinationType
-from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 
@@ -190,19 +190,6 @@ class HistoryBrokers(Administration):
         """
         ask = functools.partial(self._stored, group_id, None)
         return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
-
-    async def _stored(self, group_id: str, asked: Any) -> dict[TopicPartition, Committed]:
-        """What a group has committed of what is *asked*, in the request's form; None is everything. Asked once."""
-        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-        answer = await self._client.send(node, OffsetFetchRequest(group_id, asked))
-        raise_for(getattr(answer, "error_code", 0))
-        found = {}
-        for topic, stored in answer.topics:
-            for partition, offset, metadata, code in stored:
-                raise_for(code)
-                if offset >= 0:
-                    found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
-        return found
 
     async def describe_group(self, group_id: str) -> GroupDescription:
         """What the brokers say of the group's members; for sentences, not for decisions.

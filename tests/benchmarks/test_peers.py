@@ -5,7 +5,6 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from rich.console import Console
@@ -17,7 +16,7 @@ from aioshard.settings import Settings
 from benchmarks.peers import PEERS, ParallelConsumerUnavailableError, find_peers
 from benchmarks.spec import Measurement, Spec, Work
 from benchmarks.stage import ContestantFailedError, Stage, Topic
-from tests.support.provision import in_ci
+from tests.support.provision import skip_or_fail
 from tests.support.shared_kafka import SharedKafka
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # jars may be fetched
@@ -35,13 +34,7 @@ def classes() -> Path:
     try:
         return find_peers()
     except ParallelConsumerUnavailableError as missing:
-        skip_or_fail(str(missing))
-
-
-def skip_or_fail(missing: str) -> NoReturn:
-    if in_ci():
-        pytest.fail(f"no Parallel Consumer, which CI must have: {missing}", pytrace=False)
-    pytest.skip(f"no Parallel Consumer: {missing}")
+        skip_or_fail("Parallel Consumer", str(missing))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -16,7 +15,7 @@ from aioshard import spark as history
 from tests.spark.apps import produce_at, write_app
 from tests.support.connector_jars import ConnectorUnavailableError, connector_jars
 from tests.support.kafka_libs import PROJECT
-from tests.support.provision import in_ci
+from tests.support.provision import skip_or_fail
 from tests.support.shared_kafka import SharedKafka
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a session of its own starts, and jars may be fetched
@@ -34,17 +33,11 @@ FIRST = 1_700_000_000
 def jars() -> str:
     """The connector's jars, as Spark takes them."""
     if shutil.which("java") is None:
-        skip_or_fail("no `java` on PATH, needed for Spark")
+        skip_or_fail("Spark with its Kafka connector", "no `java` on PATH, needed for Spark")
     try:
         return ",".join(map(str, connector_jars()))
     except ConnectorUnavailableError as missing:
-        skip_or_fail(str(missing))
-
-
-def skip_or_fail(missing: str) -> NoReturn:
-    if in_ci():
-        pytest.fail(f"no Spark with its Kafka connector, which CI must have: {missing}", pytrace=False)
-    pytest.skip(f"no Spark: {missing}")
+        skip_or_fail("Spark with its Kafka connector", str(missing))
 
 
 async def test_both_give_the_same_rows_for_offsets_and_for_times(

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-__all__ = ["in_ci", "or_installed", "provide"]
+import pytest
+
+__all__ = ["in_ci", "or_installed", "provide", "skip_or_fail"]
 
 INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends"]
 UPDATE = ["apt-get", "update", "--quiet=2"]
@@ -60,3 +62,10 @@ def _install(packages: Sequence[str], unavailable: type[RuntimeError]) -> None:
             return
         said = done.stdout + done.stderr
     raise unavailable(f"`{' '.join(install)}` failed:\n{said}")
+
+
+def skip_or_fail(what: str, missing: str) -> NoReturn:
+    """Skip what needs something that is not here; in CI, which must have it, fail."""
+    if in_ci():
+        pytest.fail(f"no {what}, which CI must have: {missing}", pytrace=False)
+    pytest.skip(f"no {what}: {missing}")
