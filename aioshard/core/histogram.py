@@ -1,0 +1,65 @@
+"""A histogram that is cheap to add to, and its frozen counts."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["DURATION_BOUNDS", "Histogram", "HistogramCounts"]
+
+DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+"""Upper bounds in seconds that OpenTelemetry's messaging conventions advise for durations."""
+
+
+class HistogramCounts(NamedTuple):
+    """What a histogram held at one moment."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds of the buckets but the last, which has none; a value at a bound is below it."""
+    counts: tuple[int, ...]
+    """Values in each bucket, one more than there are bounds; not cumulative."""
+    total: float
+    """Sum of the values."""
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts of values in buckets.
+
+    Invariants:
+        * Nothing is ever taken out: what `counts` gives never falls.
+
+    Example:
+        >>> histogram = Histogram((0.1, 1.0))
+        >>> histogram.add(0.05, weight=3)
+        >>> histogram.add(2.0)
+        >>> histogram.counts()
+        HistogramCounts(bounds=(0.1, 1.0), counts=(3, 0, 1), total=2.15)
+    """
+
+    def __init__(self, bounds: Sequence[float] = DURATION_BOUNDS) -> None:
+        """Make an empty one.
+
+        Args:
+            bounds: Upper bounds of the buckets, ascending.
+        """
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float, weight: int = 1) -> None:
+        """Count a value.
+
+        Args:
+            value: In the unit of the bounds.
+            weight: How many of the same it stands for.
+        """
+        self._counts[bisect_left(self._bounds, value)] += weight
+        self._total += value * weight
+
+    def counts(self) -> HistogramCounts:
+        """What it holds now. Safe from any thread."""
+        return HistogramCounts(self._bounds, tuple(self._counts), self._total)
