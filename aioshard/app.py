@@ -1,50 +1,24 @@
 """The app: handlers and settings and a client become a running engine."""
 
-import asyncio
-import contextlib
 import dataclasses
-import logging
-import os
-import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from aioshard.attempts import Outside
 from aioshard.checks import check_assign, check_linger
-from aioshard.clients import kafka_clients, with_producer_or_none
-from aioshard.controls import Controls
-from aioshard.engine.catching_up import caught_up
-from aioshard.engine.epoch import Epoch
-from aioshard.engine.handler import Adapt
-from aioshard.engine.insight.snapshot import explain_partition, statistics
-from aioshard.engine.observed import Observe
-from aioshard.engine.opening import Limits
-from aioshard.engine.runtime import Engine, Options
-from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
+from aioshard.errors import HandlerError, SettingsError, StateError
 from aioshard.handlers import Handlers, Registration
-from aioshard.loops import loop_factory
-from aioshard.ports import (
-    Clients,
-    GroupHasMembersError,
-    ProducerFactory,
-    SideTopics,
-    SideTopicsFactory,
-    TransportFactory,
-)
+from aioshard.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
 __all__ = ["App"]
 
-logger = logging.getLogger("aioshard.app")
-
 Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
 
 
-class App(Handlers, Controls):
+class App(Lifecycle):
     """A member of a consumer group with its handlers.
 
     Run it with `run` (blocks), `serve` (inside a running loop), `async with app:` or, in FastAPI, with
@@ -93,12 +67,6 @@ class App(Handlers, Controls):
         self._given = settings
         self._resources = resources
         self._settings = self._load()
-        self._engine = None
-        self._loop = None
-        self._stop: asyncio.Event | None = None
-        self._state: Any = None
-        self._exit: contextlib.AsyncExitStack | None = None
-        """Set from before the resources are opened until they are closed."""
 
     def _load(self) -> "Settings":
         from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
@@ -164,236 +132,3 @@ class App(Handlers, Controls):
     def _refuse_late(self, what: str) -> None:
         if self._engine is not None:
             raise StateError(f"app {self.group_id!r} runs: {what} came too late, register it before")
-
-    # Running --------------------------------------------------------------------------
-
-    def run(self, *, until_caught_up: bool = False) -> None:
-        """Run until SIGINT or SIGTERM; blocks. On uvloop where it is installed.
-
-        The first signal drains and commits, a second one ends the process at once with exit code 130.
-
-        Args:
-            until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
-
-        Raises:
-            AioshardError: As `serve`.
-        """
-        runner = asyncio.Runner(loop_factory=loop_factory())
-        try:
-            runner.run(self._serve_with_signals(until_caught_up=until_caught_up))
-        except NotDrainedError:
-            raise  # closing the loop would wait for the handler that did not end
-        except BaseException:
-            runner.close()
-            raise
-        runner.close()
-
-    async def _serve_with_signals(self, *, until_caught_up: bool) -> None:
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        asked = False
-
-        def on_signal() -> None:
-            nonlocal asked
-            if asked:
-                os._exit(130)
-            asked = True
-            if self.statistics().state == "starting" and task is not None:
-                task.cancel()  # there is nothing to drain yet
-            self.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, on_signal)
-        try:
-            await self.serve(until_caught_up=until_caught_up)
-        except asyncio.CancelledError:
-            if not asked:
-                raise
-
-    async def serve(self, *, until_caught_up: bool = False) -> None:
-        """Consume until `stop` is called or the task is cancelled; then drain and commit.
-
-        Args:
-            until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
-
-        Raises:
-            StartError: It could not start within `start_timeout`, or was refused.
-            NotDrainedError: Records still ran after `shutdown_timeout`.
-            HaltedError: With *until_caught_up*, halted records are in the way.
-            AioshardError: What makes consuming impossible.
-        """
-        async with self:
-            engine, stop = self.running_engine(), self._stop
-            assert stop is not None  # noqa: S101 - made at the start
-            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
-            if until_caught_up:
-                tasks.append(asyncio.create_task(caught_up(engine), name="caught up"))
-            try:
-                done, _ = await asyncio.wait({engine.failed, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-            for future in done:
-                future.result()
-        if engine.failed.done() and isinstance(refused := engine.failed.exception(), GroupHasMembersError):
-            raise refused  # the last commit was, after we had been told to stop
-
-    def stop(self) -> None:
-        """Ask `run` or `serve` to drain, commit and end; returns at once. Safe from any thread.
-
-        Before the start and after the end it does nothing; where the app is a context, leaving that stops it.
-        """
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(stop.set)
-
-    async def __aenter__(self) -> Self:
-        """Start; returns once the first assignment is complete.
-
-        Raises:
-            StartError: As `serve`.
-        """
-        await self._start(kafka_clients(self._settings, self.group_id))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Drain and commit within `shutdown_timeout`, then close the client and the resources."""
-        await self._end()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, asgi_app: object) -> AsyncIterator[None]:  # noqa: ARG002 - the protocol's parameter
-        """The lifespan of an ASGI app: `FastAPI(lifespan=app.lifespan)`.
-
-        Start-up returns once the first assignment is complete; shutdown drains and commits. Signals stay
-        with the server.
-        """
-        async with self:
-            yield
-
-    @contextlib.asynccontextmanager
-    async def started(
-        self,
-        make_transport: TransportFactory,
-        make_producer: ProducerFactory | None = None,
-        make_side_topics: SideTopicsFactory | None = None,
-        *,
-        adapt: Adapt | None = None,
-        observe: Observe | None = None,
-        replay: bool = False,
-    ) -> AsyncIterator[Self]:
-        """As `async with app:`, with another client: the test kit's in-memory broker, or history.
-
-        Args:
-            make_transport: Makes the client.
-            make_producer: Without it, nothing can be published.
-            make_side_topics: Without it, nothing can be parked.
-            adapt: Makes another handler of each, for this run.
-            observe: Told what becomes of each record.
-            replay: What `Context.replay` says.
-        """
-        clients = with_producer_or_none(make_transport, make_producer, make_side_topics)
-        await self._start(clients, adapt=adapt, observe=observe, replay=replay)
-        try:
-            yield self
-        finally:
-            await self._end()
-
-    async def _start(
-        self, clients: Clients, *, adapt: Adapt | None = None, observe: Observe | None = None, replay: bool = False
-    ) -> None:
-        if self._exit is not None:
-            message = f"app {self.group_id!r} is already running: an app runs once at a time"
-            raise StateError(message)
-        if not self.handlers:
-            message = f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')"
-            raise HandlerError(message)
-        self.check()
-        self._warn()
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        self._exit = contextlib.AsyncExitStack()
-        try:
-            if observe is None and self._settings.journal is not None:
-                observe = await self._open_journal(self._settings.journal, self._exit)
-            producer = clients.producer()
-            self._exit.push_async_callback(producer.close)
-            if self._resources is not None:
-                self._state = await self._exit.enter_async_context(self._resources(self))
-            specs = [handler.spec(Outside(lambda: self._state, producer.publish, replay)) for handler in self]
-            self._engine = Engine(
-                specs if adapt is None else [adapt(spec) for spec in specs],
-                self._options(),
-                clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
-                producer,
-                self._describe,
-                observe=observe,
-            )
-            if self._journal is not None:
-                self._journal.attach(self._engine, self.handlers)
-            await self._engine.start()
-        except BaseException:
-            await self._end(quietly=True)
-            raise
-
-    async def _open_journal(self, directory: str, exit_stack: contextlib.AsyncExitStack) -> Observe:
-        from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
-
-        self._journal = await Journal.open(directory, self.group_id, show_keys=self._settings.show_keys)
-        exit_stack.push_async_callback(self._journal.close)
-        return self._journal.observe
-
-    def _warn(self) -> None:
-        from aioshard.settings import timeout_warnings  # noqa: PLC0415 - pydantic is imported on use
-
-        for sentence in timeout_warnings(self._settings, [(handler.name, handler.timeout) for handler in self]):
-            logger.warning("%s", sentence)
-
-    async def _end(self, *, quietly: bool = False) -> None:
-        engine, stack = self._engine, self._exit
-        try:
-            if engine is not None:
-                await engine.stop()
-        except Exception:
-            if not quietly:
-                raise
-        finally:
-            if engine is not None:
-                self._last = statistics(engine, self.group_id)
-            self._engine = None
-            try:
-                if stack is not None:
-                    await stack.aclose()
-            finally:
-                if self._journal is not None and engine is not None and self._last is not None:
-                    self._last = dataclasses.replace(self._last, journal=self._journal.statistics())
-                self._exit = self._state = self._journal = None
-
-    def _describe(self, engine: Engine, epoch: Epoch) -> str:
-        return explain_partition(engine, epoch, show_keys=self._settings.show_keys)
-
-    def _closing(self, side_topics: SideTopics) -> SideTopics:
-        assert self._exit is not None  # noqa: S101 - the app is being started
-        self._exit.push_async_callback(side_topics.close)
-        return side_topics
-
-    def _options(self) -> Options:
-        settings = self._settings
-        limits = Limits(
-            group_id=self.group_id,
-            drain_timeout=settings.drain_timeout,
-            commit_timeout=settings.commit_timeout,
-            auto_offset_reset=settings.auto_offset_reset,
-            max_buffered_bytes=settings.max_buffered_bytes,
-        )
-        return Options(
-            limits=limits,
-            commit_interval=settings.commit_interval,
-            start_timeout=settings.start_timeout,
-            shutdown_timeout=settings.shutdown_timeout,
-            stuck_after=settings.stuck_after,
-            max_buffered_records=settings.max_buffered_records,
-        )
