@@ -20,8 +20,8 @@ from aioshard.engine.epoch import Epoch
 from aioshard.engine.handler import Adapt
 from aioshard.engine.insight.snapshot import explain_partition, statistics
 from aioshard.engine.observed import Observe
-from aioshard.engine.opening import Limits
-from aioshard.engine.runtime import Engine, Options
+from aioshard.engine.options import options_of
+from aioshard.engine.runtime import Engine
 from aioshard.errors import HandlerError, NotDrainedError, StateError
 from aioshard.handlers import Handlers
 from aioshard.loops import loop_factory
@@ -215,7 +215,7 @@ class Lifecycle(Handlers, Controls):
             specs = [handler.spec(Outside(lambda: self._state, producer.publish, replay)) for handler in self]
             self._engine = Engine(
                 specs if adapt is None else [adapt(spec) for spec in specs],
-                self._options(),
+                options_of(self.settings, self.group_id, watch_loop=not replay),
                 clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
                 producer,
                 self._describe,
@@ -268,21 +268,3 @@ class Lifecycle(Handlers, Controls):
         assert self._exit is not None  # noqa: S101 - the app is being started
         self._exit.push_async_callback(side_topics.close)
         return side_topics
-
-    def _options(self) -> Options:
-        settings = self.settings
-        limits = Limits(
-            group_id=self.group_id,
-            drain_timeout=settings.drain_timeout,
-            commit_timeout=settings.commit_timeout,
-            auto_offset_reset=settings.auto_offset_reset,
-            max_buffered_bytes=settings.max_buffered_bytes,
-        )
-        return Options(
-            limits=limits,
-            commit_interval=settings.commit_interval,
-            start_timeout=settings.start_timeout,
-            shutdown_timeout=settings.shutdown_timeout,
-            stuck_after=settings.stuck_after,
-            max_buffered_records=settings.max_buffered_records,
-        )

@@ -7,6 +7,8 @@
 import dataclasses
 from typing import Any, Literal
 
+from aioshard.core.histogram import HistogramCounts
+
 __all__ = [
     "AppState",
     "Diagnosis",
@@ -179,6 +181,14 @@ class Statistics:
     """None where none is written."""
     rebalance_reports: tuple[RebalanceReport, ...] = ()
     """The latest rebalances, oldest first; the last one may be under way."""
+    loop_delays: HistogramCounts | None = None
+    """By how many seconds the event loop was late, a few times a second; None where nobody looks."""
+    blocked: str | None = None
+    """What keeps the event loop from turning now, and for how long, in a sentence; None while it turns."""
+    ready_anyway: bool = False
+    """Whether `ready_timeout` has passed and the group has not been joined yet: ready all the same."""
+    restart_cures: tuple[str, ...] = ()
+    """What is wrong that a restart of the process cures, in sentences; `/livez` is 503 while there is any."""
 
     def asdict(self) -> dict[str, Any]:
         """The same as plain dictionaries and tuples, ready for JSON."""

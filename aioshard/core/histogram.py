@@ -1,8 +1,8 @@
 """A histogram that is cheap to add to, and its frozen counts."""
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 __all__ = ["DURATION_BOUNDS", "Histogram", "HistogramCounts"]
 
@@ -10,7 +10,8 @@ DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 """Upper bounds in seconds that OpenTelemetry's messaging conventions advise for durations."""
 
 
-class HistogramCounts(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class HistogramCounts:
     """What a histogram held at one moment."""
 
     bounds: tuple[float, ...]

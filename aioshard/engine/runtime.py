@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 
@@ -18,7 +18,7 @@ from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
 from aioshard.engine.log_ends import LogEnds
 from aioshard.engine.observed import Observe, ObservedEpoch, noted
-from aioshard.engine.opening import Limits
+from aioshard.engine.options import Options
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import SinceWatch, StuckWatch, TimeoutWatch, TroubleWatch, facts_of
@@ -28,7 +28,7 @@ from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
 
-__all__ = ["Engine", "Options"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger("aioshard.engine")
 
@@ -36,17 +36,6 @@ _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
 _TURN = 0.01
 """Seconds between looks at runs that were told to end, while the app stops: nothing tells when they do."""
-
-
-class Options(NamedTuple):
-    """Times in seconds, sizes in bytes; see `aioshard.settings.Settings`."""
-
-    limits: Limits
-    commit_interval: float
-    start_timeout: float | None
-    shutdown_timeout: float
-    stuck_after: float
-    max_buffered_records: int
 
 
 class Engine:

@@ -8,7 +8,7 @@ set is ever ignored.
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -27,9 +27,10 @@ from aioshard.errors import SettingsError
 from aioshard.settings import refusals
 from aioshard.settings.by_hand import checked_assign
 
-__all__ = ["SettingDescription", "Settings", "misspelled_variables", "timeout_warnings"]
+__all__ = ["PREFIX", "SettingDescription", "Settings"]
 
-_PREFIX = "AIOSHARD_"
+PREFIX = "AIOSHARD_"
+"""What the name of each environment variable begins with."""
 _MIB = 1024 * 1024
 
 
@@ -96,7 +97,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
+        env_prefix=PREFIX,
         env_ignore_empty=True,
         env_parse_none_str="none",
         dotenv_filtering="match_prefix",
@@ -154,7 +155,10 @@ class Settings(BaseSettings):
 
     start_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _SECONDS] = 10.0
     """The start fails when the first assignment takes longer. None starts without the brokers and keeps
-    trying; readiness is false until then."""
+    trying; readiness is false until then, or until `ready_timeout`."""
+    ready_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _SECONDS] = None
+    """Seconds after the start from which `/readyz` is 200 although the group has not been joined yet, for a rollout
+    that is not to wait for the brokers. None waits for the first join. Useful with `start_timeout=None`."""
     shutdown_timeout: Seconds = 25.0
     """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
     commit_interval: Seconds = 1.0
@@ -180,6 +184,9 @@ class Settings(BaseSettings):
 
     stuck_after: Seconds = 60.0
     """A record that is incomplete for longer is reported in the logs and by the health check."""
+    restart_when_stuck: bool = False
+    """Whether a record that has been running, not halted and not waiting, for longer than `stuck_after` makes `/livez`
+    503: for handlers that may hang for good and that a restart cures."""
     show_keys: bool = False
     """Whether keys appear in logs, explanations and the journal; otherwise they are hidden."""
     journal: str | None = None
@@ -280,7 +287,7 @@ class Settings(BaseSettings):
         if self.bootstrap_servers is None:
             message = (
                 "bootstrap_servers is not set: name at least one broker, for example "
-                f"bootstrap_servers='localhost:9092' or {_PREFIX}BOOTSTRAP_SERVERS=localhost:9092"
+                f"bootstrap_servers='localhost:9092' or {PREFIX}BOOTSTRAP_SERVERS=localhost:9092"
             )
             raise SettingsError(message)
         return self.bootstrap_servers
@@ -295,7 +302,7 @@ class Settings(BaseSettings):
         return tuple(
             SettingDescription(
                 name=name,
-                variable=_PREFIX + name.upper(),
+                variable=PREFIX + name.upper(),
                 type=_type_name(field.annotation),
                 default=_default(cls, name),
                 unit=next((mark.name for mark in field.metadata if isinstance(mark, _Unit)), None),
@@ -318,7 +325,7 @@ def _sentence(settings: type[Settings], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         return refusals.unknown(name, settings.model_fields)
     value = detail["input"]
-    variable = _PREFIX + name.upper()
+    variable = PREFIX + name.upper()
     reason = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     reason = reason.replace("expected greater", "it must be greater").replace("expected less", "it must be less")
     return refusals.out_of_range(
@@ -354,41 +361,3 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return f"<{type(value).__name__}>"
-
-
-# Warnings -----------------------------------------------------------------------------
-
-
-def timeout_warnings(settings: Settings, timeouts: Iterable[tuple[str, float | None]]) -> list[str]:
-    """What works but not as the numbers suggest: handlers that may run longer than we wait for them.
-
-    Args:
-        settings: The settings in effect.
-        timeouts: Name and `timeout` (seconds) of each handler.
-    """
-    return [
-        f"handler {name!r} may run for timeout={timeout:g} s but {limit}={getattr(settings, limit):g} s: {consequence}"
-        for name, timeout in timeouts
-        for limit, consequence in (
-            ("drain_timeout", "a rebalance cancels runs that take longer, and their records run again"),
-            ("shutdown_timeout", "stopping cancels runs that take longer, and their records run again"),
-        )
-        if timeout is not None and timeout > getattr(settings, limit)
-    ]
-
-
-def misspelled_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Sentences about variables that look like settings but are none.
-
-    They are no errors: clusters make variables such as `AIOSHARD_PORT` by themselves, so only names
-    close to a setting's are reported.
-    """
-    sentences = []
-    for variable in sorted(os.environ if environment is None else environment):
-        name = variable.lower().removeprefix(_PREFIX.lower())
-        if not variable.upper().startswith(_PREFIX) or name in Settings.model_fields:
-            continue
-        meant = refusals.close_match(name, Settings.model_fields)
-        if meant is not None:
-            sentences.append(f"{variable} is not used; did you mean {_PREFIX}{meant.upper()}?")
-    return sentences
