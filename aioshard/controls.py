@@ -7,11 +7,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aioshard.engine.control import SeekTo, answered, open_epoch, pause, release, resume, seek, set_concurrency
+from aioshard.engine.control import (
+    SeekTo,
+    answered,
+    open_epoch,
+    pause,
+    release,
+    release_parked,
+    resume,
+    seek,
+    set_concurrency,
+)
 from aioshard.engine.failing.recourse import skipping
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose
 from aioshard.engine.insight.snapshot import explain, statistics
+from aioshard.engine.insight.workload import Workload, workload
 from aioshard.engine.outcomes import Detour
 from aioshard.engine.runtime import Engine
 from aioshard.errors import StateError
@@ -93,6 +104,21 @@ class Controls:
             StateError: As `retry_now`.
         """
         self._release(TopicPartition(topic, partition), offset, skipping("the application asked for it"))
+
+    def release_parked(self, topic: str, partition: int, offset: int) -> None:
+        """Run a parked record again now, and what is parked behind it under its key, in order.
+
+        `aioshard park release` asks for the same from outside, and is remembered where nobody has the partition.
+
+        Args:
+            topic: Where the record came from, not where it is parked.
+            partition: Its number.
+            offset: Of any parked record of the key.
+
+        Raises:
+            StateError: The app does not run, or the record is not parked in this process.
+        """
+        self._do(lambda engine: release_parked(engine, TopicPartition(topic, partition), offset))
 
     def _release(self, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
         self._do(lambda engine: release(engine, topic_partition, offset, detour))
@@ -332,6 +358,14 @@ class Controls:
         if engine is None:
             return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
         return diagnose(engine, show_keys=self.settings.show_keys)
+
+    def workload(self) -> Workload | None:
+        """What workers run, which shards are deep, what failed and is parked; from any thread.
+
+        Of each kind the worst few. None while the app does not run.
+        """
+        engine = self._engine
+        return None if engine is None else workload(engine, show_keys=self.settings.show_keys)
 
 
 def _partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:

@@ -36,6 +36,11 @@ class ParkedEntry:
         self.replays = replays
         """How often it was run again."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether it has no key."""
+        return isinstance(self.key, _Alone)
+
 
 class _Alone(tuple[int]):
     """The identity of a record that asks for no order; equal to no shard key of a user."""
@@ -105,6 +110,10 @@ class ParkedKeys:
         while self._due and self._waiting.get(self._due[0][-1]) != self._due[0][0]:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
+
+    def heads(self, most: int) -> list[ParkedEntry]:
+        """The first records of so many keys, of those that were parked first."""
+        return [entries[0] for entries in itertools.islice(self._by_key.values(), most)]
 
     def get(self, offset: int) -> ParkedEntry | None:
         """The record at an offset of its own partition; None when it is not parked."""

@@ -16,7 +16,17 @@ from aioshard.engine.runtime import Engine
 from aioshard.errors import HandlerError, StateError, TransportError
 from aioshard.records import TopicPartition
 
-__all__ = ["SeekTo", "answered", "open_epoch", "pause", "release", "resume", "seek", "set_concurrency"]
+__all__ = [
+    "SeekTo",
+    "answered",
+    "open_epoch",
+    "pause",
+    "release",
+    "release_parked",
+    "resume",
+    "seek",
+    "set_concurrency",
+]
 
 logger = logging.getLogger("aioshard.engine.control")
 
@@ -67,6 +77,24 @@ def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> De
     if delivery.block is None or delivery.offset in delivery.epoch.shed:
         raise StateError(f"record {delivery!r} neither is halted nor waits for its next attempt: it needs no release")
     return delivery
+
+
+def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int) -> None:
+    """Run the key of a parked record again now.
+
+    Raises:
+        StateError: Its partition is not ours, or it is not parked.
+    """
+    if topic_partition not in engine.rebalance.fetchers:
+        raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
+    parking = engine.handler_of(topic_partition.topic).parking
+    lots = [] if parking is None else [lot for lot in parking.lots if lot.source.topic_partition == topic_partition]
+    if parking is None or not any(parking.release(lot, offset) for lot in lots):
+        raise StateError(
+            f"record {topic_partition}/{offset} is not parked: 'aioshard park list' shows what is, and "
+            "app.retry_now() is for what is halted"
+        )
+    logger.warning("record %s/%d and what is parked behind it were released: they run again", topic_partition, offset)
 
 
 def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> None:

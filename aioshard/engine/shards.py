@@ -215,6 +215,15 @@ class Shards:
         """The deliveries that occupy a shard and are in no worker's hands: blocked, or about to go on."""
         return [*tuple(self._blocked), *(delivery for *_, delivery in tuple(self._returning))]
 
+    @property
+    def blocked(self) -> list[Delivery]:
+        """The deliveries that are halted, or wait for their next attempt."""
+        return list(self._blocked)
+
+    def depths(self) -> list[tuple[int, Hashable]]:
+        """How many deliveries wait behind each key that is occupied, and the key."""
+        return [(len(waiting) if waiting else 0, key) for key, waiting in tuple(self._occupied.items())]
+
     def behind(self, delivery: Delivery) -> int:
         """How many deliveries of its partition wait in the shard of one; of a fixed shard, of whichever partition."""
         if self._bounded is not None:

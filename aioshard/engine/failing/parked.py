@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.core.finished_offsets import holds
 from aioshard.core.parking import ParkedEntry, ParkedKeys
-from aioshard.core.sharding import ShardKey, identity
+from aioshard.core.sharding import ShardKey, identity, shard_number
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.ports import FetchedBatch, Message, record_size
@@ -21,7 +21,7 @@ from aioshard.serde.side_records import (
     tombstone,
 )
 
-__all__ = ["Lot", "Replay"]
+__all__ = ["Lot", "Replay", "of_a_fixed_shard"]
 
 _WHO = "parking"
 
@@ -271,3 +271,15 @@ class Lot:
     def end(self) -> None:
         """The partition is not ours any more."""
         self.replays.end()
+
+
+def of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Callable[[Record], ShardKey]:
+    """A sharding function that raises for what is no key of a fixed shard, as it does where the record comes in."""
+
+    def checked(record: Record) -> ShardKey:
+        key = shard_key(record)
+        if key is not None:
+            shard_number(key, shards)
+        return key
+
+    return checked

@@ -9,10 +9,10 @@ import anyio
 
 from aioshard.core.parking import NEVER
 from aioshard.core.recourse import Park
-from aioshard.core.sharding import ShardKey, fixed_shard, shard_number
+from aioshard.core.sharding import ShardKey, fixed_shard
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.failing.parked import Lot, Replay
+from aioshard.engine.failing.parked import Lot, Replay, of_a_fixed_shard
 from aioshard.engine.failing.recourse import Publish, failure_of
 from aioshard.engine.failing.retrieval import Retrieval
 from aioshard.engine.failing.settling import Verdict
@@ -85,7 +85,7 @@ class Parking:
         self._group = group
         self._handler = handler
         self._shards = shards
-        self._shard_key = _of_a_fixed_shard(shard_key, len(shards)) if fixed else shard_key
+        self._shard_key = of_a_fixed_shard(shard_key, len(shards)) if fixed else shard_key
         self._fixed = fixed
         self._at_once = max(2 * workers, 16)
         self._publish = publish
@@ -131,6 +131,17 @@ class Parking:
     def decide(self, delivery: Delivery) -> Verdict:
         """See `Recourse.decide`."""
         return self._again if isinstance(delivery, Replay) else self._first
+
+    def release(self, lot: Lot, offset: int) -> bool:
+        """Run the key of a parked record again now, unless that is being done; returns whether there is such a record.
+
+        Nothing is written: where the partition goes away before that, the request is forgotten.
+        """
+        entry = lot.keys.get(offset)
+        if entry is not None:
+            lot.release(entry.key)
+            self._due.set()
+        return entry is not None
 
     async def _park(self, delivery: Delivery) -> Outcome:
         failure = failure_of(delivery, self._group, self._handler)
@@ -380,15 +391,3 @@ class Parking:
         buffer = self._buffer
         size = record_size(record.key, record.value, record.headers)
         return buffer.bytes + size <= buffer.bounds.bytes or not any(len(lot.replays.tracker) for lot in self.lots)
-
-
-def _of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Callable[[Record], ShardKey]:
-    """A sharding function that raises for what is no key of a fixed shard, as it does where the record comes in."""
-
-    def checked(record: Record) -> ShardKey:
-        key = shard_key(record)
-        if key is not None:
-            shard_number(key, shards)
-        return key
-
-    return checked

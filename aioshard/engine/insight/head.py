@@ -2,14 +2,13 @@
 
 import bisect
 import functools
-import hashlib
-import os
 from collections.abc import Hashable
 from typing import NamedTuple
 
 from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
+from aioshard.engine.insight.keys import is_plain, shown
 from aioshard.engine.insight.stack import stack_of
 from aioshard.engine.outcomes import Block
 from aioshard.engine.watch import SinceWatch
@@ -18,8 +17,6 @@ from aioshard.observe import HeadOfLine, HeadState, Stack
 
 __all__ = ["Cause", "Ward", "for_seconds", "stack_in_words"]
 
-_SALT = os.urandom(16)
-"""Keys are hashed with it: the same key has the same name in one process, and nobody can look it up."""
 _CHAIN = 3
 """How many records are named that wait for each other."""
 
@@ -85,7 +82,7 @@ class Ward:
             partition=record.partition,
             offset=record.offset,
             key=self._shown(record.key),
-            shard=self._shard_of(delivery),
+            shard=self.shard_of(delivery),
             age=max(self._now - delivery.arrived, 0.0),
             attempt=min(max(delivery.failures, 1) if over else delivery.failures + 1, self.running.spec.retry.attempts),
             attempts=self.running.spec.retry.attempts,
@@ -95,6 +92,10 @@ class Ward:
             what_to_do=cause.what_to_do,
             stack=cause.stack,
         )
+
+    def owner(self, key: Hashable) -> Delivery | None:
+        """The delivery that occupies a shard; None when that is just changing."""
+        return self._owners.get(key)
 
     def behind(self, delivery: Delivery) -> int:
         """How many deliveries wait in the shard of one that occupies it."""
@@ -281,32 +282,23 @@ class Ward:
     # Keys ---------------------------------------------------------------------------------
 
     def _shown(self, value: object) -> str | None:
-        """A key, or what tells it from others without showing it."""
-        if value is None:
-            return None
-        if not _is_plain(value):
-            return f"of type {type(value).__name__}"  # its repr() is code of the application
-        if self._show_keys:
-            return repr(value)
-        return f"#{hashlib.blake2s(repr(value).encode(), key=_SALT, digest_size=4).hexdigest()}"
+        return shown(value, show_keys=self._show_keys)
 
-    def _shard_of(self, delivery: Delivery) -> str | None:
+    def key_of(self, delivery: Delivery) -> str | None:
+        """The key of its record, as it is shown."""
+        return self._shown(delivery.record.key)
+
+    def shard_of(self, delivery: Delivery) -> str | None:
+        """Its shard, where that is not its key."""
         key, record = delivery.key, delivery.record
         if key is None or self.running.spec.shards is not None:
             return None if key is None else str(key)
-        if _is_plain(key):
+        if is_plain(key):
             if key in (record.key, (record.topic, record.key)):
                 return None
             if key == tuple(record.topic_partition):
                 return str(record.topic_partition)
         return self._shown(key)
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value's methods are Python's own."""
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return type(value) in (bytes, str, int, float, bool, type(None))
 
 
 def _in(seconds: float) -> str:

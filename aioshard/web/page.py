@@ -1,0 +1,200 @@
+"""The page of an app: what it does, why something does not advance, and with a token, what to do about it.
+
+One page, one script, one stylesheet; the script asks `processes.json` again and again and keeps the history of what it
+draws. All addresses in it are relative, so it works below any path. Nothing comes from elsewhere.
+
+| path | answer |
+| --- | --- |
+| `/` | the page; `page.js`, `page.css` and `icon.svg` beside it |
+| `/processes.json` | what it shows, as `aioshard.web.processes` says |
+| `/actions` | POST: what it may do, as `aioshard.web.actions` says; without a token there is no such path |
+"""
+
+import functools
+import json
+import time
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import anyio
+import anyio.to_thread
+
+from aioshard.errors import MissingExtraError
+from aioshard.web.actions import Action, Controlled, Guard, RefusedError, body_of, parse, perform
+from aioshard.web.processes import Shown, document, process
+
+try:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import BaseRoute, Route
+except ImportError as error:
+    raise MissingExtraError("the page", "web") from error
+
+__all__ = ["LOOPBACK", "Dashboard", "Source", "dashboard", "page_routes", "routes_of"]
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+"""Under which names a browser on the same machine asks."""
+
+_STATIC = Path(__file__).with_name("static")
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_SAFE = {
+    "cache-control": "no-store",
+    "content-security-policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+_LASTS = 0.5
+"""Seconds for which several pages get the same answer: each look costs the app's process its time."""
+
+
+class Dashboard(Shown, Controlled, Protocol):
+    """An app, as far as its page needs it."""
+
+
+class Source(NamedTuple):
+    """Where a page gets what it shows, and what acts for it: one app, or the processes of several."""
+
+    look: Callable[[], Awaitable[dict[str, Any]]]
+    """Makes `processes.json`."""
+    act: Callable[[Action], Awaitable[str]]
+    """Does what was asked, and says what was done in a sentence; raises `RefusedError`."""
+
+
+def dashboard(app: Dashboard, *, token: str | None = None) -> Starlette:
+    """The page as an application of its own, to be mounted in FastAPI or Starlette.
+
+    Args:
+        app: What is shown; it may run in another event loop than the page.
+        token: Who has it may act; at least 16 characters. None: the page only shows.
+
+    Raises:
+        SettingsError: The token is too short, or cannot be sent in a header.
+
+    Example:
+        >>> from starlette.applications import Starlette
+        >>> from aioshard import App
+        >>> shard_app = App("billing", bootstrap_servers="localhost:9092", auto_offset_reset="earliest")
+        >>> web = Starlette(lifespan=shard_app.lifespan)
+        >>> web.mount("/aioshard", dashboard(shard_app))  # the page is at /aioshard/
+    """
+    return Starlette(routes=page_routes(app, token=token), exception_handlers={404: _missing, 405: _missing})
+
+
+def page_routes(app: Dashboard, *, token: str | None = None, hosts: Collection[str] | None = None) -> list[BaseRoute]:
+    """The routes of the page, to be served beside others.
+
+    Args:
+        app: As in `dashboard`.
+        token: As in `dashboard`.
+        hosts: Under which names the page may be asked for; None is any. A server that listens on this machine alone
+            gives `LOOPBACK`: else a page of another site could have its own name lead here, and read what this one
+            shows.
+
+    Raises:
+        SettingsError: As `dashboard`.
+    """
+
+    async def look() -> dict[str, Any]:
+        # In a thread: with a thousand partitions it takes long enough for the event loop to notice.
+        shown = await anyio.to_thread.run_sync(process, app)
+        return document([shown], actions=token is not None)
+
+    async def act(action: Action) -> str:
+        if action.worker is not None:
+            raise RefusedError(409, 'there is only one process: leave "worker" out')
+        return await anyio.to_thread.run_sync(perform, app, action)
+
+    return routes_of(Source(look, act), token=token, hosts=hosts)
+
+
+def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str] | None = None) -> list[BaseRoute]:
+    """The routes of a page that shows what *source* gives; for the rest see `page_routes`."""
+    latest = _Latest(source.look)
+
+    async def processes(_: Request) -> Response:
+        return Response(await latest.body(), media_type="application/json", headers=_SAFE)
+
+    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        return answer if hosts is None else functools.partial(_for_these_hosts, frozenset(hosts), answer)
+
+    routes = [
+        Route(path, guarded(functools.partial(_file, name, media_type))) for path, (name, media_type) in _FILES.items()
+    ]
+    routes.append(Route("/processes.json", guarded(processes)))
+    if token is not None:
+        guard = Guard(token)
+        routes.append(Route("/actions", guarded(functools.partial(_act, source, guard)), methods=["POST"]))
+    return [*routes]
+
+
+class _Latest:
+    """The latest `processes.json`, for whoever asks within a moment."""
+
+    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._look = look
+        self._turn = anyio.CapacityLimiter(1)
+        self._at = float("-inf")
+        self._body = b""
+
+    async def body(self) -> bytes:
+        """As JSON; whoever asks while it is made waits for it."""
+        async with self._turn:
+            if time.monotonic() - self._at >= _LASTS:
+                found = await self._look()
+                self._body = await anyio.to_thread.run_sync(_as_json, found)
+                self._at = time.monotonic()
+            return self._body
+
+
+def _as_json(found: dict[str, Any]) -> bytes:
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+async def _file(name: str, media_type: str, _: Request) -> Response:
+    return Response(await anyio.to_thread.run_sync((_STATIC / name).read_bytes), media_type=media_type, headers=_SAFE)
+
+
+async def _for_these_hosts(
+    hosts: Collection[str], answer: Callable[[Request], Awaitable[Response]], request: Request
+) -> Response:
+    asked = request.headers.get("host", "").lower()
+    name = asked if asked.endswith("]") else asked.rpartition(":")[0] or asked
+    if name in hosts:
+        return await answer(request)
+    sentence = "the page is not asked for by this name: use http://localhost, or start the app with --host"
+    return JSONResponse({"error": sentence}, status_code=403, headers=_SAFE)
+
+
+async def _act(source: Source, guard: Guard, request: Request) -> Response:
+    action: Action | None = None
+    try:
+        guard.check(request)
+        action = parse(await body_of(request))
+        sentence = await source.act(action)
+    except RefusedError as refusal:
+        guard.refused(request, action, refusal)
+        headers = {**_SAFE, "connection": "close"}  # what of its body was not read is not taken for a request
+        if refusal.status == 401:  # noqa: PLR2004 - Unauthorized
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse({"error": refusal.sentence}, status_code=refusal.status, headers=headers)
+    guard.done(request, action, sentence)
+    return JSONResponse({"done": sentence}, headers=_SAFE)
+
+
+async def _missing(_: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    sentence = "there is nothing at this path" if status == 404 else "this path does not take that method"  # noqa: PLR2004
+    headers = {**_SAFE, **(getattr(error, "headers", None) or {})}
+    return JSONResponse({"error": sentence}, status_code=status, headers=headers)
