@@ -12,25 +12,26 @@ The first two carry a JSON object: `status`, `state`, `reasons` (why not 200) an
 operator should know although the status is 200).
 """
 
-import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
+import anyio
+import anyio.to_thread
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from aioshard.errors import AioshardError, MissingExtraError
+from aioshard.errors import MissingExtraError
 from aioshard.observe import Diagnosis, Statistics
 from aioshard.telemetry.metrics import AppCollector, Observed
 
 try:
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import BaseRoute, Route
+
+    from aioshard.web.serving import PortError, serve_in_thread
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
@@ -39,12 +40,8 @@ __all__ = ["Explained", "PortError", "findings", "health_routes", "serve_health"
 _FRESH = {"cache-control": "no-store"}
 _OF_ALL = ("commit", "draining", "rebalancing")
 """Kinds of findings that concern all partitions, and are told once."""
-_STOPS_WITHIN = 1
-"""Seconds that requests in progress get when the server stops."""
-
-
-class PortError(AioshardError):
-    """The address of the health server cannot be used."""
+_AT_ONCE = 4
+"""Answers that are computed at the same time: a slow scrape must not hold up a probe."""
 
 
 class Explained(Observed, Protocol):
@@ -111,8 +108,11 @@ def _not_ready(statistics: Statistics) -> list[str]:
 def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) -> list[BaseRoute]:
     """The routes, to be mounted in any Starlette or FastAPI application.
 
+    Every answer is computed in a worker thread: the event loop that serves them, which may be that of the app, is
+    not held.
+
     Args:
-        app: What is asked; any number of times, from the event loop.
+        app: What is asked; any number of times, from any thread.
         registry: What `/metrics` shows; None is a registry with the app's metrics alone. Give
             `prometheus_client.REGISTRY`, with an `AppCollector` registered there, to have the
             process's and the handlers' own metrics on the same page.
@@ -123,44 +123,59 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
     if registry is None:
         registry = CollectorRegistry()
         AppCollector(app, registry=registry)
-    shown = registry
+    answers = _Answers(app, registry)
+    limiter = anyio.CapacityLimiter(_AT_ONCE)
 
-    def answer(statistics: Statistics, reasons: list[str]) -> Response:
+    def in_thread(compute: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await anyio.to_thread.run_sync(compute, request, limiter=limiter)
+
+        return answer
+
+    return [
+        Route("/livez", in_thread(answers.livez)),
+        Route("/readyz", in_thread(answers.readyz)),
+        Route("/statistics.json", in_thread(answers.statistics)),
+        Route("/explain", in_thread(answers.explain)),
+        Route("/metrics", in_thread(answers.metrics)),
+    ]
+
+
+class _Answers:
+    """What the routes answer; computed in any thread."""
+
+    def __init__(self, app: Explained, registry: CollectorRegistry) -> None:
+        self._app = app
+        self._registry = registry
+
+    def livez(self, _: Request) -> Response:
+        statistics = self._app.statistics()
+        return self._answer(statistics, _not_alive(statistics))
+
+    def readyz(self, _: Request) -> Response:
+        statistics = self._app.statistics()
+        return self._answer(statistics, _not_ready(statistics))
+
+    def _answer(self, statistics: Statistics, reasons: list[str]) -> Response:
         body = {
             "status": "unavailable" if reasons else "ok",
             "state": statistics.state,
             "reasons": reasons,
-            "findings": findings(statistics, app.diagnose()),
+            "findings": findings(statistics, self._app.diagnose()),
         }
         return JSONResponse(body, status_code=503 if reasons else 200, headers=_FRESH)
 
-    async def livez(_: Request) -> Response:
-        statistics = app.statistics()
-        return answer(statistics, _not_alive(statistics))
+    def statistics(self, _: Request) -> Response:
+        return JSONResponse(self._app.statistics().asdict(), headers=_FRESH)
 
-    async def readyz(_: Request) -> Response:
-        statistics = app.statistics()
-        return answer(statistics, _not_ready(statistics))
-
-    async def statistics_json(_: Request) -> Response:
-        return JSONResponse(app.statistics().asdict(), headers=_FRESH)
-
-    async def explain(request: Request) -> Response:
+    def explain(self, request: Request) -> Response:
         if _wants_json(request):
-            return JSONResponse(app.diagnose().asdict(), headers=_FRESH)
-        return PlainTextResponse(app.explain(), headers=_FRESH)
+            return JSONResponse(self._app.diagnose().asdict(), headers=_FRESH)
+        return PlainTextResponse(self._app.explain(), headers=_FRESH)
 
-    async def metrics(request: Request) -> Response:
+    def metrics(self, request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(shown), headers={"content-type": content_type})
-
-    return [
-        Route("/livez", livez),
-        Route("/readyz", readyz),
-        Route("/statistics.json", statistics_json),
-        Route("/explain", explain),
-        Route("/metrics", metrics),
-    ]
+        return Response(encode(self._registry), headers={"content-type": content_type})
 
 
 def _wants_json(request: Request) -> bool:
@@ -171,58 +186,35 @@ def _wants_json(request: Request) -> bool:
 # Server -------------------------------------------------------------------------------
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: whoever runs the app owns them."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
 async def serve_health(
-    app: Explained, *, host: str, port: int, registry: CollectorRegistry | None = None
+    app: Explained,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    uds: str | None = None,
+    registry: CollectorRegistry | None = None,
+    routes: Sequence[BaseRoute] = (),
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serve the health routes in this event loop while the context is open.
+    """Serve the health routes while the context is open, in a thread with an event loop of its own.
+
+    So probes, scrapes and explanations are answered while the app's event loop is blocked, and never hold it.
 
     Args:
-        app: What is asked.
+        app: What is asked, from that thread.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        registry: What `/metrics` shows, as in `health_routes`.
+        uds: Path of a Unix socket to listen on, in place of host and port.
+        registry: What `/metrics` shows, as in `health_routes`; its collectors are called in that thread.
+        routes: More routes, which come first. Their endpoints run in that thread's event loop: what of the app is
+            bound to the loop in which it runs, such as `App.publish`, is not to be awaited there.
 
     Yields:
-        The address and port that are listened on; connections are accepted from here on.
+        The address and port that are listened on, or the path and 0; connections are accepted from here on.
 
     Raises:
         PortError: The address is in use or is not ours.
     """
-    listener = _listen(host, port)
-    config = uvicorn.Config(
-        Starlette(routes=health_routes(app, registry=registry)),
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=_STOPS_WITHIN,
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="health server")
-    try:
-        address, bound, *_ = listener.getsockname()
-        yield address, bound
-    finally:
-        server.should_exit = True
-        await serving
-        listener.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # Listening before the server runs: a probe that comes early waits for its answer.
-        return socket.create_server(address[:2], family=family, backlog=128)
-    except OSError as error:
-        raise PortError(
-            f"the health server cannot listen on {host}:{port}: {error.strerror or error}; "
-            "choose another --health-port (0 takes a free one) or --host"
-        ) from None
+    application = Starlette(routes=[*routes, *health_routes(app, registry=registry)])
+    async with serve_in_thread(application, host=host, port=port, uds=uds) as bound:
+        yield bound

@@ -1,0 +1,145 @@
+"""A small server of our own: an ASGI application in a thread and an event loop of its own."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+from aioshard.engine.tasks import finish
+from aioshard.errors import AioshardError, MissingExtraError
+
+try:
+    import uvicorn
+    from starlette.types import ASGIApp
+except ImportError as error:
+    raise MissingExtraError("the health server", "web") from error
+
+__all__ = ["PortError", "serve_in_thread"]
+
+logger = logging.getLogger("aioshard.web")
+
+_BACKLOG = 128
+_STOPS_WITHIN = 1
+"""Seconds that requests in progress get when the server stops."""
+_ENDS_WITHIN = 5.0
+"""Seconds after which a thread that does not end is left to itself: a request may hang in somebody's collector."""
+
+
+class PortError(AioshardError):
+    """The address of the health server cannot be used."""
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signals alone: whoever runs the app owns them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_in_thread(
+    application: ASGIApp, *, host: str, port: int, uds: str | None = None
+) -> AsyncIterator[tuple[str, int]]:
+    """Serve an application in a thread while the context is open, whatever the caller's event loop does.
+
+    Args:
+        application: Runs in the event loop of that thread, not in the caller's; without a lifespan.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        uds: Path of a Unix socket to listen on, in place of host and port. Only this user may connect.
+
+    Yields:
+        The address and port that are listened on, or the path and 0; connections are accepted from here on.
+
+    Raises:
+        PortError: The address is in use or is not ours.
+    """
+    listener = _listen(host, port) if uds is None else _listen_on_path(uds)
+    config = uvicorn.Config(
+        application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_STOPS_WITHIN
+    )
+    server = _Server(config)
+    # A daemon: a process that is told to end must not wait for a request that hangs.
+    thread = threading.Thread(target=_run, args=(server, listener), name="health server", daemon=True)
+    try:
+        bound = (uds, 0) if uds is not None else listener.getsockname()[:2]
+        thread.start()
+        yield bound
+    finally:
+        server.should_exit = True
+        await finish(_until_ended(thread), "health server ends")
+        if not thread.is_alive():  # else its loop still has it
+            listener.close()
+        if uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(uds)  # noqa: PTH108 - as it was bound
+
+
+def _run(server: uvicorn.Server, listener: socket.socket) -> None:
+    try:
+        asyncio.run(_serve(server, listener))
+    except BaseException as error:
+        logger.critical("the health server has ended, and no probe is answered any more", exc_info=error)
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    await server.serve(sockets=[listener])
+    # A connection whose request was given up is left open by the server.
+    for connection in tuple(server.server_state.connections):
+        if (transport := connection.transport) is not None:
+            transport.abort()
+    await asyncio.sleep(0)
+
+
+async def _until_ended(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        await asyncio.to_thread(thread.join, _ENDS_WITHIN)
+    if thread.is_alive():
+        logger.warning("the health server has not ended within %g s: a request hangs", _ENDS_WITHIN)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # Listening before the server runs: a probe that comes early waits for its answer.
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise PortError(
+            f"the health server cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose another --health-port (0 takes a free one) or --host"
+        ) from None
+
+
+def _listen_on_path(path: str) -> socket.socket:
+    """Bind a Unix socket; one that a process left behind is in nobody's way."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_left(path)
+        listener.bind(path)
+        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # noqa: PTH101 - before anybody can connect
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortError(
+            f"the health server cannot listen on the socket {path}: {error.strerror or error}; "
+            "give a path of at most 100 characters in a directory that exists, which no other process listens on"
+        ) from None
+    return listener
+
+
+def _remove_left(path: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):  # noqa: PTH116
+            return  # not ours to remove: binding says that it is there
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        try:
+            caller.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)  # noqa: PTH108

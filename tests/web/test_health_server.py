@@ -1,0 +1,242 @@
+"""The server of the health routes: a thread of its own, which a blocked event loop does not keep."""
+
+import asyncio
+import logging
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from aioshard import App
+from aioshard.errors import AioshardError
+from aioshard.observe import Diagnosis, Statistics
+from aioshard.web.health import PortError, serve_health
+
+LOCAL = "127.0.0.1"
+THREAD = "health server"
+
+
+class Idle:
+    """An app that has not been started, asked in whichever thread."""
+
+    def __init__(self) -> None:
+        self.app = App("billing", bootstrap_servers="127.0.0.1:1", auto_offset_reset="earliest")
+        self.asked_in: list[threading.Thread] = []
+
+    def statistics(self) -> Statistics:
+        self.asked_in.append(threading.current_thread())
+        return self.app.statistics()
+
+    def explain(self) -> str:
+        return self.app.explain()
+
+    def diagnose(self) -> Diagnosis:
+        return self.app.diagnose()
+
+
+def threads() -> list[str]:
+    """The servers' threads that live."""
+    return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port on which somebody else listens until the test ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+async def test_the_server_answers_from_the_first_moment_and_ends_with_the_context() -> None:
+    async with serve_health(Idle(), host=LOCAL, port=0) as (host, port):
+        assert host == LOCAL
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            assert (await client.get("/livez")).status_code == 200
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(host, port)
+    assert threads() == []
+
+
+async def test_an_idle_connection_does_not_hold_the_end_up() -> None:
+    async with asyncio.timeout(5), serve_health(Idle(), host=LOCAL, port=0) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: app\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_the_server_leaves_the_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    async with serve_health(Idle(), host=LOCAL, port=0) as (host, port):
+        async with httpx.AsyncClient() as client:
+            await client.get(f"http://{host}:{port}/livez")
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+async def test_a_port_in_use_is_a_sentence(taken_port: int) -> None:
+    with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{taken_port}: .*choose another --health-port"):
+        async with serve_health(Idle(), host=LOCAL, port=taken_port):
+            pytest.fail("the port belongs to somebody else")
+    assert issubclass(PortError, AioshardError)
+
+
+async def test_a_host_that_is_not_ours_is_a_sentence() -> None:
+    with pytest.raises(PortError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        async with serve_health(Idle(), host="192.0.2.1", port=0):
+            pytest.fail("the address belongs to nobody")
+
+
+# Beside the app's loop
+
+
+async def test_it_answers_while_the_event_loop_is_blocked() -> None:
+    answers: list[int] = []
+
+    def ask(address: str) -> None:
+        with httpx.Client(base_url=address) as client:
+            answers.extend(client.get(path).status_code for path in ("/livez", "/metrics", "/explain"))
+
+    async with serve_health(Idle()) as (host, port):
+        asking = threading.Thread(target=ask, args=(f"http://{host}:{port}",))
+        asking.start()
+        asking.join(20.0)  # blocks the loop
+        assert answers == [200, 200, 200]
+
+
+async def test_the_app_is_asked_in_another_thread_than_that_of_either_loop() -> None:
+    app = Idle()
+    async with serve_health(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        for path in ("/livez", "/readyz", "/metrics", "/statistics.json"):
+            await client.get(path)
+    assert len(app.asked_in) == 4
+    assert not {thread.name for thread in app.asked_in} & {threading.main_thread().name, THREAD}
+
+
+async def test_an_answer_that_takes_long_holds_up_no_probe() -> None:
+    slow, released = Idle(), threading.Event()
+    explaining = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def explain() -> str:
+        loop.call_soon_threadsafe(explaining.set)
+        released.wait(20.0)
+        return ""
+
+    slow.explain = explain  # type: ignore[method-assign]
+    async with serve_health(slow) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        asked = asyncio.create_task(client.get("/explain"))
+        await explaining.wait()
+        assert (await client.get("/livez")).status_code == 200
+        assert not asked.done()
+        released.set()
+        assert (await asked).status_code == 200
+
+
+async def test_more_routes_are_served_in_front_of_its_own() -> None:
+    async def page(_: Request) -> PlainTextResponse:
+        return PlainTextResponse(threading.current_thread().name)
+
+    routes = [Route("/", page), Route("/explain", page)]
+    async with (
+        serve_health(Idle(), routes=routes) as (host, port),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}") as client,
+    ):
+        assert (await client.get("/")).text == THREAD
+        assert (await client.get("/explain")).text == THREAD
+        assert (await client.get("/livez")).json()["state"] == "stopped"
+
+
+@pytest.mark.parametrize("where", ["in a thread", "in the server's loop"])
+async def test_a_request_that_hangs_does_not_keep_the_app_from_ending(
+    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioshard.web.serving._ENDS_WITHIN", 1.5)
+    hanging, released, asked = Idle(), threading.Event(), threading.Event()
+
+    def hang() -> str:
+        asked.set()
+        released.wait(30.0)
+        return ""
+
+    async def page(_: Request) -> PlainTextResponse:
+        return PlainTextResponse(hang())
+
+    hanging.explain = hang  # type: ignore[method-assign]
+    routes = [Route("/explain", page)] if where == "in the server's loop" else []
+    async with httpx.AsyncClient() as client:
+        async with asyncio.timeout(10), serve_health(hanging, routes=routes) as (host, port):
+            asking = asyncio.create_task(client.get(f"http://{host}:{port}/explain"))
+            await asyncio.to_thread(asked.wait, 10.0)
+        assert ("the health server has not ended within 1.5 s" in caplog.text) == bool(routes)
+        released.set()
+        asking.cancel()
+        await asyncio.wait([asking])
+    while threads():  # noqa: ASYNC110 - its end is not told any more
+        await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_ends_by_itself_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr("uvicorn.Server.serve", fail)
+    async with serve_health(Idle()):
+        while threads():  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.01)
+    (told,) = [record for record in caplog.records if record.name == "aioshard.web"]
+    assert (told.levelno, told.getMessage()) == (
+        logging.CRITICAL,
+        "the health server has ended, and no probe is answered any more",
+    )
+
+
+# On a Unix socket
+
+
+async def test_a_unix_socket_in_place_of_a_port(tmp_path: Path) -> None:
+    path = tmp_path / "worker.sock"
+    async with serve_health(Idle(), uds=str(path)) as bound:
+        assert bound == (str(path), 0)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))) as client:
+            assert (await client.get("http://worker/livez")).status_code == 200
+    assert not path.exists()
+    assert threads() == []
+
+
+async def test_a_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "worker.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    async with serve_health(Idle(), uds=str(path)):
+        pass
+    assert not path.exists()
+
+
+async def test_a_socket_that_another_process_listens_on_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "worker.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(PortError, match=r"cannot listen on the socket .*worker.sock: Address already in use"):
+            async with serve_health(Idle(), uds=str(path)):
+                pytest.fail("the socket belongs to somebody else")
+    assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["a file", "missing/directory.sock", "x" * 120], ids=["file", "directory", "length"])
+async def test_a_path_that_cannot_be_a_socket_is_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a file").write_text("precious")
+    with pytest.raises(PortError, match=r"cannot listen on the socket .*at most 100 characters"):
+        async with serve_health(Idle(), uds=str(tmp_path / name)):
+            pytest.fail("there can be no socket")
+    assert (tmp_path / "a file").read_text() == "precious"
