@@ -27,6 +27,8 @@ from tests.docs.tables import PROJECT, context_of
 
 EXECUTED = blocks("python")
 SHELL = blocks("console", "yaml")
+OTHERS = {"docker", "echo", "export", "pip", "python", "spark-pipelines"}
+"""Programs of others, whose options are not looked at."""
 
 
 def test_no_block_is_left_out() -> None:
@@ -146,7 +148,9 @@ def test_a_command_has_the_options_that_it_is_given(block: Block) -> None:
         elif words[0] == "make":
             assert re.search(rf"^{words[1]}:", (PROJECT / "Makefile").read_text(), re.MULTILINE), words
         else:
-            assert words[0] in {"echo", "export", "pip", "python", "spark-pipelines"}, f"nothing checks {words[0]!r}"
+            assert words[0] in {"docker", "echo", "export", "pip", "python", "spark-pipelines"}, (
+                f"nothing checks {words[0]!r}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
