@@ -205,6 +205,8 @@ class Lifecycle(Handlers, Controls):
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
+        if self._tracing is not None and not replay:
+            clients, adapt = self._tracing.around(clients, adapt, self.group_id, self.settings)
         try:
             if observe is None and self.settings.journal is not None:
                 observe = await self._open_journal(self.settings.journal, self._exit)

@@ -59,6 +59,9 @@ class Delivery(Untroubled):
 
     Missing before the first one, and always where nobody observes."""
 
+    failed_span: object = None
+    """Of its latest failed attempt, where attempts are traced: what names its span."""
+
     def __repr__(self) -> str:
         """`topic/partition/offset`, as statistics and messages name a record."""
         return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"

@@ -176,7 +176,14 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         sure=spec.sure_key,
         aside=parking,
     )
-    staff = Staff(workers, lambda name: make(name, shards[0]), feed, spec.resized)
+    staff = Staff(
+        workers,
+        lambda name: make(name, shards[0]),
+        feed,
+        spec.resized,
+        handler=spec.name,
+        group=around.group_id,
+    )
     return Running(spec, feed, workers, staff, counters, parking, pace, adapting)
 
 

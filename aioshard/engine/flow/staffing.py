@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from aioshard.engine.feed import Feed
+from aioshard.engine.serving import Serving
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
 
@@ -25,6 +26,9 @@ class Staff:
         hire: Callable[[str], Worker],
         feed: Feed,
         resized: Callable[[int], None] | None = None,
+        *,
+        handler: str,
+        group: str,
     ) -> None:
         """Take over the workers that a handler begins with.
 
@@ -33,11 +37,15 @@ class Staff:
             hire: Makes another one of the given name.
             feed: Where they get their records from.
             resized: Told of each new concurrency.
+            handler: Its name; the context of each worker's task has it, as it has that of the group.
+            group: The group's id.
         """
         self.workers = workers
         self._hire = hire
         self._feed = feed
         self._resized = resized
+        self._handler = handler
+        self._group = group
         self._tasks: TaskSet | None = None
         self._running: dict[Worker, asyncio.Task[object]] = {}
         self._numbers = itertools.count(len(workers))
@@ -55,7 +63,8 @@ class Staff:
 
     def _begin(self, worker: Worker) -> None:
         assert self._tasks is not None  # noqa: S101 - set by start
-        task = self._tasks.start(worker.run(), worker.name, lasts=True)
+        start = functools.partial(self._tasks.start, worker.run(), worker.name, lasts=True)
+        task = Serving(worker, self._handler, self._group).start(start)
         self._running[worker] = task
         task.add_done_callback(functools.partial(self._ended, worker))
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeGuard
 from aioshard import records
 from aioshard.observe import Frame, Stack
 
-__all__ = ["ThreadRun", "stack_of"]
+__all__ = ["ThreadRun", "stack_of", "waits_for"]
 
 _LONGEST = 64
 """Frames of one stack."""
@@ -95,6 +95,29 @@ def stack_of(awaited: object) -> Stack:
         return _stack(awaited, set(), 0)
     except Exception:  # noqa: BLE001 - it changed under the reader, or is of a kind that nobody has seen
         return _NOWHERE
+
+
+def waits_for(awaited: object, sought: "asyncio.Task[Any] | int") -> bool:
+    """Whether what is awaited waits for a task, or for a thread of that identifier, directly or through others.
+
+    Not so of one that was started and is not waited for yet.
+    """
+    try:
+        return _waits_for(awaited, sought, set(), 0)
+    except Exception:  # noqa: BLE001 - as in `stack_of`
+        return False
+
+
+def _waits_for(awaited: object, sought: "asyncio.Task[Any] | int", seen: set[int], depth: int) -> bool:
+    seen.add(id(awaited))
+    walk = _walk(awaited.get_coro() if _is_task(awaited) else awaited)
+    if isinstance(sought, int) and _thread_of(walk) == sought:
+        return True
+    found = _awaited_futures(walk)
+    if any(one is sought for one in found):  # first of all: there may be thousands of them
+        return True
+    deeper = [one for one in found if id(one) not in seen] if depth < _DEEPEST else []
+    return any(_waits_for(one, sought, seen, depth + 1) for one in deeper)
 
 
 def _stack(awaited: object, seen: set[int], depth: int) -> Stack:

@@ -1,0 +1,68 @@
+"""OpenTelemetry's own metrics of messaging, for who collects them in place of Prometheus' or beside them."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from opentelemetry.metrics import Counter, Histogram, MeterProvider
+
+from aioshard.telemetry.conventions import DURATIONS, METRICS, SCHEMA_URL, Attribute, Metric
+
+__all__ = ["Attributes", "Metering"]
+
+Attributes: TypeAlias = Mapping[str, str | int | bool]
+
+_OF_METRICS = frozenset(
+    {
+        Attribute.MESSAGING_SYSTEM,
+        Attribute.MESSAGING_OPERATION_NAME,
+        Attribute.MESSAGING_DESTINATION_NAME,
+        Attribute.MESSAGING_DESTINATION_PARTITION_ID,
+        Attribute.MESSAGING_CONSUMER_GROUP_NAME,
+        Attribute.ERROR_TYPE,
+        Attribute.SERVER_ADDRESS,
+        Attribute.SERVER_PORT,
+    }
+)
+"""What of a span's attributes has few values, as the conventions ask for."""
+
+
+class Metering:
+    """The four instruments, in a meter of the given provider."""
+
+    def __init__(self, provider: MeterProvider, version: str) -> None:
+        """Make them; *version* is that of this package."""
+        meter = provider.get_meter("aioshard", version, schema_url=SCHEMA_URL)
+
+        def histogram(name: str) -> Histogram:
+            _, unit, meaning = METRICS[name]
+            return meter.create_histogram(name, unit, meaning, explicit_bucket_boundaries_advisory=DURATIONS)
+
+        def counter(name: str) -> Counter:
+            _, unit, meaning = METRICS[name]
+            return meter.create_counter(name, unit, meaning)
+
+        self._processing = histogram(Metric.MESSAGING_PROCESS_DURATION)
+        self._operations = histogram(Metric.MESSAGING_CLIENT_OPERATION_DURATION)
+        self._consumed = counter(Metric.MESSAGING_CLIENT_CONSUMED_MESSAGES)
+        self._sent = counter(Metric.MESSAGING_CLIENT_SENT_MESSAGES)
+
+    def processed(self, seconds: float, records: int, about: Attributes) -> None:
+        """An attempt has ended, well or not; *records* of it had not been given to the handler before."""
+        kept = _kept(about)
+        self._processing.record(seconds, kept)
+        if records:
+            kept.pop(Attribute.ERROR_TYPE, None)  # they were delivered, whatever the handler made of it
+            self._consumed.add(records, kept)
+
+    def committed(self, seconds: float, about: Attributes) -> None:
+        """A commit request has ended, well or not."""
+        self._operations.record(seconds, _kept(about, Attribute.MESSAGING_OPERATION_TYPE))
+
+    def sent(self, seconds: float, about: Attributes) -> None:
+        """Publishing a message has ended, well or not."""
+        self._operations.record(seconds, _kept(about, Attribute.MESSAGING_OPERATION_TYPE))
+        self._sent.add(1, _kept(about))
+
+
+def _kept(about: Attributes, *others: str) -> dict[str, str | int | bool]:
+    return {name: value for name, value in about.items() if name in _OF_METRICS or name in others}
