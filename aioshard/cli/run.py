@@ -1,21 +1,18 @@
 """`aioshard run`: an app as a process, with signals, health server and exit codes."""
 
-import asyncio
+import functools
 import logging
+import os
+from typing import Any
 
 import click
 
 from aioshard.cli import options
-from aioshard.cli.loading import load_app
-from aioshard.cli.running import Run, Signals
-from aioshard.errors import AioshardError
-from aioshard.loops import loop_factory
-from aioshard.settings import misspelled_variables
+from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
+from aioshard.cli.running import run_here
 from aioshard.telemetry import logs
 
 __all__ = ["command"]
-
-logger = logging.getLogger("aioshard.cli")
 
 _LEVELS = ["debug", "info", "warning", "error", "critical"]
 
@@ -26,6 +23,20 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 @click.option("--assign", metavar="TOPIC:PARTITIONS,…", help="Partitions by hand, as orders:0-2,payments:1; no group.")
 @click.option("--until-caught-up", is_flag=True, help="Process up to the end offsets seen at the start, then end.")
 @click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="Run N processes, each a member of the group, and start again those that end.",
+)
+@click.option("--reload", is_flag=True, help="For development: start again when a file of Python code changes.")
+@click.option(
+    "--reload-dir",
+    "reload_dirs",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False),
+    help="Watch this directory instead of --app-dir; may be repeated.",
+)
+@click.option(
     "--health-port",
     type=click.IntRange(0, 65535),
     help="Serve /livez, /readyz, /metrics, /statistics.json and /explain on this port; 0 takes a free one.",
@@ -35,36 +46,30 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @options.app_dir
 @options.as_json("how it ended")
-def command(
-    target: str,
-    *,
-    bootstrap_servers: str | None,
-    assign: str | None,
-    until_caught_up: bool,
-    health_port: int | None,
-    host: str,
-    log_level: str,
-    log_format: logs.LogFormat,
-    app_dir: str,
-    as_json: bool,
-) -> int:
+@click.option("--tether", type=int, hidden=True)
+@click.option("--health-socket", hidden=True)
+def command(**chosen: Any) -> int:
     """Run an app until a signal ends it.
 
     The first SIGTERM or SIGINT drains and commits, a second one leaves at once.
     """
-    logs.configure(log_level, log_format)
-    app = load_app(target, app_dir)
-    given = {"bootstrap_servers": bootstrap_servers, "assign": assign}
-    if given := {name: value for name, value in given.items() if value is not None}:
-        app.configure(**given)
-    for sentence in misspelled_variables():
-        logger.warning("%s", sentence)
-    with Signals() as signals, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        run = Run(app, signals, as_json=as_json)
-        try:
-            runner.run(run.serve(host, health_port, until_caught_up=until_caught_up))
-        except AioshardError as error:
-            run.report(error)
-            raise
-        run.report(None)
-    return 0
+    asked = RunOptions(**chosen)
+    handler = logs.configure(asked.log_level, asked.log_format)
+    if (number := os.environ.get(WORKER_VARIABLE)) is not None:
+        handler.addFilter(functools.partial(_with_worker, number))
+    if asked.workers is not None:
+        from aioshard.cli.supervising import run_workers  # noqa: PLC0415 - imported on use
+
+        return run_workers(asked)
+    if asked.reload:
+        from aioshard.cli.reloading import run_reloading  # noqa: PLC0415
+
+        return run_reloading(asked)
+    return run_here(asked)
+
+
+def _with_worker(number: str, record: logging.LogRecord) -> bool:
+    """Have a log line say which worker it is of; the lines of all come out in one place."""
+    if not hasattr(record, "worker"):
+        record.worker = number
+    return True

@@ -16,12 +16,50 @@ import click
 
 from aioshard.app import App
 from aioshard.cli.main import INTERRUPTED, exit_code
+from aioshard.cli.run_options import RunOptions
+from aioshard.cli.tether import Tether
 from aioshard.errors import AioshardError, NotDrainedError
+from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
+from aioshard.settings import misspelled_variables
 
-__all__ = ["Run", "Signals", "leave"]
+__all__ = ["Signals", "base_url", "leave", "run_here"]
 
 logger = logging.getLogger("aioshard.cli")
+
+_NOT_DRAINED = 4
+
+
+def run_here(options: RunOptions) -> int:
+    """Run the app in this process to its end.
+
+    Raises:
+        AioshardError: What ended it.
+        ClickException: There is no such app.
+    """
+    signals = Signals()
+    tether = None if options.tether is None else Tether(options.tether)
+    if tether is not None:
+        tether.watch(signals.ask, lambda: leave(_NOT_DRAINED))
+    try:
+        app = options.app()
+        if tether is not None:
+            tether.within = app.settings.shutdown_timeout
+        for sentence in misspelled_variables():
+            logger.warning("%s", sentence)
+        with signals, asyncio.Runner(loop_factory=loop_factory()) as runner:
+            run = _Run(app, signals, options, tether)
+            try:
+                runner.run(run.serve())
+            except AioshardError as error:
+                run.report(error)
+                raise
+            run.report(None)
+    except (AioshardError, click.ClickException) as error:
+        if tether is not None:
+            tether.tell(error)
+        raise
+    return 0
 
 
 class Signals:
@@ -32,7 +70,10 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        """The first signal's name."""
+        """The first signal's name; empty when it was no signal that asked."""
+        self.before_leaving: Callable[[], object] = lambda: None
+        """Called at the second signal, in whatever the process is at."""
+        self._signalled = False
         self._first: Callable[[], object] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -51,30 +92,44 @@ class Signals:
         if self.received is not None:
             self._first()
 
+    def ask(self) -> None:
+        """As a first signal does, from any thread. A signal that comes beside it is no second one."""
+        if self.received is None:
+            logger.info("asked to end: draining and committing")
+            self._ask("")
+
     def _receive(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         # Neither logging nor print here: the signal may have interrupted one of them.
-        if self.received is not None:
+        if self._signalled:
             os.write(2, f"{name} again: leaving at once; what still runs is not committed\n".encode())
+            self.before_leaving()
             leave(INTERRUPTED)
-        self.received = name
-        os.write(2, f"{name}: draining and committing; a second signal leaves at once\n".encode())
+        self._signalled = True
+        if self.received is None:
+            os.write(2, f"{name}: draining and committing; a second signal leaves at once\n".encode())
+            self._ask(name)
+
+    def _ask(self, received: str) -> None:
+        self.received = received
         if self._first is not None:
-            self._first()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
+                self._first()
 
 
-class Run:
+class _Run:
     """One run of an app, from the health server's start to the report of how it ended."""
 
-    def __init__(self, app: App, signals: Signals, *, as_json: bool) -> None:
+    def __init__(self, app: App, signals: Signals, options: RunOptions, tether: Tether | None) -> None:
         self._app = app
         self._signals = signals
-        self._as_json = as_json
+        self._options = options
+        self._tether = tether
 
-    async def serve(self, host: str, port: int | None, *, until_caught_up: bool) -> None:
-        """Serve the app, and its health where *port* is given, until a signal or an error."""
-        async with _health(self._app, host, port):
-            await self._serve(until_caught_up=until_caught_up)
+    async def serve(self) -> None:
+        """Serve the app, and its health where that is asked for, until a signal or an error."""
+        async with _health(self._app, self._options):
+            await self._serve(until_caught_up=self._options.until_caught_up)
 
     async def _serve(self, *, until_caught_up: bool) -> None:
         app = self._app
@@ -96,6 +151,8 @@ class Run:
             # A run that ignores its cancellation keeps the loop and, as a thread, the interpreter alive.
             self.report(error)
             click.echo(f"Error: {error}", err=True)
+            if self._tether is not None:
+                self._tether.tell(error)
             leave(exit_code(error))
         if error is not None:
             raise error
@@ -105,20 +162,20 @@ class Run:
         statistics = self._app.statistics()
         if error is None:
             logger.info("%s", _summary(statistics))
-        if self._as_json:
+        if self._options.as_json:
             body = {
                 "exit_code": 0 if error is None else exit_code(error),
                 "error": None if error is None else str(error),
                 "records": list(getattr(error, "records", ())),
-                "signal": self._signals.received,
+                "signal": self._signals.received or None,
                 "statistics": statistics.asdict(),
             }
             click.echo(json.dumps(body))
 
 
 @contextlib.asynccontextmanager
-async def _health(app: App, host: str, port: int | None) -> AsyncIterator[None]:
-    if port is None:
+async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
+    if options.health_port is None and options.health_socket is None:
         yield
         return
     import prometheus_client  # noqa: PLC0415 (imported on use)
@@ -127,10 +184,19 @@ async def _health(app: App, host: str, port: int | None) -> AsyncIterator[None]:
     from aioshard.web.health import serve_health  # noqa: PLC0415 (needs the extra `web`)
 
     # The process's own registry: what handlers count themselves is on the same page.
-    AppCollector(app, registry=prometheus_client.REGISTRY)
-    async with serve_health(app, host=host, port=port, registry=prometheus_client.REGISTRY) as (address, bound):
-        logger.info("health server listens on http://%s:%d", f"[{address}]" if ":" in address else address, bound)
+    registry = prometheus_client.REGISTRY
+    AppCollector(app, registry=registry)
+    async with serve_health(
+        app, host=options.host, port=options.health_port or 0, uds=options.health_socket, registry=registry
+    ) as (address, bound):
+        if options.health_socket is None:
+            logger.info("health server listens on %s", base_url(address, bound))
         yield
+
+
+def base_url(address: str, port: int) -> str:
+    """What users type to reach a server of ours."""
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def _summary(statistics: Statistics) -> str:

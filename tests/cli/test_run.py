@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import sys
@@ -11,14 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.kafka import KafkaBroker
+from tests.support.running import DEADLINE, PROJECT, Running, environment, settled
 from tests.support.shared_kafka import SharedKafka
 
-PROJECT = Path(__file__).parents[2]
-DEADLINE = 40.0
 NOWHERE = "127.0.0.1:1"
 """An address where nobody listens."""
 NO_VARIABLES: Mapping[str, str] = {}
@@ -78,82 +75,6 @@ HANDLERS["held without uvloop"] = "sys.modules['uvloop'] = None\n" + HANDLERS["h
 HANDLERS["blocking without uvloop"] = "sys.modules['uvloop'] = None\n" + HANDLERS["blocking"]
 
 
-class Running:
-    """An `aioshard run` in a directory of its own, whose output is read all the time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self._lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
-        self._news = asyncio.Condition()
-        self._readers = [
-            asyncio.create_task(self._read(name, stream), name=f"read {name}")
-            for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))
-            if stream is not None
-        ]
-
-    @property
-    def output(self) -> str:
-        return "".join(self._lines["stdout"])
-
-    @property
-    def errors(self) -> str:
-        return "".join(self._lines["stderr"])
-
-    async def _read(self, name: str, stream: asyncio.StreamReader) -> None:
-        while line := (await stream.readline()).decode():
-            async with self._news:
-                self._lines[name].append(line)
-                self._news.notify_all()
-        async with self._news:
-            self._news.notify_all()
-
-    async def says(self, text: str) -> str:
-        """Wait for a line with *text* on standard output."""
-        return await self._line("stdout", text)
-
-    async def warns(self, text: str) -> str:
-        """Wait for a line with *text* on standard error."""
-        return await self._line("stderr", text)
-
-    async def _line(self, name: str, text: str) -> str:
-        def found() -> str | None:
-            return next((line for line in self._lines[name] if text in line), None)
-
-        def over() -> bool:
-            return self.process.stdout is not None and self.process.stdout.at_eof()
-
-        async with asyncio.timeout(DEADLINE), self._news:
-            await self._news.wait_for(lambda: found() is not None or over())
-        line = found()
-        assert line is not None, f"{text!r} was never said; on standard error:\n{self.errors}"
-        return line
-
-    async def health(self) -> httpx.AsyncClient:
-        """A client of the health server."""
-        line = await self.warns("health server listens on")
-        return httpx.AsyncClient(base_url=line.split()[-1], timeout=DEADLINE)
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def release(self) -> None:
-        """Let one held record finish."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
-
-    async def ends(self) -> int:
-        """Wait for the end; `output` and `errors` are complete then."""
-        async with asyncio.timeout(DEADLINE):
-            await asyncio.gather(*self._readers)
-            return await self.process.wait()
-
-    async def kill(self) -> None:
-        """End the process if it has not ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.ends()
-
-
 Start = Callable[..., Awaitable[Running]]
 
 
@@ -178,36 +99,11 @@ app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earlies
 {HANDLERS[handler]}
 """
             (tmp_path / "service.py").write_text(source)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "aioshard",
-                "run",
-                "service:app",
-                *arguments,
-                cwd=tmp_path,
-                env={**_environment(), "PYTHONPATH": str(PROJECT), **variables},
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            running = Running(process)
+            running = await Running.start(tmp_path, "run", "service:app", *arguments, variables=variables)
             stack.push_async_callback(running.kill)
             return running
 
         yield started
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("AIOSHARD_")}
-
-
-async def settled(client: httpx.AsyncClient, path: str, condition: Callable[[httpx.Response], bool]) -> httpx.Response:
-    """The first answer of *path* that fulfils the condition."""
-    async with asyncio.timeout(DEADLINE):
-        while not condition(response := await client.get(path)):  # noqa: ASYNC110 (HTTP sends no event)
-            await asyncio.sleep(0.05)
-    return response
 
 
 # Signals
@@ -309,7 +205,7 @@ async def test_an_unknown_app_ends_with_2(tmp_path: Path, target: str) -> None:
         sys.executable,
         *("-m", "aioshard", "run", target),
         cwd=tmp_path,
-        env={**_environment(), "PYTHONPATH": str(PROJECT)},
+        env={**environment(), "PYTHONPATH": str(PROJECT)},
         stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE)
@@ -324,7 +220,7 @@ async def test_without_an_address_the_error_says_how_to_give_one(tmp_path: Path)
         sys.executable,
         *("-m", "aioshard", "run", "service:app"),
         cwd=tmp_path,
-        env={**_environment(), "PYTHONPATH": str(PROJECT)},
+        env={**environment(), "PYTHONPATH": str(PROJECT)},
         stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE)

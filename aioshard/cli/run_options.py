@@ -1,0 +1,86 @@
+"""What `aioshard run` was asked for: the options, the app that they lead to, and how to ask another process for it."""
+
+import dataclasses
+import os
+
+import click
+
+from aioshard.app import App
+from aioshard.cli.loading import load_app
+from aioshard.telemetry import logs
+
+__all__ = ["WORKER_VARIABLE", "RunOptions"]
+
+WORKER_VARIABLE = "AIOSHARD_WORKER"
+"""Environment variable with the number of a worker, from 0; only workers have it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options of `aioshard run`, by their names."""
+
+    target: str
+    bootstrap_servers: str | None
+    assign: str | None
+    until_caught_up: bool
+    workers: int | None
+    reload: bool
+    reload_dirs: tuple[str, ...]
+    health_port: int | None
+    host: str
+    log_level: str
+    log_format: logs.LogFormat
+    app_dir: str
+    as_json: bool
+    tether: int | None
+    """Number of the socket to the process that started this one."""
+    health_socket: str | None
+    """Path at which the health server listens instead of a port."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            UsageError: Something does not.
+        """
+        if self.reload and self.workers is not None:
+            raise click.UsageError(
+                "--reload and --workers were given: --reload is for development, with one process; leave one out"
+            )
+        if self.reload_dirs and not self.reload:
+            raise click.UsageError("--reload-dir was given without --reload: it says what is watched for a reload")
+        if (self.reload or self.workers is not None) and os.name == "nt":
+            raise click.UsageError("--reload and --workers need Unix sockets between processes, which Windows lacks")
+
+    def app(self) -> App:
+        """The app with what the options set, in this worker's own form where this is one.
+
+        Raises:
+            UsageError: There is no such app, or its partitions cannot be shared.
+            AioshardError: Its definition or its settings were refused.
+        """
+        app = load_app(self.target, self.app_dir)
+        given = {"bootstrap_servers": self.bootstrap_servers, "assign": self.assign}
+        number, instance = os.environ.get(WORKER_VARIABLE), app.settings.group_instance_id
+        if number is not None and instance is not None:
+            given["group_instance_id"] = f"{instance}-{number}"  # a static member's id is one process's alone
+        if given := {name: value for name, value in given.items() if value is not None}:
+            app.configure(**given)
+        if self.workers is not None and app.settings.assign is not None:
+            raise click.UsageError(
+                "--workers was given for an app whose partitions are given by hand (assign): each worker would read "
+                "them all; run one process for each part of the partitions, or leave assign out"
+            )
+        return app
+
+    def arguments(self) -> list[str]:
+        """Of `aioshard run` in a process that runs the app for this one."""
+        given = {
+            "--bootstrap-servers": self.bootstrap_servers,
+            "--assign": self.assign,
+            "--log-level": self.log_level,
+            "--log-format": self.log_format,
+            "--app-dir": self.app_dir,
+        }
+        options = [text for name, value in given.items() if value is not None for text in (name, value)]
+        return [self.target, *options, *(["--until-caught-up"] if self.until_caught_up else [])]

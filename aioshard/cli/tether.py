@@ -1,0 +1,145 @@
+"""What ties a process to the one that started it: a pair of sockets, one end in each.
+
+The parent asks for a drain by closing its direction, and so does its end, however it comes. So a drain is asked for
+once, whatever signals the processes get beside it, and no process is left behind. The child tells on the way out how it
+ended, which an exit code says only in part.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn, Self
+
+import click
+
+__all__ = ["MARGIN", "Child", "Ending", "Tether"]
+
+MARGIN = 10.0
+"""Seconds beyond `shutdown_timeout` after which a process that was to end is ended by force."""
+_IMPORTS_WITHIN = 60.0
+_LONGEST = 64 * 1024
+_TELLS_WITHIN = 1.0
+
+
+class Ending(NamedTuple):
+    """How a child ended."""
+
+    code: int
+    """Its exit code; the negative number of the signal that killed it."""
+    error: str | None
+    """Name of the error's class, where it told."""
+    message: str
+    """What it told of it; empty where it told nothing."""
+
+
+# In the child -------------------------------------------------------------------------------
+
+
+class Tether:
+    """The child's end.
+
+    Args:
+        fd: The socket that the parent has handed down.
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # noqa: FBT003 - positional only
+        self._socket = socket.socket(fileno=fd)
+        self.within = _IMPORTS_WITHIN
+        """Seconds that a drain may take."""
+
+    def watch(self, on_end: Callable[[], None], leave: Callable[[], NoReturn]) -> None:
+        """Have a thread wait for the parent's wish, or its end: a handler may block the event loop.
+
+        Args:
+            on_end: Called once, in that thread.
+            leave: Called `within` and a margin later, when this process still is there.
+        """
+
+        def wait() -> None:
+            with contextlib.suppress(OSError):
+                while self._socket.recv(_LONGEST):
+                    pass
+            on_end()
+            since = time.monotonic()
+            while time.monotonic() < since + self.within + MARGIN:
+                time.sleep(1.0)
+            leave()
+
+        threading.Thread(target=wait, name="tether", daemon=True).start()
+
+    def tell(self, error: Exception) -> None:
+        """Tell the parent why this process ends."""
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        told = {"error": type(error).__name__, "message": message[: _LONGEST // 8]}
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.sendall(json.dumps(told).encode() + b"\n")
+
+
+# In the parent ------------------------------------------------------------------------------
+
+
+class Child:
+    """An `aioshard run` that this process has started. Owned by one event loop."""
+
+    def __init__(self, process: asyncio.subprocess.Process, end: socket.socket) -> None:
+        self._process = process
+        self._end = end
+        self.pid = process.pid
+
+    @classmethod
+    async def start(
+        cls, arguments: Sequence[str], variables: Mapping[str, str] | None = None, *, aside: bool = False
+    ) -> Self:
+        """Start `aioshard run` with these arguments.
+
+        Args:
+            arguments: Behind `run`.
+            variables: Added to the environment.
+            aside: Away from the terminal: it hears no Ctrl-C and cannot read.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "aioshard", "run", *arguments, "--tether", str(theirs.fileno())),
+                env={**os.environ, **(variables or {})},
+                stdin=subprocess.DEVNULL if aside else None,
+                pass_fds=[theirs.fileno()],
+                process_group=0 if aside else None,
+            )
+        ours.setblocking(False)  # noqa: FBT003 - positional only
+        return cls(process, ours)
+
+    def drain(self) -> None:
+        """Ask it to drain and end; returns at once, and does nothing the second time."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """End it now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def ended(self) -> Ending:
+        """Wait for its end; to be called once."""
+        code = await self._process.wait()
+        told = b""
+        # What it said is there already. That nothing more comes is not known while its own children hold the socket.
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_TELLS_WITHIN):
+                while more := await asyncio.get_running_loop().sock_recv(self._end, _LONGEST):
+                    told += more
+                    if told.endswith(b"\n"):
+                        break
+        self._end.close()
+        with contextlib.suppress(ValueError, KeyError):
+            found = json.loads(told)
+            return Ending(code, found["error"], found["message"])
+        return Ending(code, None, "")
