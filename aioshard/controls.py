@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioshard.engine.control import (
     SeekTo,
     answered,
+    assigned_partitions,
+    handler_name,
     open_epoch,
     pause,
     release,
@@ -53,6 +55,8 @@ class Controls:
     group_id: str
     _registrations: list[Registration]
     _engine: Engine | None = None
+    _draining: asyncio.Task[None] | None = None
+    """Ends the engine; set from the first moment of that until the app has ended."""
     _loop: asyncio.AbstractEventLoop | None = None
     _last: Statistics | None = None
     _journal: "Journal | None" = None
@@ -74,6 +78,8 @@ class Controls:
     ) -> int:
         """Publish with the app's idempotent producer; returns when the brokers have acknowledged (`acks=all`).
 
+        Also when the app has drained, until it ends: requests that a web server still answers may need it.
+
         Args:
             topic: Where it goes.
             value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
@@ -89,7 +95,9 @@ class Controls:
             TransportError: Not acknowledged; see `AuthorizationError` and `MessageTooLargeError` among them.
         """
         outgoing = message(topic, value, key=key, headers=headers, partition=partition)
-        return await self.running_engine().producer.publish(outgoing)
+        if self._engine is None:
+            raise self._does_not_run()
+        return await self._engine.producer.publish(outgoing)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
         """Run a halted record again now, with all its attempts; also one that waits for its next attempt.
@@ -138,7 +146,7 @@ class Controls:
         Raises:
             StateError: The app does not run, or has no such partition now.
         """
-        self._do(lambda engine: pause(engine, _partitions(engine, topic, partition), why))
+        self._do(lambda engine: pause(engine, assigned_partitions(engine, topic, partition), why))
 
     def resume(self, topic: str, partition: int | None = None) -> None:
         """Take `pause` back; None resumes every paused partition of the topic.
@@ -161,7 +169,7 @@ class Controls:
         Raises:
             StateError: The app does not run, or has no such handler.
         """
-        self._do(lambda engine: pause(engine, _handler(engine, name), why))
+        self._do(lambda engine: pause(engine, handler_name(engine, name), why))
 
     def resume_handler(self, name: str) -> None:
         """Take `pause_handler` back.
@@ -169,7 +177,7 @@ class Controls:
         Raises:
             StateError: As `pause_handler`.
         """
-        self._do(lambda engine: resume(engine, _handler(engine, name)))
+        self._do(lambda engine: resume(engine, handler_name(engine, name)))
 
     async def seek(self, topic: str, partition: int, to: SeekTo) -> int:
         """Have an assigned partition go on elsewhere; returns when it does.
@@ -271,7 +279,7 @@ class Controls:
     def _running(self, engine: Engine, handler: str | Callable[..., Any]) -> Running:
         """What serves a handler."""
         if isinstance(handler, str):
-            found = [running for running in engine.handlers if running.spec.name == _handler(engine, handler)]
+            found = [running for running in engine.handlers if running.spec.name == handler_name(engine, handler)]
         else:
             found = [
                 running
@@ -313,7 +321,9 @@ class Controls:
             StateError: The app does not run.
         """
         if self._engine is None:
-            raise StateError(f"app {self.group_id!r} does not run")
+            raise self._does_not_run()
+        if self._has_drained:
+            raise StateError(f"app {self.group_id!r} has drained: it consumes nothing until it is started again")
         return self._engine
 
     def traced_by(self, tracing: "Tracing | None") -> None:
@@ -325,6 +335,13 @@ class Controls:
         if self._engine is not None:
             raise StateError(f"app {self.group_id!r} runs: trace it before it is started")
         self._tracing = tracing
+
+    @property
+    def _has_drained(self) -> bool:
+        return self._draining is not None and self._draining.done()
+
+    def _does_not_run(self) -> StateError:
+        return StateError(f"app {self.group_id!r} does not run")
 
     # Looking in ---------------------------------------------------------------------------
 
@@ -362,6 +379,8 @@ class Controls:
         engine = self._engine
         if engine is None:
             return "The app does not run.\n"
+        if self._has_drained:
+            return "The app has drained: it consumes nothing more.\n"
         return explain(engine, show_keys=self.settings.show_keys)
 
     def diagnose(self) -> Diagnosis:
@@ -378,19 +397,3 @@ class Controls:
         """
         engine = self._engine
         return None if engine is None else workload(engine, show_keys=self.settings.show_keys)
-
-
-def _partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:
-    ours = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
-    meant = [name for name in ours if partition in (None, name.partition)]
-    if not meant:
-        what = f"partition {topic}/{partition}" if partition is not None else f"partition of topic {topic!r}"
-        raise StateError(f"no {what} is assigned to this process: pause it in the process that has it")
-    return meant
-
-
-def _handler(engine: Engine, name: str) -> str:
-    names = [handler.spec.name for handler in engine.handlers]
-    if name not in names:
-        raise StateError(f"there is no handler {name!r}: the app has {', '.join(names)}")
-    return name

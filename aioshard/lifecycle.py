@@ -15,6 +15,7 @@ from typing import Any, Self
 from aioshard.attempts import Outside
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
+from aioshard.embedding import Lifespan, embedded
 from aioshard.engine.catching_up import caught_up
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.handler import Adapt
@@ -51,6 +52,13 @@ class Lifecycle(Handlers, Controls):
         self._state: Any = None
         self._exit: contextlib.AsyncExitStack | None = None
         """Set from before the resources are opened until they are closed."""
+        self._lent = False
+        """Whether a test client runs it: entering it means to use that."""
+
+    @property
+    def state(self) -> Any:
+        """What the app's `resources` yielded, as `Context.state` is; None while it does not run."""
+        return self._state
 
     @abstractmethod
     def check(self) -> None:
@@ -113,8 +121,9 @@ class Lifecycle(Handlers, Controls):
             AioshardError: What makes consuming impossible.
         """
         async with self:
-            engine, stop = self.running_engine(), self._stop
-            assert stop is not None  # noqa: S101 - made at the start
+            engine, stop = self._engine, self._stop
+            assert engine is not None  # noqa: S101 - made at the start, as the next one
+            assert stop is not None  # noqa: S101
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:
                 tasks.append(asyncio.create_task(caught_up(engine), name="caught up"))
@@ -138,30 +147,95 @@ class Lifecycle(Handlers, Controls):
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
 
+    async def drain(self) -> None:
+        """Finish what runs, commit it and leave the group, but go on living: for a `preStop` hook.
+
+        The others have the partitions at once (with `group_instance_id`, when the successor comes). The app is not
+        ready from the first moment of it on. What `resources` opened stays open, and `publish` works, until the app
+        is ended; that has nothing more to wait for then. All calls, and the end of the app, wait for the same drain
+        and have the same result. Before the start and after the end there is nothing to do.
+
+        It may be awaited in any event loop, and a cancelled call does not end the drain. A handler that awaits it
+        waits for itself: let it call `stop`, or do this in a task of its own.
+
+        Raises:
+            NotDrainedError: Records still ran after `shutdown_timeout`; they were cancelled and stay uncommitted.
+        """
+        engine, loop = self._engine, self._loop
+        if engine is None or loop is None or loop.is_closed():
+            return
+        if loop is not asyncio.get_running_loop():
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.drain(), loop))
+            return
+        await asyncio.shield(self._drained(engine))
+
+    def _drained(self, engine: Engine) -> asyncio.Task[None]:
+        """The one task that ends the engine."""
+        if self._draining is None:
+            engine.be_draining()
+            self._draining = asyncio.create_task(engine.stop(), name="drain")
+        return self._draining
+
     async def __aenter__(self) -> Self:
         """Start; returns once the first assignment is complete.
 
         Raises:
             StartError: As `serve`.
         """
-        await self._start(kafka_clients(self.settings, self.group_id))
+        if not self._lent:
+            await self._start(kafka_clients(self.settings, self.group_id))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Drain and commit within `shutdown_timeout`, then close the client and the resources."""
-        await self._end()
+        if not self._lent:
+            await self._end()
 
-    @contextlib.asynccontextmanager
-    async def lifespan(self, asgi_app: object) -> AsyncIterator[None]:  # noqa: ARG002 - the protocol's parameter
+    def lifespan(self, asgi_app: object) -> AbstractAsyncContextManager[Any]:
         """The lifespan of an ASGI app: `FastAPI(lifespan=app.lifespan)`.
 
         Start-up returns once the first assignment is complete; shutdown drains and commits. Signals stay
         with the server.
         """
-        async with self:
-            yield
+        return self.embed()(asgi_app)
+
+    def embed(self, lifespan: Callable[[Any], Any] | None = None, *, stop_server: bool = False) -> Lifespan:
+        """Make a lifespan in which the app runs: `FastAPI(lifespan=app.embed(lifespan))`.
+
+        Args:
+            lifespan: One of yours, around the app: what it opens is there until the last handler has ended, and what
+                it yields is the state of the requests.
+            stop_server: When the app has failed, send this process SIGTERM, which the server handles: the requests
+                in progress end, and so does the process. Without it the server goes on, and `/livez` and `/readyz`
+                answer 503.
+
+        Raises:
+            HandlerError: *lifespan* cannot be one.
+
+        Example:
+            >>> import asyncio, contextlib
+            >>> from aioshard import App
+            >>> from aioshard.testing import TestClient
+            >>> app = App("billing")
+            >>> @app.consume("orders")
+            ... async def on_order(record): ...
+            >>> @contextlib.asynccontextmanager
+            ... async def lifespan(api):
+            ...     yield {"greeting": "hello"}
+            >>> async def serve() -> None:
+            ...     async with TestClient(app), app.embed(lifespan)(None) as state:
+            ...         print(state, app.statistics().state)
+            >>> asyncio.run(serve())
+            {'greeting': 'hello'} running
+        """
+
+        def failing() -> asyncio.Future[None]:
+            assert self._engine is not None  # noqa: S101 - the app is entered
+            return self._engine.failed
+
+        return embedded(self, lifespan, failing if stop_server else None)
 
     @contextlib.asynccontextmanager
     async def started(
@@ -186,9 +260,11 @@ class Lifecycle(Handlers, Controls):
         """
         clients = with_producer_or_none(make_transport, make_producer, make_side_topics)
         await self._start(clients, adapt=adapt, observe=observe, replay=replay)
+        self._lent = True
         try:
             yield self
         finally:
+            self._lent = False
             await self._end()
 
     async def _start(
@@ -226,9 +302,13 @@ class Lifecycle(Handlers, Controls):
             if self._journal is not None:
                 self._journal.attach(self._engine, tuple(self))
             await self._engine.start()
+            self._engine.failed.add_done_callback(self._has_failed)
         except BaseException:
             await self._end(quietly=True)
             raise
+
+    def _has_failed(self, failed: asyncio.Future[None]) -> None:
+        logger.critical("app %r has failed and consumes nothing more: %s", self.group_id, failed.exception())
 
     async def _open_journal(self, directory: str, exit_stack: contextlib.AsyncExitStack) -> Observe:
         from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
@@ -247,7 +327,7 @@ class Lifecycle(Handlers, Controls):
         engine, stack = self._engine, self._exit
         try:
             if engine is not None:
-                await engine.stop()
+                await _ended(self._drained(engine))
         except Exception:
             if not quietly:
                 raise
@@ -261,7 +341,7 @@ class Lifecycle(Handlers, Controls):
             finally:
                 if self._journal is not None and engine is not None and self._last is not None:
                     self._last = dataclasses.replace(self._last, journal=self._journal.statistics())
-                self._exit = self._state = self._journal = None
+                self._exit = self._state = self._journal = self._draining = None
 
     def _describe(self, engine: Engine, epoch: Epoch) -> str:
         return explain_partition(engine, epoch, show_keys=self.settings.show_keys)
@@ -270,3 +350,20 @@ class Lifecycle(Handlers, Controls):
         assert self._exit is not None  # noqa: S101 - the app is being started
         self._exit.push_async_callback(side_topics.close)
         return side_topics
+
+
+async def _ended(drain: asyncio.Task[None]) -> None:
+    """Wait for a drain; whoever is cancelled meanwhile cuts it short, and is cancelled when everything has ended."""
+    cancelled: asyncio.CancelledError | None = None
+    while not drain.done():
+        try:
+            await asyncio.wait([drain])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            drain.cancel()
+    if cancelled is None:
+        drain.result()
+        return
+    if not drain.cancelled():
+        drain.exception()  # nobody is left to be told
+    raise cancelled

@@ -19,6 +19,8 @@ from aioshard.records import TopicPartition
 __all__ = [
     "SeekTo",
     "answered",
+    "assigned_partitions",
+    "handler_name",
     "open_epoch",
     "pause",
     "release",
@@ -236,3 +238,29 @@ def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Epoch:
         why = "is being handed over or looked into" if start is None else f"is on its way to offset {start}"
         raise StateError(f"{topic_partition} {why} now: try again when it goes on")
     return epoch
+
+
+def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:
+    """Those of a topic that this process has, or the one of them that is named.
+
+    Raises:
+        StateError: It has none, or not that one.
+    """
+    ours = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
+    meant = [name for name in ours if partition in (None, name.partition)]
+    if not meant:
+        what = f"partition {topic}/{partition}" if partition is not None else f"partition of topic {topic!r}"
+        raise StateError(f"no {what} is assigned to this process: pause it in the process that has it")
+    return meant
+
+
+def handler_name(engine: Engine, name: str) -> str:
+    """The name itself, where a handler has it.
+
+    Raises:
+        StateError: None has it.
+    """
+    names = [handler.spec.name for handler in engine.handlers]
+    if name not in names:
+        raise StateError(f"there is no handler {name!r}: the app has {', '.join(names)}")
+    return name

@@ -82,6 +82,8 @@ class Engine:
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
+        self._ending: asyncio.Future[None] = loop.create_future()
+        """Done when the app is told to end: a start that waits is over."""
         self._lost_id = Losses(self.clock)
         self._settled_once = False
         """Whether this client has been given partitions, and all of them were opened."""
@@ -202,8 +204,10 @@ class Engine:
         timeout = self.options.start_timeout
         settled: asyncio.Future[Any] = asyncio.create_task(self.rebalance.settled.wait(), name="first assignment")
         try:
-            await asyncio.wait({settled, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            complete = settled.done()  # another assignment may have come since, and not be complete
+            over = {settled, self.failed, self._ending}
+            await asyncio.wait(over, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            # Another assignment may have come since, and not be complete.
+            complete = settled.done() or self._ending.done()
         finally:
             settled.cancel()
         if self.failed.done():
@@ -299,6 +303,14 @@ class Engine:
 
     # Stop -------------------------------------------------------------------------------------
 
+    def be_draining(self) -> None:
+        """Be draining from now on, for whoever looks; `stop` does it. A start that waits is over."""
+        self._stopping = True
+        if self.state != "failed":
+            self.state = "draining"
+        if not self._ending.done():
+            self._ending.set_result(None)
+
     async def stop(self) -> None:
         """Drain, commit and end all tasks within `shutdown_timeout`.
 
@@ -315,9 +327,7 @@ class Engine:
 
     async def _drain(self, deadline: float) -> list[str]:
         """End what runs and commit it; returns the records that did not end in time."""
-        self._stopping = True
-        if self.state != "failed":
-            self.state = "draining"
+        self.be_draining()
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
         self.rebalance.stop_opening()

@@ -1,0 +1,81 @@
+"""A route that drains the app, for the `preStop` hook of Kubernetes and what else ends a process in order."""
+
+import asyncio
+import math
+from typing import Protocol
+
+from aioshard.errors import MissingExtraError, NotDrainedError
+from aioshard.observe import Statistics
+
+try:
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise MissingExtraError("the drain route", "web") from error
+
+__all__ = ["Drained", "drain_route"]
+
+_LONGEST_WAIT = 600.0
+_SIGNS_OF_A_BROWSER = ("origin", "sec-fetch-site")
+_FRESH = {"cache-control": "no-store"}
+
+
+class Drained(Protocol):
+    """An app, as far as this route needs it."""
+
+    async def drain(self) -> None:
+        """Finish what runs, commit it and leave the group."""
+
+    def statistics(self) -> Statistics:
+        """What happens."""
+
+
+def drain_route(app: Drained, path: str = "/drain") -> Route:
+    """Make a route that drains the app, to stand beside those of `health_routes`.
+
+    GET and POST call `App.drain` and answer when that has ended: 200, or 503 with what still ran. `/readyz` answers 503
+    from the first moment on. With `?wait=5` the answer comes after 5 s at the earliest, so that whoever watches
+    `/readyz` has noticed before the process is told to end.
+
+    GET has an effect because an `httpGet` hook of Kubernetes can do nothing else. So whoever reaches the route can take
+    the process out of its group: that is why it is not among the health routes, and an ingress should not lead to it.
+    HEAD, and what says that it comes from a browser, is refused.
+
+    Args:
+        app: Drained in its own event loop, whichever serves the route.
+        path: Of the route.
+
+    In FastAPI: `FastAPI(lifespan=app.lifespan, routes=[*health_routes(app), drain_route(app)])`.
+    """
+
+    async def drain(request: Request) -> Response:
+        if request.method == "HEAD" or any(sign in request.headers for sign in _SIGNS_OF_A_BROWSER):
+            return _answer(app, 403, ["GET or POST was expected, from a hook or a command and not from a browser"])
+        text = request.query_params.get("wait", "0")
+        wait = _seconds(text)
+        if wait is None:
+            return _answer(app, 400, [f"wait={text!r}: seconds were expected, from 0 to {_LONGEST_WAIT:g}"])
+        least = asyncio.create_task(asyncio.sleep(wait), name="the drain's answer waits")
+        reasons = []
+        try:
+            await app.drain()
+        except NotDrainedError as late:
+            reasons = [str(late)]
+        await least
+        return _answer(app, 503 if reasons else 200, reasons)
+
+    return Route(path, drain, methods=["GET", "POST"])
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and 0 <= found <= _LONGEST_WAIT else None
+
+
+def _answer(app: Drained, status: int, reasons: list[str]) -> Response:
+    body = {"status": "unavailable" if reasons else "ok", "state": app.statistics().state, "reasons": reasons}
+    return JSONResponse(body, status_code=status, headers=_FRESH)

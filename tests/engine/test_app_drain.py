@@ -1,0 +1,277 @@
+"""`App.drain`: the app ends its part in the group, and the process lives on."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioshard import App, Context, Record
+from aioshard.errors import NotDrainedError, StateError
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
+from tests.engine.running import engine_of, publish, until
+
+
+class Slow:
+    """An app whose runs take long, what they did, and a client for it."""
+
+    def __init__(self, seconds: float = 3.0, **settings: Any) -> None:
+        self.app = App("billing", **settings)
+        self.client = TestClient(self.app)
+        self.started: list[int] = []
+        self.ended: list[int] = []
+
+        @self.app.consume("orders", shard_by="record", concurrency=4)
+        async def handle(record: Record) -> None:
+            self.started.append(record.offset)
+            await asyncio.sleep(seconds)
+            self.ended.append(record.offset)
+
+
+def test_a_drain_finishes_what_runs_commits_and_leaves_the_group_while_the_app_lives_on() -> None:
+    slow = Slow()
+
+    async def test() -> None:
+        async with slow.client as client:
+            await publish(client, 20)
+            await until(lambda: len(slow.started) == 4)
+            draining = asyncio.create_task(slow.app.drain())
+            await asyncio.sleep(0)
+            assert slow.app.statistics().state == "draining", "not from the first moment on"
+
+            await draining
+
+            assert slow.app.statistics().state == "stopped"
+            assert sorted(slow.ended) == slow.started == [0, 1, 2, 3]
+            assert client.committed("orders", 0) == 4
+            assert not client.group.members
+            began = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - began < 0.1, "the end of the app waited for something"
+
+    run(test())
+
+
+def test_another_member_has_the_partitions_while_the_drained_app_lives() -> None:
+    slow = Slow()
+    other = App("billing", auto_offset_reset="earliest")
+    taken_over: list[int] = []
+
+    @other.consume("orders")
+    async def handle(record: Record) -> None:
+        taken_over.append(record.offset)
+
+    async def test() -> None:
+        async with slow.client as client:
+            await publish(client, 10)
+            async with other.started(lambda: InMemoryTransport(client.broker, "billing")):
+                await asyncio.sleep(10)
+                await slow.app.drain()
+                await client.settle(timeout=60)
+
+    run(test())
+
+    assert sorted(slow.ended + taken_over) == list(range(10))
+
+
+def test_all_calls_and_the_end_of_the_app_wait_for_one_drain() -> None:
+    slow = Slow()
+
+    async def test() -> None:
+        async with slow.client as client:
+            await publish(client, 1)
+            await until(lambda: slow.started)
+            calls = [asyncio.create_task(slow.app.drain()) for _ in range(2)]
+            await asyncio.sleep(1)
+            calls[0].cancel()
+            await asyncio.sleep(1)
+            assert calls[0].cancelled()
+            assert not calls[1].done()
+            assert slow.ended == []
+        assert slow.ended == [0], "the end of the app, or a call that was cancelled, has cut the drain short"
+        await calls[1]
+
+    run(test())
+
+
+def test_what_does_not_end_in_time_is_named_to_each_and_stays_uncommitted() -> None:
+    slow = Slow(seconds=1_000, shutdown_timeout=2.0)
+
+    async def test() -> None:
+        async with slow.client as client:
+            await publish(client, 1)
+            await until(lambda: slow.started)
+            for _ in range(2):
+                with pytest.raises(NotDrainedError, match="orders/0/0"):
+                    await slow.app.drain()
+            assert client.committed("orders", 0) in {None, 0}
+            assert not client.group.members
+
+    with pytest.raises(NotDrainedError, match="orders/0/0"):
+        run(test())
+
+
+def test_before_the_start_and_after_the_end_there_is_nothing_to_drain() -> None:
+    slow = Slow()
+
+    async def test() -> None:
+        await slow.app.drain()
+        async with slow.client as client:
+            await publish(client, 1)
+            await client.settle(timeout=60)
+        await slow.app.drain()
+        assert slow.app.statistics().state == "stopped"
+        async with slow.client as client:  # and it may be started again
+            await publish(client, 1)
+            await client.settle(timeout=60)
+
+    run(test())
+
+    assert slow.ended == [0, 1]
+
+
+def test_a_drain_while_the_app_starts_ends_the_start_and_is_no_error() -> None:
+    """The hook of a pod that is taken away before it was ready."""
+    app = App("billing", start_timeout=None, auto_offset_reset="earliest")
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        def never(operation: str) -> float:
+            return 5_000.0 if operation == "start" else 0.0
+
+        broker = InMemoryBroker(clock=lambda: 0.0)
+        loop = asyncio.get_running_loop()
+        for start_timeout in (None, 9_000.0):
+            app.configure(start_timeout=start_timeout)
+            began = loop.time()
+            loop.call_later(1, lambda: draining.append(loop.create_task(app.drain())))
+            async with app.started(lambda: InMemoryTransport(broker, "billing", latency=never)):
+                await until(lambda: draining)
+                await draining.pop()
+                assert app.statistics().state == "stopped"
+            assert loop.time() - began < 100
+
+    draining: list[asyncio.Task[None]] = []
+    run(test())
+
+
+def test_a_drained_app_publishes_and_keeps_its_resources_but_takes_no_orders() -> None:
+    opened: list[str] = []
+
+    class Pool:
+        async def __aenter__(self) -> str:
+            opened.append("open")
+            return "pool"
+
+        async def __aexit__(self, *_: object) -> None:
+            opened.append("closed")
+
+    app = App("billing", resources=lambda _: Pool())
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        assert app.state is None
+        async with TestClient(app) as client:
+            await app.drain()
+
+            assert await app.publish("receipts", b"1", partition=0) == 0
+            assert len(client.records("receipts")) == 1
+            assert app.state == "pool"
+            orders: list[Callable[[], object]] = [
+                lambda: app.pause("orders"),
+                lambda: app.set_concurrency("handle", 2),
+                app.assignment,
+            ]
+            for order in orders:
+                with pytest.raises(StateError, match="has drained"):
+                    order()
+            assert app.explain() == "The app has drained: it consumes nothing more.\n"
+            assert app.diagnose().partitions == ()
+            assert opened == ["open"]
+        with pytest.raises(StateError, match="does not run"):
+            await app.publish("receipts", b"2")
+
+    run(test())
+
+    assert opened == ["open", "closed"]
+
+
+async def test_a_drain_is_awaited_in_another_event_loop() -> None:
+    """That of the health server."""
+    slow = Slow(seconds=0.2)
+    states: list[str] = []
+
+    def drain() -> None:
+        asyncio.run(slow.app.drain())
+        states.append(slow.app.statistics().state)
+
+    async with slow.client as client:
+        await publish(client, 1)
+        await until(lambda: slow.started, 10)
+        thread = threading.Thread(target=drain)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        assert client.committed("orders", 0) == 1
+    await asyncio.to_thread(drain)
+
+    assert states == ["stopped", "stopped"]
+
+
+def test_a_handler_drains_the_app_in_a_task_of_its_own() -> None:
+    app = App("billing")
+    tasks: list[asyncio.Task[None]] = []
+
+    @app.consume("orders")
+    async def handle(record: Record, context: Context) -> None:  # noqa: ARG001
+        tasks.append(asyncio.create_task(app.drain()))
+        await asyncio.sleep(1)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            await publish(client, 1)
+            await until(lambda: tasks)
+            await tasks[0]
+            assert client.committed("orders", 0) == 1
+
+    run(test())
+
+
+def test_serve_goes_on_after_a_drain_until_it_is_stopped() -> None:
+    slow = Slow()
+
+    async def test() -> None:
+        async with slow.client as client:
+            await publish(client, 1)
+            await until(lambda: slow.started)
+            serving = asyncio.create_task(slow.app.serve())
+            await slow.app.drain()
+            await asyncio.sleep(100)
+            assert not serving.done()
+            slow.app.stop()
+            await serving
+
+    run(test())
+
+
+def test_a_failure_is_in_the_log_though_nobody_serves_the_app(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow()
+
+    async def test() -> None:
+        async with slow.client:
+            engine_of(slow.app).fail(StateError("access was taken away"))
+            await asyncio.sleep(0)
+            assert slow.app.statistics().state == "failed"
+            await slow.app.drain()
+            assert slow.app.statistics().state == "failed", "a restart would help still"
+
+    with caplog.at_level(logging.CRITICAL):
+        run(test())
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "app 'billing' has failed and consumes nothing more: access was taken away"
+    ]
