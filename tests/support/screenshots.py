@@ -1,0 +1,114 @@
+"""`make screenshots`: the pictures of the page in the documentation, of an app with some of all that can go wrong.
+
+The app runs on the in-memory broker; what it shows is what happens there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from PIL import Image
+from playwright.async_api import Browser
+
+from aioshard import App
+from aioshard.errors import NotDrainedError
+from aioshard.testing import InMemoryBroker, TestClient
+from aioshard.web.page import dashboard
+from tests.support.browsing import open_browser, served
+
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
+
+_SECONDS = 75.0
+"""For which the app runs before its picture is taken: enough for plots that show something."""
+_TOKEN = "only-for-these-pictures"
+_BUSY = 0.004
+"""Seconds between two records of a steady load."""
+
+
+def shop() -> App:
+    """The app, as if it were installed where the pictures say."""
+    source = Path(__file__).with_name("pictured_shop.py").read_text()
+    module: dict[str, Any] = {"__name__": "shop"}
+    exec(compile(source, "/app/shop.py", "exec"), module)
+    return cast("App", module["app"])
+
+
+async def load(client: TestClient) -> None:
+    """Publish until cancelled."""
+    chance = random.Random(7)
+    while True:
+        for _ in range(3 + int(3 * chance.random())):
+            key = f"customer-{int(400 * chance.random() ** 2)}"
+            await client.publish("orders", b"{}", key=key)
+            await client.publish("clicks", b"{}", key=f"visitor-{chance.randrange(900)}")
+            if chance.random() < 0.1:
+                await client.publish("invoices", b"{}", key=f"account-{chance.randrange(60)}")
+        if chance.random() < 0.002:
+            await client.publish("clicks", b"broken", key="visitor-1")
+        await asyncio.sleep(_BUSY * (4 + 3 * chance.random()))
+
+
+async def trouble(client: TestClient, app: App) -> None:
+    """Some of all that can go wrong."""
+    await client.publish("orders", b"never answered", key="customer-477", partition=3)
+    await client.publish("orders", b"no customer", key="customer-4711", partition=5)
+    for number in range(3):
+        await client.publish("invoices", b"locked", key=f"account-{number + 900}")
+        await client.publish("invoices", b"{}", key=f"account-{number + 900}")
+    for _ in range(40):
+        await client.publish("orders", b"{}", key="customer-477", partition=3)
+    app.pause("invoices", 2, why="the ledger moves house")
+
+
+async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -> None:
+    """Open the page in each way, let it draw for a while, and take the pictures."""
+    ways = {
+        "dashboard-light": (1280, 1500, "light"),
+        "dashboard-dark": (1280, 1500, "dark"),
+        "dashboard-phone": (390, 844, "light"),
+    }
+    pages = {}
+    for name, (width, height, scheme) in ways.items():
+        page = await browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        await page.goto(address)
+        pages[name] = page
+    await asyncio.sleep(seconds)
+    PICTURES.mkdir(exist_ok=True)
+    for name, page in pages.items():
+        await page.locator("summary:visible").first.click()
+        picture = PICTURES / f"{name}.png"
+        await page.screenshot(path=picture, full_page=full)
+        Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)
+
+
+async def take(seconds: float, *, full: bool) -> None:
+    """Run the app and take the pictures."""
+    app = shop()
+    broker = InMemoryBroker(partitions=8)
+    async with (
+        TestClient(app, broker=broker) as client,
+        served(dashboard(app, token=_TOKEN)) as address,
+        open_browser() as browser,
+    ):
+        loading = asyncio.create_task(load(client), name="load")
+        await trouble(client, app)
+        await client.revoke("orders", 1)
+        await client.assign("orders", 1)
+        await shoot(browser, address, seconds, full=full)
+        loading.cancel()
+
+
+def main() -> int:
+    """Writes the pictures into docs/images."""
+    logging.disable(logging.ERROR)
+    with contextlib.suppress(NotDrainedError):  # one of its records never ends
+        asyncio.run(take(float(sys.argv[1]) if len(sys.argv) > 1 else _SECONDS, full="full" in sys.argv))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
