@@ -10,6 +10,7 @@ import click
 from aioshard.cli import options
 from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
 from aioshard.cli.running import run_here
+from aioshard.cli.web import web_options
 from aioshard.telemetry import logs
 
 __all__ = ["command"]
@@ -42,6 +43,7 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
     help="Serve /livez, /readyz, /metrics, /statistics.json and /explain on this port; 0 takes a free one.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the health server.")
+@web_options
 @click.option("--log-level", type=click.Choice(_LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @options.app_dir

@@ -7,6 +7,7 @@ import click
 
 from aioshard.app import App
 from aioshard.cli.loading import load_app
+from aioshard.cli.web import Page
 from aioshard.telemetry import logs
 
 __all__ = ["WORKER_VARIABLE", "RunOptions"]
@@ -28,6 +29,8 @@ class RunOptions:
     reload_dirs: tuple[str, ...]
     health_port: int | None
     host: str
+    web: bool
+    token_file: str | None
     log_level: str
     log_format: logs.LogFormat
     app_dir: str
@@ -49,6 +52,8 @@ class RunOptions:
             )
         if self.reload_dirs and not self.reload:
             raise click.UsageError("--reload-dir was given without --reload: it says what is watched for a reload")
+        if self.token_file is not None and not self.web:
+            raise click.UsageError("--token-file was given without --web: it is for the actions of that page")
         if (self.reload or self.workers is not None) and os.name == "nt":
             raise click.UsageError("--reload and --workers need Unix sockets between processes, which Windows lacks")
 
@@ -72,6 +77,14 @@ class RunOptions:
                 "them all; run one process for each part of the partitions, or leave assign out"
             )
         return app
+
+    def page(self) -> Page | None:
+        """The page that is to be served; None without `--web`.
+
+        Raises:
+            UsageError: The file with its token cannot be read.
+        """
+        return Page.of(self.token_file) if self.web else None
 
     def arguments(self) -> list[str]:
         """Of `aioshard run` in a process that runs the app for this one."""

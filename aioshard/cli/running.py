@@ -175,7 +175,8 @@ class _Run:
 
 @contextlib.asynccontextmanager
 async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
-    if options.health_port is None and options.health_socket is None:
+    page = options.page()
+    if options.health_port is None and options.health_socket is None and page is None:
         yield
         return
     import prometheus_client  # noqa: PLC0415 (imported on use)
@@ -186,11 +187,15 @@ async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
     # The process's own registry: what handlers count themselves is on the same page.
     registry = prometheus_client.REGISTRY
     AppCollector(app, registry=registry)
+    routes = [] if page is None else page.routes(app, options.host)
+    port = options.health_port or 0
     async with serve_health(
-        app, host=options.host, port=options.health_port or 0, uds=options.health_socket, registry=registry
+        app, host=options.host, port=port, uds=options.health_socket, registry=registry, routes=routes
     ) as (address, bound):
         if options.health_socket is None:
             logger.info("health server listens on %s", base_url(address, bound))
+            if page is not None:
+                logger.info("the page is at %s/", base_url(address, bound))
         yield
 
 

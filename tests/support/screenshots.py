@@ -9,7 +9,7 @@ import logging
 import random
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from PIL import Image
 from playwright.async_api import Browser
@@ -66,7 +66,7 @@ async def trouble(client: TestClient, app: App) -> None:
 
 async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -> None:
     """Open the page in each way, let it draw for a while, and take the pictures."""
-    ways = {
+    ways: dict[str, tuple[int, int, Literal["light", "dark"]]] = {
         "dashboard-light": (1280, 1500, "light"),
         "dashboard-dark": (1280, 1500, "dark"),
         "dashboard-phone": (390, 844, "light"),

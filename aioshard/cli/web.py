@@ -1,0 +1,79 @@
+"""The page of `aioshard run --web`: its options, its token and its routes."""
+
+import ipaddress
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import click
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+    from aioshard.web.page import Dashboard
+
+__all__ = ["TOKEN_VARIABLE", "Page", "hosts_of", "web_options"]
+
+TOKEN_VARIABLE = "AIOSHARD_WEB_TOKEN"  # noqa: S105 - a name
+
+
+class Page(NamedTuple):
+    """A page that is to be served."""
+
+    token: str | None
+    """Who has it may act; None: the page only shows."""
+
+    @classmethod
+    def of(cls, token_file: str | None) -> Self:
+        """The page with the token of a file, or else of the environment.
+
+        Raises:
+            click.UsageError: The file cannot be read.
+        """
+        if token_file is None:
+            return cls(os.environ.get(TOKEN_VARIABLE) or None)
+        try:
+            return cls(Path(token_file).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"--token-file {token_file} cannot be read: {error}") from None
+
+    def routes(self, app: "Dashboard", host: str) -> "list[BaseRoute]":
+        """Its routes, for a server that listens on *host*.
+
+        Raises:
+            SettingsError: The token is too short, or cannot be sent in a header.
+        """
+        from aioshard.web.page import page_routes  # noqa: PLC0415 (needs the extra `web`)
+
+        return page_routes(app, token=self.token, hosts=hosts_of(host))
+
+
+def web_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--web` and `--token-file`."""
+    command = click.option(
+        "--token-file",
+        type=click.Path(exists=True, dir_okay=False, readable=True),
+        help=f"File with the token for the page's actions, in place of {TOKEN_VARIABLE}; at least 16 characters. "
+        "Without a token the page only shows.",
+    )(command)
+    return click.option(
+        "--web",
+        is_flag=True,
+        help="Serve a page that shows the app, at / of the health server; without --health-port on a free port.",
+    )(command)
+
+
+def hosts_of(host: str) -> frozenset[str] | None:
+    """Under which names a page may be asked for that is served on *host*; None for any.
+
+    What listens on this machine alone is asked for by a name of this machine. A page of another site could else have
+    its own name lead here, and read what this one shows.
+    """
+    from aioshard.web.page import LOOPBACK  # noqa: PLC0415 (needs the extra `web`)
+
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    return LOOPBACK | {f"[{host}]" if ":" in host else host} if local else None
