@@ -51,6 +51,7 @@ COMMANDS = {
     "lag": LazyCommand("aioshard.cli.group_show", "Show how far GROUP is behind, partition by partition.", "lag"),
     "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
+    "top": LazyCommand("aioshard.cli.top", "Show running processes in the terminal, several as one."),
     "report": LazyCommand(
         "aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, or a topic, on Spark."
     ),
