@@ -19,13 +19,14 @@ from aioshard.embedding import Lifespan, embedded
 from aioshard.engine.catching_up import caught_up
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.handler import Adapt
+from aioshard.engine.insight.blocking import find_holder
 from aioshard.engine.insight.snapshot import explain_partition, statistics
 from aioshard.engine.observed import Observe
 from aioshard.engine.options import options_of
 from aioshard.engine.runtime import Engine
 from aioshard.errors import HandlerError, NotDrainedError, StateError
 from aioshard.handlers import Handlers
-from aioshard.loops import loop_factory
+from aioshard.loops import in_real_time, loop_factory
 from aioshard.ports import (
     Clients,
     GroupHasMembersError,
@@ -293,10 +294,11 @@ class Lifecycle(Handlers, Controls):
             specs = [handler.spec(Outside(lambda: self._state, producer.publish, replay)) for handler in self]
             self._engine = Engine(
                 specs if adapt is None else [adapt(spec) for spec in specs],
-                options_of(self.settings, self.group_id, watch_loop=not replay),
+                options_of(self.settings, self.group_id, watch_loop=not replay and in_real_time(self._loop)),
                 clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
                 producer,
                 self._describe,
+                find_holder=find_holder,
                 observe=observe,
             )
             if self._journal is not None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["loop_factory"]
+__all__ = ["in_real_time", "loop_factory"]
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -13,3 +13,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
+
+
+def in_real_time(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the clock of a loop is that of the machine, and not the virtual one of the test kit."""
+    return not getattr(loop, "virtual_time", False)

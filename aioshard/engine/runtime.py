@@ -1,6 +1,7 @@
 """One running engine: its tasks from start to stop, and the supervisor of the client."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
 from aioshard.engine.log_ends import LogEnds
+from aioshard.engine.loop_watch import Holder, LoopWatch
 from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.options import Options
 from aioshard.engine.rebalance import Rebalance
@@ -53,6 +55,7 @@ class Engine:
         producer: Producer,
         describe: Callable[["Engine", Epoch], str],
         *,
+        find_holder: Callable[["Engine", LoopWatch], Holder],
         observe: Observe | None = None,
     ) -> None:
         """Make an engine; nothing runs yet.
@@ -63,6 +66,7 @@ class Engine:
             clients: Make the client, again after each loss, and what reads parked records.
             producer: Publishes what handlers and failures send elsewhere; whoever gives it closes it.
             describe: What is known of a partition that does not advance, for the log.
+            find_holder: Finds what holds the event loop, for the log and whoever asks.
             observe: Told what becomes of each record.
         """
         loop = asyncio.get_running_loop()
@@ -97,6 +101,7 @@ class Engine:
         self.rebalance = Rebalance(options.limits, self, committer=self.committer, tasks=self._tasks, clock=self.clock)
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
         self.since = SinceWatch(self._facts, self.clock)
+        self.loop_watch = LoopWatch(functools.partial(find_holder, self)) if options.watch_loop else None
         self.log_ends = LogEnds(lambda: self.transport, lambda: self.rebalance.epochs)
         self._watch = StuckWatch(
             lambda: self.rebalance.epochs,
@@ -109,6 +114,10 @@ class Engine:
             self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.committer.notes
         )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
+
+    def now(self) -> float:
+        """Loop time, asked from any thread."""
+        return self.clock() if self.loop_watch is None else self.loop_watch.now()
 
     # What the rebalance asks ------------------------------------------------------------
 
@@ -185,6 +194,8 @@ class Engine:
         for handler in self.handlers:
             handler.staff.start(self._tasks)
         self._tasks.start(self._watch.run(), "stuck watch")
+        if self.loop_watch is not None:
+            self._tasks.start(self.loop_watch.run(), "loop watch")
         self._tasks.start(self.since.run(), "since watch")
         self._tasks.start(self.standstill.run(), "trouble watch")
         self._tasks.start(self.log_ends.run(), "log ends")

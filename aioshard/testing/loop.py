@@ -57,6 +57,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
           never rests: after 10,000 passes within one instant each further pass takes a millisecond.
     """
 
+    virtual_time = True
+    """Tells the engine that no thread can look from outside at whether the loop turns."""
+
     def __init__(
         self,
         *,

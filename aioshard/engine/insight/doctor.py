@@ -20,7 +20,7 @@ _MOMENT = 1.0
 _SLOW_FETCH = 5.0
 """Seconds without a record after which it is said that none comes, though there are some."""
 _TURNS_WITHIN = 3.0
-"""Seconds without a look of the watch after which the event loop is said to stand still; it looks every second."""
+"""Seconds without a look after which the event loop is said to stand still where nobody watches it otherwise."""
 _PARKED = "parked"
 """The kind of finding about a record that is out of the way of its partition."""
 _HALTED = "halted"
@@ -52,7 +52,7 @@ def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
         engine: The running engine.
         show_keys: Whether record keys may be shown; they may be personal data.
     """
-    now = engine.clock()
+    now = engine.now()
     wards = {id(running): _ward(engine, running, now, show_keys=show_keys) for running in engine.handlers}
     partitions = [
         _examined(engine, epoch, now, wards[id(engine.handler_of(epoch.topic_partition.topic))])
@@ -68,7 +68,7 @@ def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
 
 def diagnose_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> PartitionDiagnosis:
     """Why one partition does not advance; as `diagnose`."""
-    now = engine.clock()
+    now = engine.now()
     running = engine.handler_of(epoch.topic_partition.topic)
     return _examined(engine, epoch, now, _ward(engine, running, now, show_keys=show_keys))
 
@@ -96,15 +96,15 @@ def trouble_of(engine: Engine, now: float) -> str | None:
 
 
 def _general(engine: Engine, now: float) -> Iterator[Finding]:
-    looked = engine.since.looked_at
-    if looked is not None and now - looked > _TURNS_WITHIN:
-        yield Finding(
-            "event loop",
-            f"the event loop has not turned for {now - looked:.1f} s: something computes or blocks without an await, "
-            "and heartbeats wait for it",
-            now - looked,
-            "see which record's run computes or blocks, and do that in a thread",
+    watch, looked = engine.loop_watch, engine.since.looked_at
+    blocked = None if watch is None else watch.blocked()
+    if watch is None and looked is not None and now - looked > _TURNS_WITHIN:
+        blocked = (
+            f"the event loop has not turned for {now - looked:.1f} s: something computes or blocks without an await"
         )
+    if blocked is not None:
+        advice = "compute or block in a thread, with a plain 'def' handler or asyncio.to_thread"
+        yield Finding("event loop", f"{blocked}; nothing else runs meanwhile", None, advice)
     trouble = trouble_of(engine, now)
     if trouble is not None:
         yield Finding("trouble", trouble, None, "see that the brokers answer and allow what is asked; we go on trying")

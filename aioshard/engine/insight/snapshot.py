@@ -17,7 +17,7 @@ __all__ = ["explain", "explain_partition", "statistics"]
 
 def statistics(engine: Engine, group_id: str) -> Statistics:
     """A snapshot; safe to call from any thread."""
-    now = engine.clock()
+    now, watch = engine.now(), engine.loop_watch
     transport = engine.transport
     member_id = transport.membership().member_id if transport is not None else ""
     return Statistics(
@@ -39,6 +39,8 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         ),
         handlers=tuple(_handler(running) for running in engine.handlers),
         rebalance_reports=engine.rebalance.log.reports(),
+        loop_delays=None if watch is None else watch.delays.counts(),
+        blocked=None if watch is None else watch.blocked(),
     )
 
 

@@ -5,14 +5,12 @@ answer is then that of one moment, or shorter.
 """
 
 import asyncio
-import functools
+import dataclasses
 import gc
-import os
+import itertools
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from types import (
     AsyncGeneratorType,
     CoroutineType,
@@ -24,10 +22,10 @@ from types import (
 )
 from typing import Any, NamedTuple, TypeGuard
 
-from aioshard import records
-from aioshard.observe import Frame, Stack
+from aioshard.engine.insight.frames import AIOSHARD, called_by_own, described, home_of, is_library, is_own, module_of
+from aioshard.observe import Stack
 
-__all__ = ["ThreadRun", "stack_of", "waits_for"]
+__all__ = ["ThreadRun", "stack_above", "stack_of", "waits_for"]
 
 _LONGEST = 64
 """Frames of one stack."""
@@ -35,12 +33,9 @@ _MOST_TASKS = 3
 _DEEPEST = 4
 """Of several tasks that are awaited at once so many are shown, and so many levels of tasks that await tasks."""
 
-_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", "uvloop")
-_INSTALLED = ("site-packages", "dist-packages")
-_AIOSHARD = str(Path(records.__file__).parent) + os.sep
-"""Where this package is, told by a module at its top: this one may move."""
-_ANYIO = "anyio"
-"""Stands between the engine and a handler in a thread."""
+
+_LOOPS = ("asyncio.base_events", "asyncio.events", "selectors")
+"""Modules of an event loop's own frames."""
 
 _GENERATORS: dict[type, tuple[str, str]] = {
     CoroutineType: ("cr_frame", "cr_await"),
@@ -130,17 +125,36 @@ def _stack(awaited: object, seen: set[int], depth: int) -> Stack:
     thread = _thread_of(walk)
     if thread is not None:
         return _stack_of_thread(thread, name)
-    home = _home_of(walk.frames)
+    home = home_of(walk.frames)
     tasks, more = _awaited_tasks(walk, seen, depth)
     return Stack(
-        frames=tuple(_described(frame, home) for frame in walk.frames),
-        waits_in=_called_by_own(walk.frames, home) or _kind_of(walk.future),
+        frames=tuple(described(frame, home) for frame in walk.frames),
+        waits_in=called_by_own(walk.frames, home) or _kind_of(walk.future),
         executing=walk.executing,
         name=name,
         thread=None,
         tasks=tasks,
         more_tasks=more,
     )
+
+
+def stack_above(thread: int, runner: FrameType | None) -> Stack:
+    """What a thread executes above the frame that runs its event loop.
+
+    Args:
+        thread: Identifies the thread.
+        runner: That frame; None is the whole stack.
+
+    Returns:
+        A stack without frames when the loop waits for something to do.
+    """
+    try:
+        innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented in spite of its name
+        frames = list(itertools.takewhile(lambda frame: frame is not runner, _callers(innermost)))[::-1]
+        called = itertools.dropwhile(lambda frame: module_of(frame) in _LOOPS, frames)
+        return _executed(list(called)[-_LONGEST:], None)
+    except Exception:  # noqa: BLE001 - it changed under the reader
+        return _NOWHERE
 
 
 # Coroutines ---------------------------------------------------------------------------------
@@ -226,7 +240,7 @@ def _awaited_futures(walk: _Walk) -> Iterable["asyncio.Future[Any]"]:
     if _is_future(shielded):
         return (shielded,)
     for frame in reversed(walk.frames):
-        if not _is_library(frame):
+        if not is_library(frame):
             break
         waited_for = _waited_for_in(frame)
         if waited_for:
@@ -236,7 +250,7 @@ def _awaited_futures(walk: _Walk) -> Iterable["asyncio.Future[Any]"]:
 
 def _waited_for_in(frame: FrameType) -> tuple["asyncio.Future[Any]", ...]:
     """What `asyncio.wait_for`, `asyncio.wait` and the task groups of asyncio and anyio wait for."""
-    module, name = _module_of(frame), frame.f_code.co_name
+    module, name = module_of(frame), frame.f_code.co_name
     if module == "asyncio.tasks" and name in {"wait_for", "_wait"}:
         local = frame.f_locals
         candidates: Iterable[object] = (local.get("fut"),) if name == "wait_for" else tuple(local.get("fs") or ())
@@ -264,7 +278,7 @@ def _closed_over(future: "asyncio.Future[Any]", function: str, variable: str) ->
 def _thread_of(walk: _Walk) -> int | None:
     """The thread that a coroutine waits for: one of our own, or one of an executor or of anyio."""
     for frame in walk.frames:
-        if frame.f_code.co_filename.startswith(_AIOSHARD):
+        if frame.f_code.co_filename.startswith(AIOSHARD):
             for value in tuple(frame.f_locals.values()):
                 if type(value) is ThreadRun and value.ident is not None:
                     return value.ident
@@ -279,7 +293,7 @@ def _thread_of(walk: _Walk) -> int | None:
 
 def _runs_for(frame: FrameType, future: "asyncio.Future[Any]", source: object) -> bool:
     """Whether a frame is that of a pool's thread which works for *future*, or for the *source* of its result."""
-    match _module_of(frame), frame.f_code.co_qualname:
+    match module_of(frame), frame.f_code.co_qualname:
         case "concurrent.futures.thread", "_WorkItem.run":
             return source is not None and getattr(frame.f_locals.get("self"), "future", None) is source
         case "anyio._backends._asyncio", "WorkerThread.run":
@@ -287,8 +301,8 @@ def _runs_for(frame: FrameType, future: "asyncio.Future[Any]", source: object) -
     return False
 
 
-def _callers(innermost: FrameType) -> Iterator[FrameType]:
-    frame: FrameType | None = innermost
+def _callers(innermost: FrameType | None) -> Iterator[FrameType]:
+    frame = innermost
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -296,52 +310,28 @@ def _callers(innermost: FrameType) -> Iterator[FrameType]:
 
 def _stack_of_thread(ident: int, name: str | None) -> Stack:
     innermost = sys._current_frames().get(ident)  # noqa: SLF001 - documented in spite of its name
-    frames = [] if innermost is None else list(_callers(innermost))[::-1]
-    home = _home_of(frames)
-    first = next((n for n, frame in enumerate(frames) if _is_own(frame, home)), 0)
-    frames = frames[first:][-_LONGEST:]  # how the thread came there says nothing
+    frames = list(_callers(innermost))[::-1]
+    home = home_of(frames)
+    first = next((n for n, frame in enumerate(frames) if is_own(frame, home)), 0)
     thread = next((thread.name for thread in threading.enumerate() if thread.ident == ident), str(ident))
+    stack = _executed(frames[first:][-_LONGEST:], name)  # how the thread came there says nothing
+    return dataclasses.replace(stack, thread=thread)
+
+
+def _executed(frames: Sequence[FrameType], name: str | None) -> Stack:
+    home = home_of(frames)
     return Stack(
-        frames=tuple(_described(frame, home) for frame in frames),
-        waits_in=_called_by_own(frames, home),
-        executing=True,
+        frames=tuple(described(frame, home) for frame in frames),
+        waits_in=called_by_own(frames, home),
+        executing=bool(frames),
         name=name,
-        thread=thread,
+        thread=None,
         tasks=(),
         more_tasks=0,
     )
 
 
-# Frames ---------------------------------------------------------------------------------------
-
-
-def _described(frame: FrameType, home: str) -> Frame:
-    code = frame.f_code
-    return Frame(
-        file=code.co_filename,
-        line=frame.f_lineno or code.co_firstlineno,
-        function=_function_of(frame),
-        own=_is_own(frame, home),
-    )
-
-
-def _function_of(frame: FrameType) -> str:
-    return frame.f_code.co_qualname.replace("<locals>.", "")
-
-
-def _module_of(frame: FrameType) -> str:
-    name = frame.f_globals.get("__name__")
-    return name if type(name) is str else "?"
-
-
-def _called_by_own(frames: Sequence[FrameType], home: str) -> str | None:
-    """The library's function in which the innermost frame of the application is."""
-    called: FrameType | None = None
-    for frame in reversed(frames):
-        if _is_own(frame, home):
-            break
-        called = frame
-    return None if called is None else f"{_module_of(called)}.{_function_of(called)}"
+# What is what ------------------------------------------------------------------------------
 
 
 def _kind_of(future: "asyncio.Future[Any] | None") -> str | None:
@@ -358,34 +348,3 @@ def _is_future(one: object) -> TypeGuard["asyncio.Future[Any]"]:
 
 def _is_task(one: object) -> TypeGuard["asyncio.Task[Any]"]:
     return issubclass(type(one), asyncio.Task)
-
-
-def _is_installed(file: str) -> bool:
-    return any(f"/{place}/" in file.replace(os.sep, "/") for place in _INSTALLED)
-
-
-def _is_library(frame: FrameType) -> bool:
-    """Whether a frame is of the standard library, of an installed package, or of aioshard."""
-    return _is_of_library(frame.f_code.co_filename)
-
-
-@functools.lru_cache(maxsize=1_000)
-def _is_of_library(file: str) -> bool:
-    return file.startswith((*_STANDARD_LIBRARY, _AIOSHARD)) or _is_installed(file)
-
-
-def _is_own(frame: FrameType, home: str) -> bool:
-    return not _is_library(frame) or bool(home and frame.f_code.co_filename.startswith(home))
-
-
-def _home_of(frames: Sequence[FrameType]) -> str:
-    """The folder of the application where all of it is installed, as a package is: that of the outermost frame."""
-    if not all(_is_library(frame) for frame in frames):
-        return ""
-    for frame in frames:
-        file = frame.f_code.co_filename
-        parts = Path(file).parts
-        if _is_installed(file) and not file.startswith(_AIOSHARD) and _ANYIO not in parts:
-            place = next(n for n, part in enumerate(parts) if part in _INSTALLED)
-            return str(Path(*parts[: place + 2]))
-    return ""
