@@ -153,7 +153,7 @@ def test_the_extras_are_all_there() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_an_extra_that_is_installed_exists(page: Path) -> None:
-    asked = re.findall(r"pip install '(?:\.|aioshard)\[([\w,]+)\]'", page.read_text())
+    asked = re.findall(r"pip install '(?:\.|(?:\.\./)?aioshard)\[([\w,]+)\]'", page.read_text())
 
     named = {extra for extras in asked for extra in extras.split(",")}
     assert named - pyproject()["optional-dependencies"].keys() == set()

@@ -1,0 +1,144 @@
+"""A terminal for the sessions that a page shows: a real shell, and what is printed in it held against the page.
+
+In a page, numbers stand for any numbers, `…` within a line for anything, and a line of its own for any lines.
+`^C` is Ctrl-C. Runs of blanks count as one, because columns are as wide as their numbers.
+"""
+
+import asyncio
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+__all__ = ["Step", "Terminal", "pattern", "steps"]
+
+POLL = 0.02
+_END = "\x1e"
+
+
+class Step:
+    """A command or a Ctrl-C (or neither, for what is printed by itself), and what is printed after it."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.lines: list[str] = []
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the command runs until it is stopped."""
+        return re.match(r"aioshard (?:broker|run)\b(?!.*--until-caught-up)", self.command) is not None
+
+    def __repr__(self) -> str:
+        return self.command or "(printed by itself)"
+
+
+def steps(text: str) -> list[Step]:
+    """What a block shows, in its order."""
+    found: list[Step] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append(Step(line[2:]))
+        elif line.startswith("^C"):
+            found.append(Step("^C"))
+            if rest := line.removeprefix("^C"):
+                found[-1].lines.append(rest)
+        else:
+            if not found:
+                found.append(Step(""))
+            found[-1].lines.append(line)
+    return found
+
+
+def pattern(lines: list[str]) -> re.Pattern[str]:
+    """What the page's lines stand for."""
+    parts = [r"\n*"]
+    for line in lines:
+        if line.strip() == "…":
+            parts.append(r"(?:.*\n)*?")
+            continue
+        text = re.escape(" ".join(line.split())).replace("…", ".*")
+        parts.append(re.sub(r"\d(?:[\d,:]|\\\.(?=\d))*", r"\\d(?:[\\d,:]|\\.(?=\\d))*", text) + r"\n")
+    return re.compile("".join(parts))
+
+
+class Terminal:
+    """A shell of its own; what is printed is read once, step by step."""
+
+    def __init__(self, place: Path, environment: Mapping[str, str], *, replaced: Mapping[str, str]) -> None:
+        """Args: where it begins, all its variables, and texts of commands that are others here, such as ports."""
+        self._place, self._environment, self._replaced = place, dict(environment), dict(replaced)
+        self._printed = ""
+        self._shell: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._shell = await asyncio.create_subprocess_exec(
+            "/bin/bash",
+            "--norc",
+            cwd=self._place,
+            env=self._environment,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        self._reading = asyncio.create_task(self._read(), name="terminal")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._shell is not None
+        assert self._reading is not None
+        for child in psutil.Process(self._shell.pid).children(recursive=True):
+            child.kill()
+        self._shell.kill()
+        await self._shell.wait()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self._shell is not None
+        assert self._shell.stdout is not None
+        while line := await self._shell.stdout.readline():
+            self._printed += re.sub(r"[ \t]+", " ", line.decode()).strip() + "\n"
+
+    async def follow(self, step: Step, within: float) -> None:
+        """Do what the step says and wait until what it prints has been printed.
+
+        Raises:
+            AssertionError: Something else was printed, or the command failed.
+        """
+        try:
+            async with asyncio.timeout(within):
+                await self._follow(step)
+        except TimeoutError:
+            shown = "\n".join(step.lines)
+            raise AssertionError(f"{step}: the page shows\n{shown}\nand this was printed:\n{self._printed}") from None
+
+    async def _follow(self, step: Step) -> None:
+        ends = not step.goes_on and bool(step.command)
+        if step.command == "^C":
+            self._interrupt()
+        elif step.command:
+            self._type(step.command)
+        expected = pattern([*step.lines, *([f"{_END}0"] if ends else [])])
+        while (found := expected.match(self._printed)) is None:
+            if ends and _END in self._printed:
+                raise TimeoutError
+            await asyncio.sleep(POLL)
+        self._printed = self._printed[found.end() :]
+
+    def _interrupt(self) -> None:
+        assert self._shell is not None
+        (running,) = psutil.Process(self._shell.pid).children()
+        running.send_signal(signal.SIGINT)
+
+    def _type(self, command: str) -> None:
+        assert self._shell is not None
+        assert self._shell.stdin is not None
+        for text, other in self._replaced.items():
+            command = command.replace(text, other)
+        self._shell.stdin.write(f"{command}\necho $'\\x1e'$?\n".encode())
