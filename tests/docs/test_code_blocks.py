@@ -21,6 +21,7 @@ import pytest
 
 from aioshard import App
 from aioshard.cli.run_options import WORKER_VARIABLE
+from aioshard.cli.web import TOKEN_VARIABLE
 from aioshard.settings import Settings
 from aioshard.testing import TestClient, run
 from tests.docs.pages import PAGES, Block, blocks
@@ -154,7 +155,7 @@ def test_a_command_has_the_options_that_it_is_given(block: Block) -> None:
             assert words[0] in OTHERS, f"nothing checks {words[0]!r}"
 
 
-NO_SETTINGS = {WORKER_VARIABLE}
+NO_SETTINGS = {TOKEN_VARIABLE, WORKER_VARIABLE}
 """Variables that are told and not set, or that are options of a command."""
 
 
