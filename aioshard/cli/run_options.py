@@ -86,6 +86,11 @@ class RunOptions:
         """
         return Page.of(self.token_file) if self.web else None
 
+    @property
+    def answers(self) -> bool:
+        """Whether anybody may ask over HTTP."""
+        return self.health_port is not None or self.web
+
     def arguments(self) -> list[str]:
         """Of `aioshard run` in a process that runs the app for this one."""
         given = {
@@ -94,6 +99,8 @@ class RunOptions:
             "--log-level": self.log_level,
             "--log-format": self.log_format,
             "--app-dir": self.app_dir,
+            "--token-file": self.token_file,
         }
         options = [text for name, value in given.items() if value is not None for text in (name, value)]
-        return [self.target, *options, *(["--until-caught-up"] if self.until_caught_up else [])]
+        flags = {"--until-caught-up": self.until_caught_up, "--web": self.web}
+        return [self.target, *options, *(name for name, given in flags.items() if given)]

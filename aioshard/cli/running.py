@@ -176,7 +176,7 @@ class _Run:
 @contextlib.asynccontextmanager
 async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
     page = options.page()
-    if options.health_port is None and options.health_socket is None and page is None:
+    if not options.answers and options.health_socket is None:
         yield
         return
     import prometheus_client  # noqa: PLC0415 (imported on use)
@@ -187,7 +187,9 @@ async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
     # The process's own registry: what handlers count themselves is on the same page.
     registry = prometheus_client.REGISTRY
     AppCollector(app, registry=registry)
-    routes = [] if page is None else page.routes(app, options.host)
+    # Over its socket a worker is asked by its supervisor alone.
+    name = options.host if options.health_socket is None else "localhost"
+    routes = [] if page is None else page.routes(app, name)
     port = options.health_port or 0
     async with serve_health(
         app, host=options.host, port=port, uds=options.health_socket, registry=registry, routes=routes

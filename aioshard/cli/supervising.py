@@ -18,6 +18,7 @@ from aioshard.app import App
 from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
 from aioshard.cli.running import Signals, base_url
 from aioshard.cli.tether import MARGIN, Child, Ending
+from aioshard.cli.web import hosts_of
 from aioshard.web.workers import WorkerState
 
 __all__ = ["Supervisor", "run_workers"]
@@ -263,15 +264,20 @@ def _told(ending: Ending) -> str:
 @contextlib.asynccontextmanager
 async def _served(supervisor: Supervisor, options: RunOptions) -> AsyncIterator[None]:
     """The health server of a supervisor, while the context is open; nothing without a port."""
-    if options.health_port is None:
+    if not options.answers:
         yield
         return
     from aioshard.web.serving import serve_in_thread  # noqa: PLC0415 (needs the extra `web`)
     from aioshard.web.supervised import supervised_application  # noqa: PLC0415
+    from aioshard.web.supervised_page import supervised_page  # noqa: PLC0415
 
-    application = supervised_application(supervisor)
-    async with serve_in_thread(application, host=options.host, port=options.health_port) as (address, bound):
+    page = options.page()
+    routes = [] if page is None else supervised_page(supervisor, token=page.token, hosts=hosts_of(options.host))
+    application = supervised_application(supervisor, routes)
+    async with serve_in_thread(application, host=options.host, port=options.health_port or 0) as (address, bound):
         logger.info("health server listens on %s", base_url(address, bound))
+        if page is not None:
+            logger.info("the page is at %s/", base_url(address, bound))
         yield
 
 
@@ -302,5 +308,5 @@ def run_workers(options: RunOptions) -> int:
 
     # Not uvloop: it does not start processes away from the terminal.
     with contextlib.ExitStack() as stack, signals, asyncio.Runner() as runner:
-        sockets = None if options.health_port is None else stack.enter_context(_private_directory())
+        sockets = stack.enter_context(_private_directory()) if options.answers else None
         return runner.run(supervise(sockets))

@@ -222,10 +222,11 @@ def _of_workers(group: str, told: Sequence[_Told], up: dict[str, float]) -> list
     return [answered, restarts]
 
 
-def supervised_application(supervised: Supervised) -> Starlette:
+def supervised_application(supervised: Supervised, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """The application that a supervisor serves.
 
     Args:
         supervised: Whose workers are asked.
+        routes: More routes, which come first.
     """
-    return Starlette(routes=[*_probes(supervised), *_views(supervised), *_metrics(supervised)])
+    return Starlette(routes=[*routes, *_probes(supervised), *_views(supervised), *_metrics(supervised)])

@@ -188,6 +188,40 @@ async def test_static_members_are_told_apart_and_a_killed_one_gets_its_partition
         assert after[1]["statistics"]["state"] == "running"
 
 
+async def test_one_page_shows_all_and_acts_on_the_worker_that_is_meant(
+    kafka: SharedKafka, start: Start, topic: str
+) -> None:
+    await kafka.create_topic(topic, partitions=4)
+    token = "the token of a test"
+    app = await start(kafka.bootstrap, "--web", variables={"AIOSHARD_WEB_TOKEN": token.replace(" ", "-")})
+    allowed = {"authorization": f"Bearer {token.replace(' ', '-')}"}
+    async with await app.health() as client:
+        await settled(client, "/readyz", lambda answer: answer.status_code == 200)
+        await shared(client, 4)
+        assert "text/html" in (await client.get("/")).headers["content-type"]
+        shown = (await client.get("/processes.json")).json()
+        assert shown["actions"] is True
+        assert [(one["worker"], one["error"], one["statistics"]["state"]) for one in shown["processes"]] == [
+            ("0", None, "running"),
+            ("1", None, "running"),
+        ]
+
+        pause = {"action": "pause_handler", "handler": "handle", "worker": "1"}
+        done = await client.post("/actions", json=pause, headers=allowed)
+        assert (done.status_code, done.json()) == (200, {"done": "worker 1: handler handle is paused"})
+        paused = [[one["paused"] for one in worker["statistics"]["partitions"]] for worker in await workers(client)]
+        assert paused[0] == [None, None]
+        assert None not in paused[1]
+
+        assert (await client.post("/actions", json=pause)).status_code == 401
+        for wrong, status in (({**pause, "handler": "none"}, 409), ({**pause, "worker": "7"}, 409)):
+            refused = await client.post("/actions", json=wrong, headers=allowed)
+            assert refused.status_code == status
+            assert "worker" in refused.json()["error"]
+        checked = await client.post("/actions", json={"action": "check"}, headers=allowed)
+        assert checked.json() == {"done": "the token is right"}
+
+
 async def test_a_worker_that_cannot_start_is_tried_again_and_the_probes_say_so(start: Start) -> None:
     crashing = "import os, sys\nif os.environ.get('AIOSHARD_WORKER') == '1': os._exit(1)\n"
     app = await start(NOWHERE, "--health-port", "0", before=crashing, start_timeout=600)
