@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, cast
 
 import anyio
 import anyio.to_thread
@@ -86,10 +86,11 @@ class Attempts(NamedTuple):
             context = None
             if self._wants_context:
                 attempt = batch.deliveries[0].failures + 1
-                context = BatchContext(attempt, self._deadline(), batch.revoked, replay, state(), publish)
+                deadline, revoked = self._deadline(), batch.revoked
+                context = BatchContext(attempt, deadline, revoked, replay, state(), publish, tuple(batch.records))
             if batch.payloads is not None:
                 return decoded(batch.payloads, context)
-            return call([delivery.record for delivery in batch.deliveries], context)
+            return call(batch.records, context)
 
         return attempt
 
@@ -132,7 +133,31 @@ class Attempts(NamedTuple):
 
 
 def _around(layer: Middleware, call: Call) -> Call:
-    return lambda given, context: layer(given, context, call)
+    async def surrounded(given: Any, context: Any) -> object:
+        made: Any = None
+
+        def call_next(given: Any, context: Any) -> Awaitable[object]:
+            nonlocal made
+            made = call(given, context)
+            return cast("Awaitable[object]", made)
+
+        result = await layer(given, context, call_next)
+        if getattr(made, "cr_frame", None) is not None:  # it has not come to its end
+            _refuse_unawaited(layer, made)
+        return result
+
+    return surrounded
+
+
+def _refuse_unawaited(layer: Middleware, made: Coroutine[Any, Any, object]) -> None:
+    """Fail the attempt when a middleware is over before the handler: else it would be complete, and nothing done."""
+    if inspect.getcoroutinestate(made) == inspect.CORO_CREATED:
+        made.close()
+    name = getattr(layer, "__name__", type(layer).__name__)
+    raise HandlerError(
+        f"middleware {name!r} returned before the handler had ended: await what call_next gives, as in "
+        "'return await call_next(record, context)'"
+    )
 
 
 def _for_each(read: Callable[[Record], Any]) -> Callable[[Sequence[Record]], list[Any]]:

@@ -1,11 +1,12 @@
 """What `consume` refuses, and why: the sentences that a user reads when the decorator is applied."""
 
+import contextlib
 import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aioshard.context import BatchContext, Context
@@ -16,7 +17,7 @@ from aioshard.core.recourse import DeadLetter, Park
 from aioshard.core.retry import Retry
 from aioshard.errors import HandlerError, SettingsError
 from aioshard.records import TOPIC_NAME, Record
-from aioshard.serde.payloads import shown
+from aioshard.serde.annotations import alternatives, shown
 
 __all__ = [
     "Signature",
@@ -32,10 +33,11 @@ __all__ = [
     "check_ways_back",
     "check_workers",
     "is_async",
+    "name_of",
 ]
 
 
-_LISTS = (list, Sequence, Iterable)
+_LISTS = (list, Sequence, Collection, Iterable)
 """What a list of records may be called in an annotation."""
 
 
@@ -189,13 +191,30 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called in messages; of a partial one that of its function, of an object that of its class."""
+    plain: Any = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    return getattr(plain, "__name__", type(plain).__name__)
+
+
 def check_decode(decode: object, batch: object) -> None:
     """Refuse what decodes nothing, and what would have to be awaited for each record of a batch."""
-    if decode is not None and not callable(decode):
-        raise HandlerError(
-            f"decode={decode!r} was refused: expected a function that takes a Record and gives what the handler takes"
-        )
-    if decode is not None and batch is not None and is_async(decode):
+    if decode is None:
+        return
+    expected = "expected a function that takes a Record and gives what the handler takes"
+    if not callable(decode):
+        raise HandlerError(f"decode={decode!r} was refused: {expected}")
+    name = name_of(decode)
+    if inspect.isgeneratorfunction(decode) or inspect.isasyncgenfunction(decode):
+        raise HandlerError(f"decode={name} was refused, because it yields: {expected}")
+    with contextlib.suppress(ValueError):  # some that are built in tell nothing of what they take
+        try:
+            inspect.signature(decode).bind(None)
+        except TypeError as error:
+            raise HandlerError(f"decode={name} was refused ({error}): {expected}") from None
+    if batch is not None and is_async(decode):
         raise HandlerError(
             "decode=… is an async function and batch=… was given: the records of a batch are decoded in one go, so "
             "give a plain function, or take list[Record] and decode in the handler"
@@ -204,7 +223,7 @@ def check_decode(decode: object, batch: object) -> None:
 
 def check_middleware(around: object) -> None:
     """Refuse what cannot run around a handler."""
-    name = getattr(around, "__name__", repr(around))
+    name = name_of(around) if callable(around) else around
     if not callable(around) or not is_async(around):
         raise HandlerError(f"middleware {name!r} was refused: expected an 'async def' of (record, context, call_next)")
     try:
@@ -234,11 +253,14 @@ def check_signature(function: Callable[..., Any], *, batched: bool = False, deco
     Raises:
         HandlerError: It cannot be called so.
     """
-    name = getattr(function, "__name__", repr(function))
+    name = name_of(function)
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         message = f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield"
         raise HandlerError(message)
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        raise HandlerError(f"handler {name!r} was refused ({error}): decorate a function of your own") from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     surplus = [p.name for p in required if p not in positional[:2]]
@@ -291,11 +313,14 @@ def _payload(
         raise HandlerError(message)
     if isinstance(annotation, str):
         return _unresolved(annotation, parameter.name, name, batched=batched, decoded=decoded)
-    is_list = (typing.get_origin(annotation) or annotation) in _LISTS
+    while typing.get_origin(annotation) is typing.Annotated and batched:
+        annotation = typing.get_args(annotation)[0]
+    origin = typing.get_origin(annotation) or annotation
+    is_list = origin in _LISTS
     if batched and not is_list:
         message = (
             f"handler {name!r} takes {parameter.name}: {shown(annotation)} and was given batch=…, so it is called with "
-            f"a list: annotate {parameter.name}: list[{shown(annotation)}], or leave batch out"
+            f"a list: annotate {parameter.name}: {_list_of(annotation)}, or leave batch out"
         )
         raise HandlerError(message)
     if is_list and not batched and not decoded and set(typing.get_args(annotation)) <= {Record, Any}:
@@ -305,6 +330,15 @@ def _payload(
         )
         raise HandlerError(message)
     return next(iter(typing.get_args(annotation)), Any) if batched else annotation
+
+
+def _list_of(annotation: Any) -> str:
+    """What to annotate in place of an annotation that is no list."""
+    for one in alternatives(annotation):
+        if typing.get_origin(one) in _LISTS:
+            return shown(one)
+    of_several = typing.get_origin(annotation) in (tuple, set, frozenset)
+    return f"list[{shown(typing.get_args(annotation)[0] if of_several else annotation)}]"
 
 
 def _unresolved(annotation: str, parameter: str, name: str, *, batched: bool, decoded: bool) -> Any:

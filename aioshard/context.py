@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aioshard.engine.failing.recourse import Publish
@@ -81,8 +81,11 @@ class BatchContext(_Publishes):
     """What a batch handler may know beside its records: declare it as the second parameter.
 
     Example:
-        >>> async def on_clicks(records: list[Record], context: BatchContext) -> None:
-        ...     rows = [(context.idempotency_key(record), record.value) for record in records]
+        >>> async def on_numbers(numbers: list[int], context: BatchContext) -> None:
+        ...     rows = [
+        ...         (context.idempotency_key(record), number)
+        ...         for record, number in zip(context.records, numbers, strict=True)
+        ...     ]
     """
 
     attempt: int
@@ -97,6 +100,8 @@ class BatchContext(_Publishes):
     """What the app's `resources` yielded; None without."""
     publisher: Publish = dataclasses.field(default=_no_app, repr=False)
     """Where `publish` goes."""
+    records: Sequence[Record] = ()
+    """Those of the batch, in the order of what the handler was given: for keys, and to name what failed."""
 
     def idempotency_key(self, record: Record) -> str:
         """`topic/partition/offset` of a record: the same for every delivery of it, in whichever batch.

@@ -21,6 +21,7 @@ from aioshard.checks import (
     check_ways_back,
     check_workers,
     is_async,
+    name_of,
 )
 from aioshard.context import BatchContext, Context
 from aioshard.core.adaptive import Adaptive
@@ -191,7 +192,7 @@ class Handlers:
                 message = f"consume() decorates a function, not {function!r}"
                 raise HandlerError(message)
             signature = check_signature(function, batched=batch is not None, decoded=decode is not None)
-            name = getattr(function, "__name__", type(function).__name__)
+            name = name_of(function)
             if decode is None:
                 payload = payload_of(signature.payload, f"handler {name!r}")
             else:
@@ -243,7 +244,7 @@ class Handlers:
             ...         print("was run:", context.idempotency_key)
         """
         check_middleware(around)
-        self._refuse_late(f"middleware {getattr(around, '__name__', around)!r}")
+        self._refuse_late(f"middleware {name_of(around)!r}")
         self._around.append(around)
         return around
 

@@ -1,5 +1,6 @@
 """`aioshard asyncapi`: what an app reads and writes, as an AsyncAPI document."""
 
+import functools
 import inspect
 import json
 from collections.abc import Iterator
@@ -10,15 +11,16 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app_with_handlers
+from aioshard.cli.schemas import schemas_of, unique
 from aioshard.core.recourse import DeadLetter
 from aioshard.handlers import Registration
-from aioshard.serde.payloads import read_by_msgspec
+from aioshard.serde.annotations import raw_type
 
 __all__ = ["command", "document"]
 
 _VERSION = "3.0.0"
 _BINDING = "0.5.0"
-_SCHEMAS = "#/components/schemas/"
+_JSON = "application/json"
 _BYTES = "application/octet-stream"
 
 
@@ -39,28 +41,30 @@ def command(target: str, *, app_dir: str, title: str | None, api_version: str) -
 def document(app: App, title: str, version: str) -> dict[str, Any]:
     """What an app reads and writes, in the form of AsyncAPI 3.0.
 
+    A handler whose type no schema can be made for has one that allows everything, and says why in its message.
+
     Args:
         app: With its handlers.
         title: Of the document.
         version: Of the document.
     """
-    schemas: dict[str, Any] = {}
-    messages: dict[str, Any] = {}
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
-    for handler in app.handlers:
-        messages[handler.name] = _message(handler, schemas)
-        for topic in _channels(handler):
-            channels[topic] = _channel(topic, handler.name, is_pattern=topic == handler.pattern)
-            operations[_name(handler, topic)] = _receive(app.group_id, handler, topic)
+    handlers = dict(zip(unique([handler.name for handler in app.handlers]), app.handlers, strict=True))
+    payloads, schemas = schemas_of({name: _json_type(handler) for name, handler in handlers.items()})
+    for name, handler in handlers.items():
+        for topic, is_pattern in _channels(handler):
+            _add(channels, topic, name, is_pattern=is_pattern)
+            operations[_operation(name, handler, topic)] = _receive(app.group_id, handler, topic)
         if isinstance(handler.on_failure, DeadLetter):
             topic = handler.on_failure.topic
-            channels.setdefault(topic, _channel(topic, is_pattern=False))["messages"][handler.name] = _ref(handler.name)
-            operations[f"{handler.name}-dead-letter"] = {
+            _add(channels, topic, name, is_pattern=False)
+            operations[f"{name}-dead-letter"] = {
                 "action": "send",
                 "channel": {"$ref": f"#/channels/{_escaped(topic)}"},
                 "summary": f"Records that {handler.name} has failed for, as they were.",
             }
+    messages = {name: _message(handler, payloads.get(name)) for name, handler in handlers.items()}
     found = {
         "asyncapi": _VERSION,
         "info": {"title": title, "version": version},
@@ -77,27 +81,38 @@ def _servers(bootstrap_servers: str | None) -> dict[str, Any]:
     return {f"kafka-{number}": {"host": host, "protocol": "kafka"} for number, host in enumerate(hosts, start=1)}
 
 
-def _channels(handler: Registration) -> Iterator[str]:
-    yield from handler.topics
+def _channels(handler: Registration) -> Iterator[tuple[str, bool]]:
+    """What a handler reads from: names, and whether it is a pattern of them."""
+    for topic in handler.topics:
+        yield topic, False
     if handler.pattern is not None:
-        yield handler.pattern
+        yield handler.pattern, True
 
 
-def _channel(topic: str, message: str | None = None, *, is_pattern: bool) -> dict[str, Any]:
-    messages = {} if message is None else {message: _ref(message)}
+def _add(channels: dict[str, Any], topic: str, message: str, *, is_pattern: bool) -> None:
+    """Note that a message is in a topic; others may be there already, as dead letters that another handler reads."""
     if is_pattern:
-        return {"address": None, "description": f"Every topic whose whole name matches {topic}", "messages": messages}
-    bindings = {"kafka": {"topic": topic, "bindingVersion": _BINDING}}
-    return {"address": topic, "messages": messages, "bindings": bindings}
+        found: dict[str, Any] = {
+            "address": None,
+            "description": f"Every topic whose whole name matches {topic}",
+            "messages": {},
+        }
+    else:
+        bindings = {"kafka": {"topic": topic, "bindingVersion": _BINDING}}
+        found = {"address": topic, "messages": {}, "bindings": bindings}
+    channels.setdefault(topic, found)["messages"][message] = {"$ref": f"#/components/messages/{message}"}
 
 
-def _name(handler: Registration, topic: str) -> str:
+def _operation(name: str, handler: Registration, topic: str) -> str:
     alone = len(handler.topics) + (handler.pattern is not None) == 1
-    return handler.name if alone else f"{handler.name}-{topic}"
+    return name if alone else f"{name}-{topic}"
 
 
 def _receive(group_id: str, handler: Registration, topic: str) -> dict[str, Any]:
-    description = inspect.getdoc(handler.function)
+    function: Any = handler.function
+    while isinstance(function, functools.partial):
+        function = function.func
+    description = inspect.getdoc(function)
     group = {"type": "string", "enum": [group_id]}
     return {
         "action": "receive",
@@ -105,10 +120,6 @@ def _receive(group_id: str, handler: Registration, topic: str) -> dict[str, Any]
         **({"description": description} if description else {}),
         "bindings": {"kafka": {"groupId": group, "bindingVersion": _BINDING}},
     }
-
-
-def _ref(message: str) -> dict[str, str]:
-    return {"$ref": f"#/components/messages/{message}"}
 
 
 def _escaped(name: str) -> str:
@@ -119,29 +130,23 @@ def _escaped(name: str) -> str:
 # Payloads -----------------------------------------------------------------------------
 
 
-def _message(handler: Registration, schemas: dict[str, Any]) -> dict[str, Any]:
-    """The message of a handler; the schemas that it needs go into *schemas*."""
-    payload = None if handler.payload is None else handler.payload.type
-    if payload is None or payload is bytes:
-        return {"name": handler.name, "contentType": _BYTES, "payload": {}}
-    if payload is str:
+def _json_type(handler: Registration) -> Any:
+    """What the values of a handler are read as JSON for; None where they are not."""
+    annotation = None if handler.payload is None else handler.payload.type
+    return None if annotation is None or raw_type(annotation) is not None else annotation
+
+
+def _message(handler: Registration, payload: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The message of a handler.
+
+    Args:
+        handler: That takes it.
+        payload: The schema where it is JSON, or why there is none.
+    """
+    if isinstance(payload, str):
+        return {"name": handler.name, "contentType": _JSON, "description": payload, "payload": {}}
+    if payload is not None:
+        return {"name": handler.name, "contentType": _JSON, "payload": payload}
+    if handler.payload is not None and raw_type(handler.payload.type) is str:
         return {"name": handler.name, "contentType": "text/plain", "payload": {"type": "string"}}
-    return {"name": handler.name, "contentType": "application/json", "payload": _schema(payload, schemas)}
-
-
-def _schema(annotation: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    if read_by_msgspec(annotation):
-        import msgspec  # noqa: PLC0415 - a struct is there, so it is
-
-        (found,), more = msgspec.json.schema_components([annotation], ref_template=_SCHEMAS + "{name}")
-        schemas.update(more)
-        return found
-    from pydantic import TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
-
-    schema = TypeAdapter(annotation).json_schema(ref_template=_SCHEMAS + "{model}")
-    schemas.update(schema.pop("$defs", {}))
-    title = schema.get("title")
-    if schema.get("type") == "object" and title and title not in schemas:
-        schemas[title] = schema
-        return {"$ref": _SCHEMAS + title}
-    return schema
+    return {"name": handler.name, "contentType": _BYTES, "payload": {}}

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from aioshard.app import App
+from aioshard.checks import name_of
 from aioshard.cli import options
 from aioshard.cli.loading import load_app_with_handlers, surprises
 from aioshard.core.adaptive import Adaptive
@@ -18,9 +19,13 @@ from aioshard.core.pace import RateLimit
 from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.errors import AioshardError, MissingExtraError
 from aioshard.handlers import Registration
+from aioshard.serde.annotations import shown
 from aioshard.settings import Settings
 
 __all__ = ["command"]
+
+_LONGEST = 48
+"""Characters of a type in the table; the JSON has all."""
 
 
 @click.command()
@@ -30,7 +35,7 @@ __all__ = ["command"]
 def command(target: str, *, app_dir: str, as_json: bool) -> None:
     """Check an app without a broker.
 
-    Shows its handlers, its settings and what may surprise; exits with 2 when it would not start.
+    Shows its handlers and what each takes, its settings and what may surprise; exits with 2 when it would not start.
     """
     try:
         app = load_app_with_handlers(target, app_dir)
@@ -89,7 +94,9 @@ def _handler(registration: Registration) -> dict[str, Any]:
         "name": registration.name,
         "topics": list(registration.topics),
         "pattern": registration.pattern,
-        "shard_by": shard_by if isinstance(shard_by, str) else getattr(shard_by, "__name__", repr(shard_by)),
+        "payload": _payload(registration),
+        "decode": None if registration.decode is None else name_of(registration.decode),
+        "shard_by": shard_by if isinstance(shard_by, str) else name_of(shard_by),
         "shards": registration.shards,
         "concurrency": registration.concurrency,
         "adaptive": _options(registration.adaptive),
@@ -101,6 +108,14 @@ def _handler(registration: Registration) -> dict[str, Any]:
         "on_failure": _failure(registration.on_failure),
         "runs_in": "event loop" if registration.is_async else "threads",
     }
+
+
+def _payload(registration: Registration) -> str | None:
+    """What the handler takes, as it is annotated; None where a function decodes."""
+    if registration.decode is not None:
+        return None
+    one = "Record" if registration.payload is None else shown(registration.payload.type)
+    return one if registration.batch is None else f"list[{one}]"
 
 
 def _options(option: Adaptive | Batch | RateLimit | None) -> dict[str, Any] | None:
@@ -136,7 +151,7 @@ def _as_json(app: App, target: str, warnings: Sequence[str]) -> dict[str, Any]:
 def _as_text(app: App, target: str, warnings: Sequence[str]) -> Iterator[str]:
     yield f"{target} is an app of group {app.group_id!r}"
     yield ""
-    heading = ("handler", "topics", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
+    heading = ("handler", "topics", "takes", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
     yield from _table([heading, *(_row(_handler(registration)) for registration in app.handlers)])
     yield ""
     yield from _table([("setting", "value", "unit", ""), *_settings_rows(app.settings)])
@@ -147,10 +162,12 @@ def _as_text(app: App, target: str, warnings: Sequence[str]) -> Iterator[str]:
 
 def _row(handler: dict[str, Any]) -> tuple[str, ...]:
     topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
+    taken = handler["payload"] or f"what {handler['decode']}() gives"
     shards = "on demand" if handler["shards"] is None else str(handler["shards"])
     return (
         handler["name"],
         ", ".join(topics),
+        taken if len(taken) <= _LONGEST else f"{taken[: _LONGEST - 1]}…",
         handler["shard_by"],
         shards,
         _concurrency(handler),

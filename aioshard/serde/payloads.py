@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from aioshard.errors import DecodeError, HandlerError
 from aioshard.records import Record
+from aioshard.serde.annotations import alternatives, raw_type, read_by_msgspec, shown
+from aioshard.serde.faults import fault, raised_in
 
-__all__ = ["Payload", "decoded_by", "payload_of", "read_by_msgspec", "shown"]
+__all__ = ["Payload", "decoded_by", "payload_of"]
 
-_OUTSIDE = (DecodeError, OSError)
-"""Raised on as they are: what a decoder says itself, and that something which it asks (a schema registry) does not
-answer. That may pass, so the attempt fails like any other. `TimeoutError` and `ConnectionError` are among them."""
+_OUTSIDE = (DecodeError, HandlerError, OSError, MemoryError)
+"""Raised on as they are: what a decoder says itself, and what may pass, such as that a schema registry does not answer:
+then the attempt fails like any other. Among them are `TimeoutError` and `ConnectionError`."""
 
 
 class Payload(NamedTuple):
@@ -48,27 +50,45 @@ def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload
 
     def read(record: Record) -> object:
         try:
-            return decode(record)
+            found = decode(record)
+            if isinstance(found, types.CoroutineType):
+                _refuse_coroutine(found)
         except _OUTSIDE:
             raise
-        except Exception as error:
-            raise _not_decoded(record, error) from error
+        except Exception as error:  # noqa: BLE001 - the user's own function
+            raise _not_decoded(record, error) from _shown_cause(error)
+        return found
 
     async def read_async(record: Record) -> object:
         try:
             return await typing.cast("Awaitable[object]", decode(record))
         except _OUTSIDE:
             raise
-        except Exception as error:
-            raise _not_decoded(record, error) from error
+        except Exception as error:  # noqa: BLE001 - the user's own function
+            raise _not_decoded(record, error) from _shown_cause(error)
 
     return Payload(read_async if is_async else read, is_async, None)
 
 
+def _refuse_coroutine(found: "types.CoroutineType[Any, Any, Any]") -> None:
+    found.close()
+    raise HandlerError(
+        f"decode=… is a plain function and returned the coroutine {found.__qualname__}, which nobody awaits: declare "
+        "it, and every function that wraps it, with 'async def'"
+    )
+
+
 def _not_decoded(record: Record, error: Exception) -> DecodeError:
-    said = str(error)
+    said = fault(error) or str(error)
     name = type(error).__name__
-    return DecodeError(f"{_place(record)} was not decoded: {name}: {said}" if said else f"{_place(record)}: {name}")
+    return DecodeError(
+        f"{_place(record)} was not decoded: {name}: {said}" if said else f"{_place(record)} was not decoded: {name}"
+    )
+
+
+def _shown_cause(error: Exception) -> Exception | None:
+    """For the traceback in the log: not what a validator says, which shows the value."""
+    return None if fault(error) else error
 
 
 # By an annotation ---------------------------------------------------------------------
@@ -95,40 +115,16 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
         Traceback (most recent call last):
         aioshard.errors.DecodeError: orders/0/42 is no dict[str, bool]: paid: Input should be a valid boolean
     """
-    alternatives = _alternatives(annotation)
-    if annotation in (Any, object, inspect.Parameter.empty) or Record in alternatives:
+    allowed = alternatives(annotation)
+    if annotation in (Any, object, inspect.Parameter.empty) or Record in allowed:
         return None
-    takes_none = types.NoneType in alternatives or None in alternatives
-    wanted = alternatives - {types.NoneType, None}
-    if wanted <= {bytes, bytearray, memoryview}:
-        convert: Callable[[bytes], Any] = bytes
-    elif wanted == {str}:
-        convert = functools.partial(str, encoding="utf-8")
+    takes_none = types.NoneType in allowed
+    raw = raw_type(annotation)
+    if raw is str:
+        convert: Callable[[bytes], Any] = functools.partial(str, encoding="utf-8")
     else:
-        convert = _from_json(annotation, owner)
+        convert = raw or _from_json(annotation, owner)
     return Payload(_reader(convert, shown(annotation), takes_none=takes_none), is_async=False, type=annotation)
-
-
-def read_by_msgspec(annotation: Any) -> bool:
-    """Whether a value is read by msgspec to become this: it is a struct of it, or may be one."""
-    return any(hasattr(one, "__struct_fields__") for one in _alternatives(annotation))
-
-
-def shown(annotation: Any) -> str:
-    """A type as its user writes it."""
-    if typing.get_origin(annotation) is None and isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "")
-
-
-def _alternatives(annotation: Any) -> set[Any]:
-    """The types that an annotation allows; none of them is a union, or annotated."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return _alternatives(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        return {found for one in typing.get_args(annotation) for found in _alternatives(one)}
-    return {annotation}
 
 
 def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> Callable[[Record], Any]:
@@ -143,9 +139,11 @@ def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> 
             )
         try:
             return convert(value)
-        except ValueError as error:
+        except _OUTSIDE:
+            raise
+        except Exception as error:  # noqa: BLE001 - of the user's own types too
             # What a validator says shows the value, which may be personal, and goes to logs and dead letters.
-            raise DecodeError(f"{_place(record)} is no {name}: {_said(error)}") from None
+            raise DecodeError(f"{_place(record)} is no {name}: {fault(error, value) or raised_in(error)}") from None
 
     return read
 
@@ -154,38 +152,33 @@ def _place(record: Record) -> str:
     return f"{record.topic}/{record.partition}/{record.offset}"
 
 
-def _said(error: ValueError) -> str:
-    """What is wrong, without the value."""
-    from pydantic_core import ValidationError  # noqa: PLC0415 - pydantic is imported on use
-
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not UTF-8 from byte {error.start} on"
-    if not isinstance(error, ValidationError):
-        return str(error)
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in found[:3])
-    return f"{first}; and {len(found) - 3} more" if len(found) > 3 else first  # noqa: PLR2004 - three are enough
-
-
 def _from_json(annotation: Any, owner: str) -> Callable[[bytes], Any]:
     if read_by_msgspec(annotation):
         import msgspec  # noqa: PLC0415 - a struct is there, so it is
 
         try:
             return msgspec.json.Decoder(annotation).decode
-        except TypeError as error:
+        except (TypeError, NameError) as error:
             raise _cannot(annotation, owner, error) from error
     from pydantic import PydanticUserError, TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
     from pydantic_core import SchemaError  # noqa: PLC0415
 
     try:
-        return TypeAdapter(annotation).validate_json
+        adapter = TypeAdapter(annotation)
+        if not adapter.pydantic_complete:  # it may be that a name in it is not defined, and only the first record tells
+            adapter.rebuild(raise_errors=True)
     except (PydanticUserError, SchemaError, TypeError, NameError) as error:
         raise _cannot(annotation, owner, error) from error
+    return adapter.validate_json
 
 
 def _cannot(annotation: Any, owner: str, error: Exception) -> HandlerError:
     first = str(error).strip().splitlines()[0].rstrip(".")
+    if isinstance(error, NameError):
+        return HandlerError(
+            f"{owner} takes {shown(annotation)}, for which no value can be decoded ({first}): import or define it "
+            "before the handler, in the module and outside 'if TYPE_CHECKING'"
+        )
     return HandlerError(
         f"{owner} takes {shown(annotation)}, for which no value can be decoded ({first}): annotate aioshard.Record, a "
         "pydantic model, a dataclass, a TypedDict or a msgspec struct, or give consume() decode=…"

@@ -1,14 +1,16 @@
 """`aioshard asyncapi`: the document that an app is, as others read it."""
 
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, RootModel
 from pydantic_asyncapi.v3 import AsyncAPI
 
 from aioshard import App, Batch, DeadLetter, Handlers, Record
@@ -58,12 +60,43 @@ class Leave(msgspec.Struct, tag=True):
     page: str
 
 
+T = TypeVar("T")
+
+
+class Page(BaseModel, Generic[T]):
+    items: list[T]
+
+
+class Lines(RootModel[list[Item]]): ...
+
+
+class Titled(BaseModel):
+    model_config = ConfigDict(title="Any title/~ at all")
+    name: str
+
+
+class Tree(BaseModel):
+    children: "list[Tree]"
+
+
+class Elsewhere:
+    """Stands for a module in which types have the same names."""
+
+    class Order(BaseModel):
+        number: int
+
+    class Item(msgspec.Struct):
+        number: int
+
+
 def described(handlers: Handlers) -> dict[str, Any]:
     app = App("billing", bootstrap_servers="localhost:9092")
     app.include(handlers)
     found = json.loads(json.dumps(document(app, "Billing", "1.2.3")))
     AsyncAPI.model_validate(found)
     resolve(found, found)
+    for name in (*found["components"]["messages"], *found["components"].get("schemas", ())):
+        assert re.fullmatch(r"[a-zA-Z0-9._-]+", name)
     return dict(found)
 
 
@@ -173,3 +206,140 @@ def test_several_topics_and_patterns_have_a_channel_each() -> None:
         "other",
         "other-dead-letter",
     ]
+
+
+def properties(found: dict[str, Any], handler: str) -> set[str]:
+    """The fields of what a handler takes."""
+    reference = found["components"]["messages"][handler]["payload"]["$ref"]
+    return set(found["components"]["schemas"][reference.removeprefix("#/components/schemas/")]["properties"])
+
+
+async def takes_order(order: Order) -> None:
+    """Of one module."""
+
+
+async def takes_another(order: Elsewhere.Order) -> None: ...
+
+
+async def takes_struct(item: Elsewhere.Item) -> None: ...
+
+
+async def takes_titled(titled: Titled) -> None: ...
+
+
+async def takes_page(page: Page[Item]) -> None: ...
+
+
+async def takes_lines(lines: Lines) -> None: ...
+
+
+async def takes_tree(tree: Tree) -> None: ...
+
+
+def test_types_of_the_same_name_stay_apart() -> None:
+    handlers = Handlers()
+    for handler in (takes_order, takes_another, takes_struct, takes_titled, takes_page, takes_lines, takes_tree):
+        handlers.consume(handler.__name__)(handler)
+
+    found = described(handlers)
+
+    assert properties(found, "takes_order") == {"items"}
+    assert properties(found, "takes_another") == {"number"}
+    assert properties(found, "takes_struct") == {"number"}
+    assert properties(found, "takes_titled") == {"name"}
+    assert properties(found, "takes_page") == {"items"}
+    assert properties(found, "takes_tree") == {"children"}
+    schemas = found["components"]["schemas"]
+    (lines,) = [schema for schema in schemas.values() if schema.get("title") == "Lines"]
+    (item,) = [schema for name, schema in schemas.items() if f"#/components/schemas/{name}" == lines["items"]["$ref"]]
+    assert set(item["properties"]) == {"name"}
+
+
+def test_handlers_of_the_same_name_stay_apart_and_those_without_a_good_one_get_one() -> None:
+    handlers = Handlers()
+    handlers.consume("a")(takes_order)
+    handlers.consume("b")(partial(takes_order))
+    handlers.consume("c")(lambda _: None)
+
+    found = described(handlers)
+
+    assert list(found["operations"]) == ["takes_order", "takes_order-2", "lambda"]
+    assert list(found["components"]["messages"]) == ["takes_order", "takes_order-2", "lambda"]
+    assert [*found["channels"]["b"]["messages"]] == ["takes_order-2"]
+    assert {found["operations"][name]["description"] for name in ("takes_order", "takes_order-2")} == {"Of one module."}
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["written first", "read first"])
+def test_dead_letters_that_another_handler_reads_are_one_channel(order: int) -> None:
+    handlers = Handlers()
+
+    async def writes(order: Order) -> None: ...
+
+    async def reads(record: Record) -> None: ...
+
+    registrations: list[tuple[Any, Any]] = [
+        (handlers.consume("orders", on_failure=DeadLetter("orders.dlt")), writes),
+        (handlers.consume("orders.dlt"), reads),
+    ]
+    for register, handler in registrations[::order]:
+        register(handler)
+
+    found = described(handlers)
+
+    assert set(found["channels"]["orders.dlt"]["messages"]) == {"writes", "reads"}
+    actions = {name: (one["action"], one["channel"]["$ref"]) for name, one in found["operations"].items()}
+    assert actions == {
+        "writes": ("receive", "#/channels/orders"),
+        "writes-dead-letter": ("send", "#/channels/orders.dlt"),
+        "reads": ("receive", "#/channels/orders.dlt"),
+    }
+
+
+def test_bytes_and_text_are_no_json_also_where_tombstones_are_taken() -> None:
+    handlers = Handlers()
+
+    @handlers.consume("raw")
+    async def on_raw(value: bytes | None) -> None: ...
+
+    @handlers.consume("text")
+    async def on_text(value: str | None) -> None: ...
+
+    messages = described(handlers)["components"]["messages"]
+
+    assert messages["on_raw"]["contentType"] == "application/octet-stream"
+    assert messages["on_text"] == {"name": "on_text", "contentType": "text/plain", "payload": {"type": "string"}}
+
+
+def test_a_type_without_a_schema_leaves_the_others_theirs_and_says_why() -> None:
+    handlers = Handlers()
+
+    @handlers.consume("unknown")
+    async def on_unknown(unknown: dict[str, Callable[[], int]]) -> None: ...
+
+    handlers.consume("orders")(takes_order)
+
+    found = described(handlers)
+
+    assert found["components"]["messages"]["on_unknown"]["payload"] == {}
+    assert found["components"]["messages"]["on_unknown"]["description"].startswith(
+        "There is no JSON schema for dict[str, Callable[[], int]]: "
+    )
+    assert properties(found, "takes_order") == {"items"}
+
+
+def test_patterns_are_escaped_in_references_and_a_lone_one_needs_no_suffix() -> None:
+    handlers = Handlers()
+
+    @handlers.consume(pattern="a~/.*")
+    async def on_any(record: Record) -> None: ...
+
+    found = described(handlers)
+
+    assert found["operations"]["on_any"]["channel"] == {"$ref": "#/channels/a~0~1.*"}
+
+
+def test_an_app_without_servers_says_none() -> None:
+    app = App("billing")
+    app.consume("orders")(takes_order)
+
+    assert "servers" not in document(app, "Billing", "1")

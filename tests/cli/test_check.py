@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,9 +75,9 @@ def test_a_good_app_is_shown_with_its_handlers_and_settings(write: Write, check:
     code, output, errors = check("shop:app")
     assert (code, errors) == (0, "")
     lines = [line.split() for line in output.splitlines()]
-    order = "on_order orders, refunds key on demand 8 2.5 s dead letter: orders.dlt event loop"
+    order = "on_order orders, refunds Record key on demand 8 2.5 s dead letter: orders.dlt event loop"
     assert order.split() in lines
-    assert ["on_audit", "/audit[.].*/", "<lambda>", "4", "4", "-", "halt", "threads"] in lines
+    assert ["on_audit", "/audit[.].*/", "Record", "<lambda>", "4", "4", "-", "halt", "threads"] in lines
     assert ["commit_interval", "0.5", "seconds", "set"] in lines
     assert ["drain_timeout", "20", "seconds"] in lines
     assert "Warning" not in output
@@ -91,6 +92,63 @@ def test_the_same_as_json(write: Write, check: Check) -> None:
     assert found["handlers"][0]["topics"] == ["orders", "refunds"]
     assert (found["handlers"][0]["timeout"], found["handlers"][0]["retry"]) == (2.5, 5)
     assert found["settings"]["commit_interval"] == 0.5
+
+
+TYPED = """
+import functools
+from typing import Annotated, Any
+from pydantic import BaseModel, Field
+from aioshard import App, Batch, Record
+
+app = App("billing", bootstrap_servers="broker:9092", auto_offset_reset="earliest")
+
+class Order(BaseModel):
+    total: int
+
+class Refund(BaseModel):
+    total: int
+
+def with_the_key(record: Record, codec: str) -> Any: ...
+
+@app.consume("orders")
+async def on_order(order: Annotated[Order | Refund, Field()] | None) -> None: ...
+
+@app.consume("lines", batch=Batch())
+async def on_lines(lines: list[dict[str, Order]]) -> None: ...
+
+@app.consume("raw", batch=Batch())
+async def on_raw(records) -> None: ...
+
+@app.consume("avro", decode=functools.partial(with_the_key, codec="avro"))
+async def on_avro(order: tuple[str, Any]) -> None: ...
+
+@app.consume("long")
+async def on_long(one: dict[str, tuple[Order, Refund, Order, Refund, Order, Refund, Order, Refund]]) -> None: ...
+"""
+
+
+def test_what_each_handler_takes_is_shown(write: Write, check: Check) -> None:
+    write("typed", TYPED)
+
+    output = check("typed:app")[1]
+    rows = {row[0]: row[2] for row in (re.split(r"  +", line) for line in output.splitlines()) if row[0][:3] == "on_"}
+    handlers = json.loads(check("typed:app", "--json")[1])["handlers"]
+
+    long = "dict[str, tuple[Order, Refund, Order, Refund, Order, Refund, Order, Refund]]"
+    assert rows == {
+        "on_order": "Order | Refund | None",
+        "on_lines": "list[dict[str, Order]]",
+        "on_raw": "list[Record]",
+        "on_avro": "what with_the_key() gives",
+        "on_long": long[:47] + "…",
+    }
+    assert {one["name"]: (one["payload"], one["decode"]) for one in handlers} == {
+        "on_order": ("Order | Refund | None", None),
+        "on_lines": ("list[dict[str, Order]]", None),
+        "on_raw": ("list[Record]", None),
+        "on_avro": (None, "with_the_key"),
+        "on_long": (long, None),
+    }
 
 
 def test_secrets_are_masked(write: Write, check: Check) -> None:

@@ -185,6 +185,162 @@ async def test_it_runs_on_the_loop_around_a_plain_function_in_its_thread() -> No
     assert world.seen == ["it in", (3, 1), "it out"]
 
 
+async def not_awaited(record: Record, context: Context, call_next: Next) -> None:
+    call_next(record, context)
+
+
+async def handed_back(record: Record, context: Context, call_next: Next) -> object:
+    return call_next(record, context)
+
+
+@pytest.mark.parametrize("around", [not_awaited, handed_back])
+@pytest.mark.parametrize("batch", [None, Batch(linger=0.1)], ids=["records", "batches"])
+def test_a_handler_that_was_called_and_not_awaited_is_no_success(around: Any, batch: Batch | None) -> None:
+    world = World()
+    world.app.middleware(world.noting("it"))
+    world.app.middleware(around)
+
+    @world.app.consume("orders", batch=batch, retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt"))
+    async def handle(given: Any) -> None:
+        world.seen.append(given)
+
+    world.consume("one")
+
+    assert world.seen == ["it in", "it out"]
+    (letter,) = world.broker.records("orders.dlt")
+    said = (dict(letter.headers)["aioshard.message"] or b"").decode()
+    assert said == (
+        f"middleware '{around.__name__}' returned before the handler had ended: await what call_next gives, as in "
+        "'return await call_next(record, context)'"
+    )
+
+
+def test_a_handler_that_still_runs_in_a_task_is_no_success() -> None:
+    world = World()
+    tasks: list[Any] = []
+
+    @world.app.middleware
+    async def around(record: Record, context: Context, call_next: Next) -> None:
+        tasks.append(asyncio.ensure_future(call_next(record, context)))
+        await asyncio.sleep(0.1)
+
+    @world.app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt"))
+    async def handle(record: Record) -> None:
+        await asyncio.sleep(1.0)
+        world.seen.append(record.offset)
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await client.publish("orders", "one", partition=0)
+            await client.settle(60.0)
+            await asyncio.gather(*tasks)
+
+    run(test())
+
+    assert world.seen == [0]  # what runs is left alone
+    assert len(world.broker.records("orders.dlt")) == 1
+
+
+def test_a_record_that_it_keeps_from_the_handler_is_complete_and_one_given_twice_runs_twice() -> None:
+    world = World()
+
+    @world.app.middleware
+    async def around(record: Record, context: Context, call_next: Next) -> None:
+        for _ in range(int(record.value or b"")):
+            await call_next(record, context)
+
+    @world.app.consume("orders")
+    async def handle(record: Record) -> None:
+        world.seen.append(record.value)
+
+    world.consume("0", "1", "2")
+
+    assert world.seen == [b"1", b"2", b"2"]
+    assert world.broker.committed("group", "orders", 0) == 3
+
+
+class Exotic(BaseException):
+    """As libraries raise to get past `except Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [(Exotic(), b"Exotic"), (asyncio.CancelledError(), b"CancelledRunError")],
+    ids=["own", "cancelled"],
+)
+@pytest.mark.parametrize("batch", [None, Batch(linger=0.1)], ids=["records", "batches"])
+def test_whatever_it_raises_is_a_failure_and_not_the_end_of_the_worker(
+    error: BaseException, name: bytes, batch: Batch | None
+) -> None:
+    world = World()
+
+    @world.app.middleware
+    async def around(given: Any, context: Any, call_next: Next) -> object:
+        first = given[0] if isinstance(given, list) else given
+        if first.value == b"bad":
+            raise error
+        return await call_next(given, context)
+
+    @world.app.consume(
+        "orders", concurrency=1, batch=batch, retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt")
+    )
+    async def handle(given: Any) -> None:
+        world.seen.extend(given if batch else [given])
+
+    world.consume("bad", "good")
+
+    assert [record.value for record in world.seen] == [b"good"]  # type: ignore[attr-defined]
+    (letter,) = world.broker.records("orders.dlt")
+    assert dict(letter.headers)["aioshard.error"] == name
+
+
+def test_around_a_batch_a_record_that_is_not_decoded_takes_no_other_with_it() -> None:
+    world = World()
+    world.app.middleware(world.noting("it"))
+    done: list[int] = []
+
+    @world.app.consume("orders", batch=Batch(max_records=8, linger=0.1), on_failure=DeadLetter("orders.dlt"))
+    async def handle(orders: list[Order], context: BatchContext) -> None:
+        assert [record.value for record in context.records] == [b'{"number": %d}' % order.number for order in orders]
+        done.extend(order.number for order in orders)
+
+    world.consume(*({"number": number} if number != 3 else "bad" for number in range(8)))
+
+    assert sorted(done) == [0, 1, 2, 4, 5, 6, 7]
+    assert [letter.value for letter in world.broker.records("orders.dlt")] == [b"bad"]
+
+
+def test_a_time_out_is_known_to_it_and_to_the_handler() -> None:
+    world = World()
+
+    @world.app.middleware
+    async def around(given: Any, context: Any, call_next: Next) -> object:
+        world.seen.append(round(context.deadline - asyncio.get_running_loop().time(), 3))
+        return await call_next(given, context)
+
+    @world.app.consume("orders", timeout=7.0)
+    async def handle(_: Record) -> None: ...
+
+    @world.app.consume("clicks", timeout=8.0, batch=Batch())
+    async def handle_many(_: list[Record]) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            for topic in ("orders", "clicks"):
+                await client.publish(topic, "one")
+                await client.settle(60.0)
+
+    run(test())
+
+    assert world.seen == [7.0, 8.0]
+
+
+def test_the_decorated_function_stays_what_it_was() -> None:
+    around = World().noting("it")
+
+    assert App("group").middleware(around) is around
+
+
 def plain(record: Record, context: Context, call_next: Next) -> None: ...
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import App, Batch, BatchContext, Context, DeadLetter, Park, Record, Retry
+from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Park, Record, Retry
 from aioshard.errors import DecodeError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.running import until
@@ -121,6 +121,108 @@ def test_in_a_batch_only_the_record_itself_fails(bad: set[int], linger: float) -
         assert world.of_key(f"k{key}") == sorted(world.of_key(f"k{key}"))
     assert len(letters) == len(bad)
     assert attempts <= {1}
+
+
+def test_a_batch_handler_names_what_failed_and_knows_the_keys() -> None:
+    """Though it gets objects, which do not say where they are from."""
+    world = World()
+
+    @world.app.consume("orders", batch=Batch(max_records=50, linger=0.2), on_failure=DeadLetter("orders.dlt"))
+    async def handle(orders: list[Order], context: BatchContext) -> None:
+        by_record = dict(zip(context.records, orders, strict=True))
+        assert all((record.key or b"").decode() == order.customer for record, order in by_record.items())
+        assert all(context.idempotency_key(record) == f"orders/0/{order.number}" for record, order in by_record.items())
+        failed = {record: PermissionError() for record, order in by_record.items() if order.number == 9}
+        world.given.extend(order for record, order in by_record.items() if record not in failed)
+        if failed:
+            raise BatchError(failed)
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await world.publish(client, bad={3})
+            await client.settle(60.0)
+            letters = {dict(letter.headers)["aioshard.error"] for letter in client.records("orders.dlt")}
+            assert letters == {b"DecodeError", b"PermissionError"}
+
+    run(test())
+    assert sorted(world.numbers()) == [number for number in range(20) if number not in {3, 9}]
+
+
+class Exotic(BaseException):
+    """As libraries raise to get past `except Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("error", "name"), [(Exotic, b"Exotic"), (asyncio.CancelledError, b"CancelledRunError")], ids=["own", "cancelled"]
+)
+def test_whatever_a_function_raises_for_a_record_of_a_batch_is_a_failure_of_that_alone(
+    error: type[BaseException], name: bytes
+) -> None:
+    world = World()
+
+    def decode(record: Record) -> Order:
+        if record.value == BAD:
+            raise error
+        return Order((record.key or b"").decode(), record.offset)
+
+    @world.app.consume(
+        "orders",
+        decode=decode,
+        batch=Batch(max_records=50, linger=0.2),
+        retry=Retry(attempts=1),
+        on_failure=DeadLetter("orders.dlt"),
+    )
+    async def handle(orders: list[Order]) -> None:
+        world.given.extend(orders)
+
+    (letter,) = consume(world, bad={7})
+
+    assert dict(letter.headers)["aioshard.error"] == name
+    assert sorted(world.numbers()) == [number for number in range(20) if number != 7]
+
+
+def test_tombstones_in_a_batch_are_none_where_they_are_taken() -> None:
+    world = World()
+    seen: list[Order | None] = []
+
+    @world.app.consume("orders", batch=Batch(max_records=3, linger=0.2))
+    async def handle(orders: list[Order | None]) -> None:
+        seen.extend(orders)
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            for value in ({"customer": "a", "number": 1}, None, None):
+                await client.publish("orders", value, key="a", partition=0)
+            await client.settle(60.0)
+
+    run(test())
+    assert seen == [Order("a", 1), None, None]
+
+
+def test_an_async_function_that_takes_too_long_is_cancelled_with_its_attempt() -> None:
+    world = World()
+
+    async def decode(record: Record) -> Order:
+        if record.offset == 1:
+            await asyncio.sleep(3600)
+        return Order("a", record.offset)
+
+    @world.app.consume(
+        "orders", decode=decode, timeout=1.0, retry=Retry(attempts=2), on_failure=DeadLetter("orders.dlt")
+    )
+    async def handle(order: Order) -> None:
+        world.given.append(order)
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await world.publish(client, bad=set(), count=3, keys=1)
+            await client.settle(60.0)
+            (letter,) = client.records("orders.dlt")
+            assert dict(letter.headers)["aioshard.error"] == b"AttemptTimeoutError"
+            assert dict(letter.headers)["aioshard.attempts"] == b"2"
+
+    run(test())
+    assert world.numbers() == [0, 2]
 
 
 def test_in_a_batch_a_record_that_halts_keeps_what_follows_it_in_its_key() -> None:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import typing
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any
 
 import pytest
 
@@ -112,6 +113,63 @@ def test_what_a_handler_gets_is_chosen_when_it_is_registered(function: Any, opti
         assert payload.read(Record("orders", 0, 41, None, b'{"number": 7}', (), 0.0)) == expected
 
 
+class Service:
+    """Whose methods are handlers."""
+
+    async def on_order(self, order: Order, context: Context) -> None: ...
+
+
+def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def inner(*given: Any) -> object:
+        return await function(*given)
+
+    return inner
+
+
+@noted
+async def on_a_noted_order(order: "Order") -> None: ...
+
+
+async def on_some_orders(orders: "Annotated[list[Order], 'some']") -> None: ...
+
+
+async def on_a_collection(orders: Collection[Order]) -> None: ...
+
+
+async def on_orders_by_name(orders: list["Order"]) -> None: ...
+
+
+async def on_a_typed_list(orders: typing.List[Order]) -> None: ...  # noqa: UP006 - the older form
+
+
+async def with_a_codec(codec: str, order: Order) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "options"),
+    [
+        (Service().on_order, "on_order", {}),
+        (functools.partial(Service().on_order), "on_order", {}),
+        (functools.partial(with_a_codec, "utf-8"), "with_a_codec", {}),
+        (on_a_noted_order, "on_a_noted_order", {}),
+        (on_some_orders, "on_some_orders", {"batch": Batch()}),
+        (on_a_collection, "on_a_collection", {"batch": Batch()}),
+        (on_orders_by_name, "on_orders_by_name", {"batch": Batch()}),
+        (on_a_typed_list, "on_a_typed_list", {"batch": Batch()}),
+    ],
+    ids=["method", "partial of a method", "partial", "wrapped", "annotated", "collection", "by name", "typed list"],
+)
+def test_whatever_the_form_of_a_handler_its_name_and_type_are_found(function: Any, name: str, options: Any) -> None:
+    handlers = Handlers()
+    handlers.consume("orders", **options)(function)
+    (registration,) = handlers
+
+    assert registration.name == name
+    assert registration.payload is not None
+    assert registration.payload.type is Order
+
+
 async def on_records(records: list[Record]) -> None: ...
 
 
@@ -162,6 +220,15 @@ async def takes_payloads(orders: list[Order]) -> None: ...
 async def takes_one_payload(order: Order) -> None: ...
 
 
+async def takes_a_tuple(orders: tuple[Order, ...]) -> None: ...
+
+
+async def takes_perhaps_a_list(orders: list[Order] | None) -> None: ...
+
+
+async def takes_missing_ones(orders: list["Missing"]) -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+
 class Opaque:
     """Nothing that a value could be decoded to."""
 
@@ -181,6 +248,14 @@ async def takes_what_cannot_be_decoded(orders: list[Opaque]) -> None: ...
         (records_with_a_context, Batch(), "takes batches, which have no single record: annotate it with BatchContext"),
         (record_with_a_batch_context, None, "takes one record at a time: annotate it with Context"),
         (takes_one_payload, Batch(), "so it is called with a list: annotate order: list[Order], or leave batch out"),
+        (takes_a_tuple, Batch(), "takes orders: tuple[Order, ...] and was given batch=…, so it is called with a list"),
+        (takes_a_tuple, Batch(), "annotate orders: list[Order], or leave batch out"),
+        (takes_perhaps_a_list, Batch(), "annotate orders: list[Order], or leave batch out"),
+        (
+            takes_missing_ones,
+            Batch(),
+            "no value can be decoded (name 'Missing' is not defined)",
+        ),
         (takes_what_cannot_be_decoded, Batch(), "takes Opaque, for which no value can be decoded"),
     ],
 )
@@ -226,6 +301,8 @@ async def takes_the_context_first(context: Context, record: Record) -> None: ...
         (takes_what_no_name_is_for, "takes order: Missing, and no such name is there when the handler is registered"),
         (takes_the_context_first, "takes context: Context first: give it the record first, then a context"),
         ("orders", "decorates a function, not 'orders'"),
+        (int, "handler 'int' was refused (no signature found for builtin type <class 'int'>)"),
+        pytest.param(functools.partial(one_too_many), "handler 'one_too_many' takes (record: ", id="partial"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -256,6 +333,13 @@ def test_a_function_that_cannot_be_called_with_a_record_is_refused(function: Any
         (("orders",), {"shard_by": "keys"}, "shard_by='keys' is not known"),
         (("orders",), {"batch": 500}, "batch=500 was refused: expected Batch(max_records="),
         (("orders",), {"decode": "utf-8"}, "decode='utf-8' was refused: expected a function that takes a Record"),
+        (
+            ("orders",),
+            {"decode": functools.partial(decoded, Record("orders", 0, 0, None, b"", (), 0.0))},
+            "decode=decoded was refused (too many",
+        ),
+        (("orders",), {"decode": lambda: 1}, "decode=<lambda> was refused (too many positional arguments)"),
+        (("orders",), {"decode": functools.partial(yields)}, "decode=yields was refused, because it yields"),
         (("orders",), {"decode": decoded_slowly, "batch": Batch()}, "give a plain function, or take list[Record]"),
         (("orders",), {"retry": 3}, "retry=3 was refused: expected Retry(attempts="),
         (("orders",), {"on_failure": Park("orders")}, "to the topic that they come from"),

@@ -1,7 +1,6 @@
 """Workers that run the handler for a batch of records, and settle the outcome of each."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -113,8 +112,12 @@ class BatchWorker(Worker):
             return
         payloads: dict[Delivery, object] = {}
         for delivery in batch.deliveries:
-            with contextlib.suppress(Exception):  # raised again where it runs
+            try:
                 payloads[delivery] = read(delivery.record)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # noqa: BLE001, S112 - raised again, and judged, where it runs
+                continue
         if len(payloads) < len(batch.deliveries):
             if len(batch.deliveries) == 1:
                 return

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 
 from aioshard.engine.epoch import Delivery
 from aioshard.ports import RECORD_OVERHEAD
+from aioshard.records import Record
 
 __all__ = ["DeliveryBatch"]
 
@@ -57,6 +58,11 @@ class DeliveryBatch:
         """As messages name it: by its first record."""
         first, *others = self.deliveries
         return f"{first!r} and {len(others)} more" if others else repr(first)
+
+    @property
+    def records(self) -> list[Record]:
+        """Those of its deliveries, in order; a list of its own each time."""
+        return [delivery.record for delivery in self.deliveries]
 
     def add(self, delivery: Delivery, max_bytes: int) -> None:
         """Append a delivery, of a shard that the batch occupies, or that has no other."""

@@ -1,16 +1,23 @@
 """What a value becomes by an annotation or a function, and what is said where it does not."""
 
+import asyncio
 import dataclasses
 import datetime as dt
-from typing import Annotated, Any
+import enum
+import functools
+import uuid
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Annotated, Any, Generic, Literal, NewType, NotRequired, Optional, Required, TypeVar
 
 import msgspec
 import pydantic
 import pytest
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from aioshard.errors import DecodeError, HandlerError
 from aioshard.records import Record
+from aioshard.serde.annotations import shown
 from aioshard.serde.payloads import decoded_by, payload_of
 
 
@@ -42,6 +49,87 @@ class Another(msgspec.Struct, tag=True):
     number: int
 
 
+T = TypeVar("T")
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Colored(msgspec.Struct):
+    color: Color
+
+
+class Of(msgspec.Struct, Generic[T]):
+    it: T
+
+
+class Page(pydantic.BaseModel, Generic[T]):
+    items: list[T]
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+
+
+class Partial(TypedDict, total=False):
+    customer: Required[str]
+    total: NotRequired[int]
+
+
+@dataclasses.dataclass(slots=True)
+class Scaled:
+    number: int
+    factor: dataclasses.InitVar[int] = 2
+    scaled: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self, factor: int) -> None:
+        self.scaled = factor * self.number
+
+
+@dataclasses.dataclass
+class Asks:
+    """One whose own check finds what it does not know, or nobody to ask."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number == 503:
+            raise ConnectionError("the catalogue is away")
+        raise LookupError(f"no number {self.number}")
+
+
+class AsksToo(msgspec.Struct):
+    number: int
+
+    def __post_init__(self) -> None:
+        raise LookupError(f"no number {self.number}")
+
+
+class Checked(pydantic.BaseModel):
+    number: int
+
+    @pydantic.field_validator("number")
+    @classmethod
+    def is_even(cls, number: int) -> int:
+        if number % 2:
+            raise ValueError("an even number was expected")
+        return number
+
+
+class Nested(msgspec.Struct):
+    within: "Nested | None" = None
+
+
+Pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+CustomerId = NewType("CustomerId", str)
+MayBeModel = TypeAliasType("MayBeModel", Model | None)
+
+
 def record(value: bytes | None) -> Record:
     return Record("orders", 3, 41, b"key", value, (), 0.0)
 
@@ -51,6 +139,15 @@ def read(annotation: Any, value: bytes | None) -> Any:
     assert payload is not None
     assert not payload.is_async
     return payload.read(record(value))
+
+
+def told(error: BaseException | None) -> str:
+    """What a traceback of it says, without lines of source."""
+    said = ""
+    while error is not None:
+        said += f"{error}\n"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return said
 
 
 @pytest.mark.parametrize("annotation", [Record, Any, object, Record | None, Annotated[Record, "as it is"]])
@@ -76,6 +173,24 @@ def test_a_handler_that_takes_the_record_gets_it(annotation: Any) -> None:
         (bytes | None, None, None),
         (str, "grüße".encode(), "grüße"),
         (str | None, b"null", "null"),
+        (Optional[bytes], None, None),  # noqa: UP045 - the older form of a union
+        (Optional[bytes], b"x", b"x"),  # noqa: UP045
+        (Annotated[bytes, "as it is"], b"x", b"x"),
+        (Annotated[str | None, "text"], b"x", "x"),
+        (bytearray, b"x", bytearray(b"x")),
+        (CustomerId, b"alice", "alice"),
+        (MayBeModel, None, None),
+        (MayBeModel, b'{"customer": "a", "total": 7}', Model(customer="a", total=7)),
+        (Struct | None, b'{"customer": "a", "total": 7}', Struct("a", 7)),
+        (Of[int], b'{"it": 7}', Of(7)),
+        (list[Struct], b'[{"customer": "a", "total": 7}]', [Struct("a", 7)]),
+        (dict[str, Struct | None], b'{"a": null}', {"a": None}),
+        (Page[int], b'{"items": [1]}', Page[int](items=[1])),
+        (Pet, b'{"kind": "dog"}', Dog(kind="dog")),
+        (Partial, b'{"customer": "a"}', {"customer": "a"}),
+        (Decimal, b'"1.10"', Decimal("1.10")),
+        (Color, b'"red"', Color.RED),
+        (dict[str, Annotated[int, {}]], b'{"a": 1}', {"a": 1}),  # what has no hash
     ],
     ids=str,
 )
@@ -101,6 +216,16 @@ def test_a_value_becomes_what_the_annotation_says(annotation: Any, value: bytes 
         (Struct, b'{"customer": "a", "total": "x"}', "orders/3/41 is no Struct: Expected `int`, got `str`"),
         (Struct, b"{", "orders/3/41 is no Struct: Input data was truncated"),
         (str, b"ab\xff", "orders/3/41 is no str: it is not UTF-8 from byte 2 on"),
+        (Struct, b'{"customer": "\xff", "total": 7}', "orders/3/41 is no Struct: a text in it is not UTF-8"),
+        (Nested, b'{"within":' * 10_000, "orders/3/41 is no Nested: it is nested too deeply"),
+        (dict[str, Any], b'{"within":' * 10_000, "recursion limit exceeded"),
+        (int, b"9" * 5000, "number out of range"),
+        (MayBeModel | int, b"", "orders/3/41 is no MayBeModel | int: "),
+        (dict[str, Annotated[int, pydantic.Field(gt=0)]], b"", "orders/3/41 is no dict[str, int]: "),
+        (Optional[Page[int]], b"{}", "orders/3/41 is no Page[int] | None: items: Field required"),  # noqa: UP045
+        (type(None), b"0", "orders/3/41 is no None: Input should be null"),
+        (Checked, b'{"number": 1}', "number: Value error, an even number was expected"),
+        (list[int], b'["a", "b", "c"]', "unable to parse string as an integer"),
     ],
     ids=str,
 )
@@ -115,16 +240,51 @@ def test_what_is_said_does_not_show_the_value() -> None:
     with pytest.raises(DecodeError) as refused:
         read(Model, b'{"customer": 4711, "total": "secret"}')
 
-    error: BaseException | None = refused.value
-    assert str(error).count("should be") == 2
-    assert "4711" not in str(error)
-    assert "secret" not in str(error)
-    assert refused.value.__suppress_context__
+    assert str(refused.value).count("should be") == 2
+    assert "4711" not in told(refused.value)
+    assert "secret" not in told(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "said"),
+    [
+        (Pet, b'{"kind": "4711"}', "Input should have one of the tags 'cat', 'dog' in 'kind'"),
+        (Color, b'"4711"', "Input should be 'red'"),
+        (uuid.UUID, b'"4711"', "Input should be a valid UUID"),
+        (Colored, b'{"color": "4711"}', "Invalid enum value - at `$.color`"),
+        (Colored, b'{"color": "a - at `$.4711` b"}', "Invalid enum value - at `$.color`"),
+        (Other | Another, b'{"type": "4711"}', "Invalid value - at `$.type`"),
+        (
+            Asks,
+            b'{"number": 4711}',
+            "orders/3/41 is no Asks: LookupError was raised, by __post_init__() in test_payloads.py",
+        ),
+        (AsksToo, b'{"number": 4711}', "is no AsksToo: LookupError was raised, by __post_init__() in test_payloads.py"),
+    ],
+    ids=str,
+)
+def test_not_even_where_the_library_or_the_type_itself_would(annotation: Any, value: bytes, said: str) -> None:
+    with pytest.raises(DecodeError) as refused:
+        read(annotation, value)
+
+    assert said in str(refused.value)
+    assert "4711" not in told(refused.value)
+
+
+def test_what_a_type_asks_in_vain_may_pass() -> None:
+    with pytest.raises(ConnectionError, match="the catalogue is away"):
+        read(Asks, b'{"number": 503}')
+
+
+def test_fields_that_only_the_constructor_takes_are_read_too() -> None:
+    assert read(Scaled, b'{"number": 7, "factor": 3}').scaled == 21
 
 
 def test_only_the_first_three_faults_are_named() -> None:
     with pytest.raises(DecodeError, match=r"0: .*; 1: .*; 2: .*; and 2 more$"):
         read(list[int], b'["a", "b", "c", "d", "e"]')
+    with pytest.raises(DecodeError, match=r"0: .*; 1: .*; 2: [^;]*$"):
+        read(list[int], b'["a", "b", "c"]')
 
 
 class Opaque:
@@ -135,6 +295,42 @@ class Opaque:
 def test_a_type_that_nothing_can_be_decoded_to_is_refused_at_once(annotation: Any) -> None:
     with pytest.raises(HandlerError, match=r"handler 'h' takes .* for which no value can be decoded"):
         payload_of(annotation, "handler 'h'")
+
+
+class Later(pydantic.BaseModel):
+    it: "NowhereDefined"  # type: ignore[name-defined] # noqa: F821
+
+
+@dataclasses.dataclass
+class LaterData:
+    it: "list[NowhereDefined]"  # type: ignore[name-defined] # noqa: F821
+
+
+class LaterStruct(msgspec.Struct):
+    it: "NowhereDefined"  # type: ignore[name-defined] # noqa: F821
+
+
+class Deferred(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(defer_build=True)
+    it: int
+
+
+@pytest.mark.parametrize("annotation", [Later, LaterData, LaterStruct, list[Later]], ids=str)
+def test_a_type_with_a_name_that_is_not_there_is_refused_before_the_first_record(annotation: Any) -> None:
+    with pytest.raises(
+        HandlerError, match=r"'NowhereDefined' is not defined\): import or define it before the handler"
+    ):
+        payload_of(annotation, "handler 'h'")
+
+
+@pytest.mark.parametrize("annotation", [Struct | Model, Struct | Other], ids=["two libraries", "no tag"])
+def test_what_a_library_refuses_is_refused_with_its_reason(annotation: Any) -> None:
+    with pytest.raises(HandlerError, match=r"handler 'h' takes .*\(.+\): annotate aioshard.Record, a pydantic model"):
+        payload_of(annotation, "handler 'h'")
+
+
+def test_a_type_that_is_built_when_it_is_used_is_built_at_once() -> None:
+    assert read(Deferred, b'{"it": 7}') == Deferred(it=7)
 
 
 def fails_with(error: Exception) -> Any:
@@ -149,6 +345,85 @@ def test_what_a_function_raises_is_a_record_that_was_not_decoded() -> None:
         fails_with(LookupError("no schema 7")).read(record(b""))
 
     assert isinstance(refused.value.__cause__, LookupError)
+
+
+def test_a_function_that_raises_without_a_word_is_told_with_the_record() -> None:
+    with pytest.raises(DecodeError, match=r"^orders/3/41 was not decoded: AssertionError$"):
+        fails_with(AssertionError()).read(record(b""))
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        lambda of: Model.model_validate_json(of.value),
+        lambda of: msgspec.json.decode(of.value, type=Struct),
+        lambda of: msgspec.json.decode(b'"4711"', type=Color) if of else None,
+    ],
+    ids=["pydantic", "msgspec", "an enum"],
+)
+def test_what_a_validator_says_in_a_function_does_not_show_the_value_either(decode: Any) -> None:
+    with pytest.raises(DecodeError, match="orders/3/41 was not decoded: ValidationError: ") as refused:
+        decoded_by(decode, is_async=False).read(record(b'{"customer": 4711, "total": "4711"}'))
+
+    assert "4711" not in told(refused.value)
+
+
+def test_a_function_that_only_made_a_coroutine_is_told_so() -> None:
+    async def decode(of: Record) -> object:
+        return of
+
+    with pytest.raises(HandlerError, match=r"returned the coroutine .*decode, which nobody awaits"):
+        decoded_by(functools.partial(decode), is_async=False).read(record(b""))
+
+
+class Exotic(BaseException):
+    """As libraries raise to get past `except Exception`."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, Exotic, MemoryError])
+async def test_what_is_no_fault_of_the_record_stays_as_it_is(error: type[BaseException]) -> None:
+    def decode(_: Record) -> object:
+        raise error
+
+    async def decode_slowly(_: Record) -> object:
+        raise error
+
+    with pytest.raises(error):
+        decoded_by(decode, is_async=False).read(record(b""))
+    with pytest.raises(error):
+        await decoded_by(decode_slowly, is_async=True).read(record(b""))
+
+
+async def test_what_may_pass_stays_as_it_is_in_an_async_function_too() -> None:
+    async def decode(_: Record) -> object:
+        raise ConnectionError("no registry")
+
+    with pytest.raises(ConnectionError, match="no registry"):
+        await decoded_by(decode, is_async=True).read(record(b""))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (Model, "Model"),
+        (None, "None"),
+        (Optional[Model], "Model | None"),  # noqa: UP045
+        (Annotated[Model | int, "both"], "Model | int"),
+        (dict[str, list[Struct]], "dict[str, list[Struct]]"),
+        (tuple[int, ...], "tuple[int, ...]"),
+        (Page[Model], "Page[Model]"),
+        (Of[Model], "Of[Model]"),
+        (CustomerId, "CustomerId"),
+        (MayBeModel, "MayBeModel"),
+        (Literal["a", 1], "Literal['a', 1]"),
+        (Callable[[int], str], "Callable[[int], str]"),
+        (Any, "Any"),
+        ("Missing", "Missing"),
+    ],
+    ids=str,
+)
+def test_a_type_is_shown_as_it_is_written(annotation: Any, expected: str) -> None:
+    assert shown(annotation) == expected
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no registry"), TimeoutError(), DecodeError("magic byte 3")])
