@@ -12,6 +12,7 @@ from aioshard.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
+    from aioshard.telemetry.tracing import Tracing
 
 __all__ = ["App"]
 
@@ -113,6 +114,21 @@ class App(Lifecycle):
         for handler in self:
             check_linger(handler.name, handler.batch, self._settings.stuck_after)
         check_assign(self._settings.assign, [(one.name, one.topics, one.pattern, one.on_failure) for one in self])
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it makes spans when it runs."""
+        return self._tracing is not None
+
+    def traced_by(self, tracing: "Tracing | None") -> None:
+        """From the next start on, be traced so; for `aioshard.telemetry.tracing.trace`.
+
+        Raises:
+            StateError: The app runs.
+        """
+        if self._engine is not None:
+            raise StateError(f"app {self.group_id!r} runs: trace it before it is started")
+        self._tracing = tracing
 
     def include(self, handlers: Handlers) -> None:
         """Take over the handlers of another module.

@@ -36,7 +36,6 @@ from aioshard.serde.messages import message
 if TYPE_CHECKING:
     from aioshard.settings import Settings
     from aioshard.telemetry.journal import Journal
-    from aioshard.telemetry.tracing import Tracing
 
 __all__ = ["Controls"]
 
@@ -60,7 +59,6 @@ class Controls:
     _loop: asyncio.AbstractEventLoop | None = None
     _last: Statistics | None = None
     _journal: "Journal | None" = None
-    _tracing: "Tracing | None" = None
 
     @property
     @abstractmethod
@@ -325,16 +323,6 @@ class Controls:
         if self._has_drained:
             raise StateError(f"app {self.group_id!r} has drained: it consumes nothing until it is started again")
         return self._engine
-
-    def traced_by(self, tracing: "Tracing | None") -> None:
-        """From the next start on, be traced so; for `aioshard.telemetry.tracing.trace`.
-
-        Raises:
-            StateError: The app runs.
-        """
-        if self._engine is not None:
-            raise StateError(f"app {self.group_id!r} runs: trace it before it is started")
-        self._tracing = tracing
 
     @property
     def _has_drained(self) -> bool:

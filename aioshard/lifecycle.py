@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from aioshard.attempts import Outside
 from aioshard.clients import kafka_clients, with_producer_or_none
@@ -36,6 +36,9 @@ from aioshard.ports import (
     TransportFactory,
 )
 
+if TYPE_CHECKING:
+    from aioshard.telemetry.tracing import Tracing
+
 __all__ = ["Lifecycle"]
 
 logger = logging.getLogger("aioshard.app")
@@ -45,6 +48,7 @@ class Lifecycle(Handlers, Controls):
     """The part of an app that starts it, waits, and ends it; one start at a time."""
 
     _resources: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None
+    _tracing: "Tracing | None" = None
 
     def __init__(self) -> None:
         """Make what does not run yet."""

@@ -46,6 +46,12 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 @web_options
 @click.option("--log-level", type=click.Choice(_LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--log-config",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Configure logging with this file instead: JSON for dictConfig, or an ini file.",
+)
+@click.option("--tracing", is_flag=True, help="Trace with OpenTelemetry, to the tracer provider of the process.")
 @options.app_dir
 @options.as_json("how it ended")
 @click.option("--tether", type=int, hidden=True)
@@ -56,9 +62,12 @@ def command(**chosen: Any) -> int:
     The first SIGTERM or SIGINT drains and commits, a second one leaves at once.
     """
     asked = RunOptions(**chosen)
-    handler = logs.configure(asked.log_level, asked.log_format)
-    if (number := os.environ.get(WORKER_VARIABLE)) is not None:
-        handler.addFilter(functools.partial(_with_worker, number))
+    if asked.log_config is not None:
+        logs.configure_from(asked.log_config)
+    else:
+        handler = logs.configure(asked.log_level, asked.log_format)
+        if (number := os.environ.get(WORKER_VARIABLE)) is not None:
+            handler.addFilter(functools.partial(_with_worker, number))
     if asked.workers is not None:
         from aioshard.cli.supervising import run_workers  # noqa: PLC0415 - imported on use
 

@@ -33,6 +33,8 @@ class RunOptions:
     token_file: str | None
     log_level: str
     log_format: logs.LogFormat
+    log_config: str | None
+    tracing: bool
     app_dir: str
     as_json: bool
     tether: int | None
@@ -71,6 +73,11 @@ class RunOptions:
             given["group_instance_id"] = f"{instance}-{number}"  # a static member's id is one process's alone
         if given := {name: value for name, value in given.items() if value is not None}:
             app.configure(**given)
+        if self.tracing and not app.is_traced:
+            from aioshard.telemetry.tracing import trace, warn_of_no_provider  # noqa: PLC0415 - needs the extra `otel`
+
+            trace(app)
+            warn_of_no_provider()
         if self.workers is not None and app.settings.assign is not None:
             raise click.UsageError(
                 "--workers was given for an app whose partitions are given by hand (assign): each worker would read "
@@ -98,9 +105,10 @@ class RunOptions:
             "--assign": self.assign,
             "--log-level": self.log_level,
             "--log-format": self.log_format,
+            "--log-config": self.log_config,
             "--app-dir": self.app_dir,
             "--token-file": self.token_file,
         }
         options = [text for name, value in given.items() if value is not None for text in (name, value)]
-        flags = {"--until-caught-up": self.until_caught_up, "--web": self.web}
+        flags = {"--until-caught-up": self.until_caught_up, "--web": self.web, "--tracing": self.tracing}
         return [self.target, *options, *(name for name, given in flags.items() if given)]

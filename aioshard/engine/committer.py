@@ -212,6 +212,9 @@ class Committer:
             else:
                 break
         self.commits += 1
+        if self.trouble is not None:
+            lasted = self._clock() - self.trouble_since
+            logger.info("commits are acknowledged again, after %.1f s", lasted, extra={"event": "commit_recovered"})
         self.trouble = None
         for epoch, due in ours.items():
             self.notes.acknowledged(epoch, due)
@@ -223,7 +226,8 @@ class Committer:
         if self.trouble is None:
             self.trouble_since = self._clock()
         if reason != self.trouble:
-            logger.warning("a commit was not acknowledged and stays due: %s", reason)
+            fields = {"event": "commit_failed", "failures": self.failures}
+            logger.warning("a commit was not acknowledged and stays due: %s", reason, extra=fields)
         self.trouble = reason
         if isinstance(error, AuthorizationError | GroupHasMembersError):
             self._give_up()

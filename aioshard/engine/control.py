@@ -10,6 +10,7 @@ import anyio
 
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.handler import Running
+from aioshard.engine.log_fields import partition_fields, record_fields
 from aioshard.engine.outcomes import Detour
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
@@ -58,7 +59,7 @@ def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour
     delivery.detour = detour
     delivery.aside = detour is not None or delivery.cancelled or delivery.then is not None
     what = "its handler runs again" if detour is None else detour.purpose
-    logger.warning("record %r was released: %s", delivery, what)
+    logger.warning("record %r was released: %s", delivery, what, extra=record_fields("released", delivery))
     feed = engine.rebalance.fetchers[topic_partition].feed
     feed.unblock(delivery)
 
@@ -96,7 +97,9 @@ def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int)
             f"record {topic_partition}/{offset} is not parked: 'aioshard park list' shows what is, and "
             "app.retry_now() is for what is halted"
         )
-    logger.warning("record %s/%d and what is parked behind it were released: they run again", topic_partition, offset)
+    message = "record %s/%d and what is parked behind it were released: they run again"
+    fields = partition_fields("released", topic_partition, offset=offset)
+    logger.warning(message, topic_partition, offset, extra=fields)
 
 
 def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> None:
@@ -110,7 +113,8 @@ def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> N
     for epoch in _meant(engine, what):
         for both in engine.feed_of(epoch.topic_partition.topic).with_side(epoch):
             both.pause(APPLICATION, why)
-        logger.warning("%s is paused: %s", epoch.topic_partition, why)
+        fields = partition_fields("paused", epoch.topic_partition, why=why)
+        logger.warning("%s is paused: %s", epoch.topic_partition, why, extra=fields)
 
 
 def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
@@ -124,7 +128,8 @@ def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
         feed = engine.feed_of(epoch.topic_partition.topic)
         resumed = [both.resume(APPLICATION) for both in feed.with_side(epoch)]
         if any(resumed):
-            logger.warning("%s goes on: the application resumed it", epoch.topic_partition)
+            fields = partition_fields("resumed", epoch.topic_partition)
+            logger.warning("%s goes on: the application resumed it", epoch.topic_partition, extra=fields)
             feed.reopen(epoch)
 
 
@@ -152,7 +157,8 @@ def set_concurrency(running: Running, concurrency: int) -> None:
         )
     before = running.staff.concurrency
     running.staff.change(concurrency, name)
-    logger.info("handler %s: concurrency %d, %d before", name, concurrency, before)
+    fields = {"event": "concurrency", "handler": name, "concurrency": concurrency}
+    logger.info("handler %s: concurrency %d, %d before", name, concurrency, before, extra=fields)
 
 
 def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch]:
@@ -174,7 +180,8 @@ async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> i
     open_epoch(engine, topic_partition)
     start = await answered(engine, _offset_of(engine, topic_partition, to), f"where {to!r} is in {topic_partition}")
     done = engine.rebalance.seek(open_epoch(engine, topic_partition), start)
-    logger.warning("%s goes on at offset %d: the application asked for %r", topic_partition, start, to)
+    fields = partition_fields("seek", topic_partition, offset=start)
+    logger.warning("%s goes on at offset %d: the application asked for %r", topic_partition, start, to, extra=fields)
     await asyncio.shield(done)
     return start
 

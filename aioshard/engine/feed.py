@@ -8,6 +8,7 @@ from typing import Protocol
 from aioshard.core.sharding import ShardKey, check_usable, fixed_shard
 from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.log_fields import record_fields
 from aioshard.engine.shards import Shards
 from aioshard.records import Record
 
@@ -163,7 +164,9 @@ class Feed:
         """Records without a shard key cannot run in order: each has failed, and no other attempt makes sense."""
         for delivery, error in broken:
             delivery.key = None
-            logger.error("the sharding function failed for record %r: %s", delivery, error, exc_info=error)
+            fields = record_fields("no_shard_key", delivery, error=type(error).__name__)
+            message = "the sharding function failed for record %r: %s"
+            logger.error(message, delivery, error, exc_info=error, extra=fields)
             self._unkeyed(delivery, error, self.shards[0])
         without = {delivery for delivery, _ in broken}
         return [delivery for delivery in deliveries if delivery not in without]

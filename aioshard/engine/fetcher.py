@@ -13,6 +13,7 @@ from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.feed import Feed
+from aioshard.engine.log_fields import partition_fields
 from aioshard.errors import OffsetOutOfRangeError, OffsetRegressionError
 from aioshard.ports import Fault, FetchedBatch, Transport
 from aioshard.records import TopicPartition
@@ -215,7 +216,9 @@ class Pump:
             if stuck and (held.records > 2 * least.records or held.bytes > 2 * least.bytes):
                 records = fetcher.give_back(least)
                 if records:
-                    logger.warning("%s cannot advance and gives back %d record(s)", topic_partition, records)
+                    fields = partition_fields("gave_back", topic_partition, records=records)
+                    message = "%s cannot advance and gives back %d record(s)"
+                    logger.warning(message, topic_partition, records, extra=fields)
 
     def _accept(self, fetcher: Fetcher, batch: FetchedBatch) -> None:
         epoch = fetcher.epoch
@@ -239,4 +242,5 @@ class Pump:
         if isinstance(fault.error, OffsetOutOfRangeError):
             self._out_of_range(epoch, fault.error)
         elif epoch.note_fault(str(fault.error), self._clock()):
-            logger.error("%s cannot be read: %s", epoch.topic_partition, fault.error)
+            fields = partition_fields("unreadable", epoch.topic_partition)
+            logger.error("%s cannot be read: %s", epoch.topic_partition, fault.error, extra=fields)

@@ -162,6 +162,7 @@ def serve(spec: HandlerSpec, around: Surroundings) -> Running:
         clock=around.clock,
         paused=lambda delivery, why: probing.pause(delivery.epoch, why),
         workers=lambda: len(workers),
+        about={"handler": spec.name, "group": around.group_id},
     )
     make = functools.partial(_worker, spec, around, settlement=settlement, parking=parking)
     workers = [make(f"{spec.name} worker {number}", part) for number, part in enumerate(served)]

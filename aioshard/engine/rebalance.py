@@ -12,8 +12,9 @@ from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch, Gate, Rerun
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher
+from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.opening import Limits, Opening
-from aioshard.engine.rebalance_log import RebalanceLog
+from aioshard.engine.rebalance_log import RebalanceLog, tell_opened
 from aioshard.engine.seeking import Seeks
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
@@ -239,6 +240,9 @@ class Rebalance:
             epoch.topic_partition,
             reason,
             dropped,
+            extra=partition_fields(
+                "epoch_ended", epoch.topic_partition, epoch=epoch.number, dropped=dropped, group=self._limits.group_id
+            ),
         )
 
     # Given ------------------------------------------------------------------------------
@@ -361,15 +365,7 @@ class Rebalance:
         self._opening.opened(epoch)
         self._committer.own(epoch)
         epoch.open()
-        logger.info(
-            "%s: epoch %d, committed %s, position %d, %d record(s) in hand of which %d were started",
-            epoch.topic_partition,
-            epoch.number,
-            epoch.acknowledged,
-            epoch.tracker.position,
-            len(epoch.tracker),
-            sum(1 for delivery in epoch.tracker.values() if delivery.starts),
-        )
+        tell_opened(epoch, self._limits.group_id)
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
         self.client.resume([epoch.topic_partition])
         self.seeks.reached(epoch.topic_partition)

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from aioshard.engine.epoch import Epoch
+from aioshard.engine.log_fields import partition_fields
 from aioshard.observe import RebalancePhase, RebalanceReport
 
-__all__ = ["RebalanceLog"]
+__all__ = ["RebalanceLog", "tell_opened"]
 
 logger = logging.getLogger("aioshard.engine.rebalance")
 
@@ -86,6 +88,9 @@ class RebalanceLog:
         cause = "the group had dropped us" if lost else "members, topics or partitions of the group have changed"
         current = self._begin(cause, "join" if lost else "drain")
         current.report = dataclasses.replace(current.report, revoked=partitions, in_flight=in_flight)
+        what = "lost, as the group had dropped us" if lost else "being taken away"
+        fields = {"event": "lost" if lost else "revoked", "partitions": partitions, "in_flight": in_flight}
+        logger.info("%d partition(s) are %s; %d record(s) of them run", partitions, what, in_flight, extra=fields)
 
     def drained(self, cancelled: int) -> None:
         """The drain is over; what had not ended was cancelled."""
@@ -93,6 +98,9 @@ class RebalanceLog:
         if current is not None:
             ended = max(current.report.in_flight - cancelled, 0)
             current.report = dataclasses.replace(current.report, drained=ended, cancelled=cancelled)
+            fields = {"event": "drained", "drained": ended, "cancelled": cancelled}
+            message = "the partitions that are taken away are drained: %d record(s) ended, %d were cancelled"
+            logger.info(message, ended, cancelled, extra=fields)
 
     def handed_back(self) -> None:
         """Nothing of it is ours any more, until the group says so."""
@@ -179,4 +187,42 @@ def _tell(report: RebalanceReport) -> None:
         report.commit_seconds,
         report.join_seconds,
         report.resume_seconds,
+        extra={
+            "event": "rebalanced",
+            "generation": report.generation,
+            "seconds": round(report.seconds, 3),
+            "revoked": report.revoked,
+            "assigned": report.assigned,
+            "kept": report.kept,
+            "dropped": report.dropped,
+        },
+    )
+
+
+def tell_opened(epoch: Epoch, group: str) -> None:
+    """The line of a partition that goes on: what is committed, and what of it this process has."""
+    tracker = epoch.tracker
+    started = sum(1 for delivery in tracker.values() if delivery.starts)
+    finished = sum(run.end - run.start for run in epoch.finished())
+    logger.info(
+        "%s: epoch %d, committed %s, position %d, %d record(s) in hand of which %d were started, %d offset(s) finished "
+        "beyond the commit",
+        epoch.topic_partition,
+        epoch.number,
+        epoch.acknowledged,
+        tracker.position,
+        len(tracker),
+        started,
+        finished,
+        extra=partition_fields(
+            "assigned",
+            epoch.topic_partition,
+            epoch=epoch.number,
+            committed=epoch.acknowledged,
+            position=tracker.position,
+            incomplete=len(tracker),
+            started=started,
+            finished=finished,
+            group=group,
+        ),
     )

@@ -168,7 +168,8 @@ class Engine:
             self.failed.exception()  # it is raised where the app is served; not retrieving it is no error
 
     def _crashed(self, task: str, error: BaseException) -> None:
-        logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error)
+        fields = self._fields("crashed", task=task)
+        logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
         self.fail(error)
 
     def _facts(self) -> Iterable[tuple[Hashable, object]]:
@@ -272,7 +273,8 @@ class Engine:
         if self.trouble is None:
             self.trouble_since = self.clock()
         if str(error) != self.trouble:
-            logger.error("the Kafka client is gone and will be built anew in %.1f s: %s", backoff, error)
+            message = "the Kafka client is gone and will be built anew in %.1f s: %s"
+            logger.error(message, backoff, error, extra=self._fields("client_lost"))
         self.trouble = str(error)
 
     async def _live(self) -> None:
@@ -300,9 +302,20 @@ class Engine:
         """The first assignment ends the start, and any later one ends the trouble."""
         await self.rebalance.settled.wait()
         self._settled_once = True
+        if self.trouble is not None:
+            lasted = self.clock() - self.trouble_since
+            logger.warning("a Kafka client works again, after %.1f s", lasted, extra=self._fields("client_rebuilt"))
         self.trouble = None
         if self.state == "starting":
             self.state = "running"
+            message = "group %r: the app runs, with %d handler(s) and %d partition(s)"
+            partitions = len(self.rebalance.epochs)
+            fields = self._fields("running", partitions=partitions)
+            logger.info(message, self.options.limits.group_id, len(self.handlers), partitions, extra=fields)
+
+    def _fields(self, event: str, **more: object) -> dict[str, object]:
+        """Of a line in the log about the app as a whole."""
+        return {"event": event, "group": self.options.limits.group_id, **more}
 
     async def _close(self, transport: Transport) -> None:
         with anyio.move_on_after(self.options.limits.commit_timeout, shield=True):
@@ -339,6 +352,9 @@ class Engine:
     async def _drain(self, deadline: float) -> list[str]:
         """End what runs and commit it; returns the records that did not end in time."""
         self.be_draining()
+        running = len(self._running_now())
+        message = "group %r: the app drains; %d record(s) run"
+        logger.info(message, self.options.limits.group_id, running, extra=self._fields("draining", in_flight=running))
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
         self.rebalance.stop_opening()
@@ -366,5 +382,6 @@ class Engine:
                 await self._close(self.transport)
         self.rebalance.end_all("the app stopped")
         await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
+        logger.info("group %r: the app has stopped", self.options.limits.group_id, extra=self._fields("stopped"))
         if self.state != "failed":
             self.state = "stopped"

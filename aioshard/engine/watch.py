@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.log_fields import record_fields
 from aioshard.engine.worker import Worker
 
 __all__ = ["SinceWatch", "StuckWatch", "TimeoutWatch", "TroubleWatch", "facts_of"]
@@ -61,12 +62,13 @@ class TroubleWatch:
         found = self._ask()
         if found is None:
             if self.trouble is not None:
-                logger.warning("over after %.0f s: %s", self._clock() - (self._since or 0.0), self.trouble)
+                lasted = self._clock() - (self._since or 0.0)
+                logger.warning("over after %.0f s: %s", lasted, self.trouble, extra={"event": "trouble_over"})
             self.trouble = self._since = None
         elif self._since is None:
             self._since = self._clock()
         elif found != self.trouble:
-            logger.warning("%s", found)
+            logger.warning("%s", found, extra={"event": "trouble"})
             self.trouble = found
 
     def sentence(self, now: float) -> str | None:
@@ -113,7 +115,8 @@ class TimeoutWatch:
         for delivery in still.keys() - self._reported:
             message = "the handler of %r%s was cancelled after timeout=%g s and does not end: its shard waits for it"
             others = len(still[delivery].deliveries) - 1
-            logger.error(message, delivery, f" and {others} more of its batch" if others > 0 else "", self._timeout)
+            more = f" and {others} more of its batch" if others > 0 else ""
+            logger.error(message, delivery, more, self._timeout, extra=record_fields("outlives_time_out", delivery))
         self._reported = set(still)
 
 
@@ -243,7 +246,8 @@ class StuckWatch:
             if episode is not None and episode.oldest is not oldest:
                 if episode.reported:
                     message = "%s goes on: record %r is not in the way any more"
-                    logger.warning(message, epoch.topic_partition, episode.oldest)
+                    fields = record_fields("goes_on", episode.oldest)
+                    logger.warning(message, epoch.topic_partition, episode.oldest, extra=fields)
                 episode = None
             if oldest is not None:
                 episodes[epoch] = episode = episode or _Episode(oldest)
@@ -254,10 +258,12 @@ class StuckWatch:
         # One that has waited long behind another is not in the way yet when it comes to the front.
         blocked = episode.checks > 0 or episode.oldest.block is not None
         if not episode.stuck and blocked and epoch.stuck(self._clock(), self._stuck_after):
-            logger.warning("stuck: %s", self._describe(epoch))
+            fields = record_fields("stuck", episode.oldest)
+            logger.warning("stuck: %s", self._describe(epoch), extra=fields)
             episode.stuck = episode.reported = True
         elif not episode.reported and episode.checks >= _LASTS and self._held_up(epoch, episode.oldest):
-            logger.warning("almost everything waits for one record: %s", self._describe(epoch))
+            fields = record_fields("held_up", episode.oldest)
+            logger.warning("almost everything waits for one record: %s", self._describe(epoch), extra=fields)
             episode.reported = True
         episode.checks += 1
 

@@ -1,7 +1,6 @@
 """N coroutines that take deliveries, run the handler and settle the outcome."""
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
@@ -14,8 +13,6 @@ from aioshard.errors import AttemptTimeoutError, CancelledRunError, SwallowedCan
 from aioshard.records import Record
 
 __all__ = ["RUN_AHEAD", "Asked", "Divert", "Ending", "Invoke", "RecordWorker", "Worker"]
-
-logger = logging.getLogger("aioshard.engine.worker")
 
 Invoke = Callable[[Delivery], Awaitable[object]]
 """Runs one attempt."""
@@ -366,7 +363,7 @@ class RecordWorker(Worker):
         self.delivery = self.running = None
         ending = self._take_back_requests()
         delivery.cancelled = delivery.aside = True
-        logger.warning("the handler of %r swallowed its cancellation; the record stays incomplete", delivery)
+        self._settlement.outlived(delivery)
         self._shards.again(delivery)
         if ending:
             raise asyncio.CancelledError

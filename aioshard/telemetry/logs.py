@@ -1,22 +1,39 @@
-"""Log output for the command line: text to read, or one JSON object per line.
+"""Log output for the command line: text to read, or one JSON object per line; and which record a line is about.
 
-Only a program may configure logging, so only the command line calls this; the library never does.
+Only a program may configure logging, so only the command line calls `configure`; the library never does.
+`RecordFilter` is for whoever configures logging otherwise.
 """
 
 import copy
 import json
 import logging
+import logging.config
 import math
 import sys
 import time
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
-__all__ = ["REPEAT_INTERVAL", "JsonFormatter", "LogFormat", "TextFormatter", "configure"]
+from aioshard.engine.insight.current import CurrentRecord, current_record
+from aioshard.errors import SettingsError
+
+__all__ = [
+    "REPEAT_INTERVAL",
+    "CurrentRecord",
+    "JsonFormatter",
+    "LogFormat",
+    "RecordFilter",
+    "TextFormatter",
+    "configure",
+    "configure_from",
+    "current_record",
+]
 
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio")
+_IDENTITY = frozenset(CurrentRecord._fields)
+_QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry")
 """Loggers of libraries, whose INFO is our DEBUG."""
 
 REPEAT_INTERVAL = 30.0
@@ -40,6 +57,7 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
     number = logging.getLevelNamesMapping()[level.upper()]
     handler = _Aggregating(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    handler.addFilter(RecordFilter())
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(number)
@@ -47,6 +65,70 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
         logging.getLogger(name).setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
     logging.captureWarnings(capture=True)
     return handler
+
+
+def configure_from(file: str) -> None:
+    """Configure logging with the user's own file, and nothing else.
+
+    Args:
+        file: What `logging.config.dictConfig` takes, as JSON, where the name ends with `.json`; else what
+            `logging.config.fileConfig` takes.
+
+    Raises:
+        SettingsError: The file cannot be read, or does not say what logging expects.
+    """
+    path = Path(file)
+    try:
+        if path.suffix.lower() == ".json":
+            # Loggers exist by now: what the file does not say is to be heard, not silent.
+            logging.config.dictConfig({"disable_existing_loggers": False, **json.loads(path.read_text("utf-8"))})
+        else:
+            with path.open(encoding="utf-8"):
+                logging.config.fileConfig(path, disable_existing_loggers=False, encoding="utf-8")
+    except Exception as error:  # the file names code of anybody
+        kind = "JSON for logging.config.dictConfig" if path.suffix.lower() == ".json" else "an ini file of logging"
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        message = f"the log configuration {file} cannot be used: {error}{cause}; expected {kind}"
+        raise SettingsError(message) from error
+
+
+class RecordFilter(logging.Filter):
+    """Gives every line that a handler logs the record that it runs for, and the span; add it to a logging handler.
+
+    The fields are those of `CurrentRecord`, and `trace_id` and `span_id` while a span of OpenTelemetry is active. A
+    line that names a topic, or any other of them, itself is about that, and gets none of the record's.
+
+    Example:
+        >>> import logging, sys
+        >>> handler = logging.StreamHandler(sys.stdout)
+        >>> handler.addFilter(RecordFilter())
+        >>> handler.setFormatter(logging.Formatter("%(topic)s %(message)s", defaults={"topic": "-"}))
+        >>> handler.handle(logging.makeLogRecord({"msg": "outside of handlers"}))
+        - outside of handlers
+        True
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add what is known; keeps every line."""
+        given = vars(record)
+        if not given.keys() & _IDENTITY:
+            found = current_record()
+            if found is not None:
+                given.update((name, value) for name, value in found._asdict().items() if value is not None)
+        if "trace_id" not in given:
+            given.update(_span())
+        return True
+
+
+def _span() -> dict[str, str]:
+    """The active span, where anybody uses OpenTelemetry."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return {}
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
 class _Aggregating(logging.StreamHandler[TextIO]):
@@ -105,12 +187,13 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The object as one line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line: dict[str, Any] = _fields(record) | {
+        line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line = {**line, **_fields(record), **line}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:

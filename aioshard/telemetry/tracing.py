@@ -4,6 +4,7 @@ Where an app is not traced, nothing of this is on the way of a record: `trace` h
 clients when the app starts.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +28,9 @@ from aioshard.telemetry.spans import About, Spans
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["Traceable", "Tracing", "trace"]
+__all__ = ["Traceable", "Tracing", "trace", "warn_of_no_provider"]
+
+logger = logging.getLogger("aioshard.telemetry.tracing")
 
 
 class Traceable(Protocol):
@@ -65,6 +68,15 @@ def trace(
         >>> trace(app, parent=True)
     """
     app.traced_by(Tracing(tracer_provider, meter_provider, parent=parent))
+
+
+def warn_of_no_provider() -> None:
+    """Say so in the log where the process has no tracer provider, so that spans go nowhere."""
+    if isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
+        logger.warning(
+            "spans go nowhere: the process has no tracer provider; start it with opentelemetry-instrument, or call "
+            "opentelemetry.trace.set_tracer_provider() in the app's module"
+        )
 
 
 class Tracing:

@@ -1,17 +1,26 @@
 """Log output of the command line."""
 
+import asyncio
 import io
 import json
 import logging
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, configure
+from aioshard import App, Batch, BatchContext, Record, Retry
+from aioshard.errors import SettingsError
+from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, configure, configure_from, current_record
+from aioshard.telemetry.tracing import trace
+from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.telemetry.traces import Spans, span_id
 
 Configure = Callable[[str, LogFormat], io.StringIO]
 
@@ -21,7 +30,9 @@ def configured() -> Iterator[Configure]:
     """`configure` on a stream of its own, undone afterwards."""
     root = logging.getLogger()
     level = root.level
-    quiet = {name: logging.getLogger(name).level for name in ("aiokafka", "kafka", "uvicorn", "asyncio")}
+    quiet = {
+        name: logging.getLogger(name).level for name in ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry")
+    }
     handlers: list[logging.Handler] = []
 
     def start(name: str, style: LogFormat) -> io.StringIO:
@@ -134,3 +145,266 @@ def test_importing_the_module_configures_nothing() -> None:
     script = "import logging, aioshard.telemetry.logs as _; print(logging.getLogger().handlers)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# Which record a line is about -------------------------------------------------------------
+
+
+def logged(stream: io.StringIO, message: str) -> list[dict[str, Any]]:
+    """The lines with this message, without what every line has."""
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    standard = ("time", "level", "logger", "message")
+    return [{k: v for k, v in line.items() if k not in standard} for line in lines if line["message"] == message]
+
+
+def consume(app: App, *values: str, until_settled: float = 60.0) -> None:
+    async def scenario() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for value in values:
+                await client.publish("orders", value, key="alice")
+            await client.settle(until_settled)
+
+    run(scenario())
+
+
+USERS = logging.getLogger("shop")
+
+
+@pytest.mark.parametrize("kind", ["async", "plain", "task group", "gather", "to_thread", "nested"])
+def test_a_line_of_a_handler_says_which_record_it_is_for(configured: Configure, kind: str) -> None:
+    """Also in what the handler starts and waits for, and although many run at once."""
+    stream = configured("info", "json")
+    app = App("billing")
+
+    def say(record: Record) -> None:
+        USERS.info("at %d", record.offset)
+
+    async def say_soon(record: Record) -> None:
+        await asyncio.sleep(0.01 * (3 - record.offset % 3))
+        say(record)
+
+    async def handle(record: Record) -> None:
+        match kind:
+            case "async":
+                await say_soon(record)
+            case "task group":
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(say_soon(record))
+            case "gather":
+                await asyncio.gather(say_soon(record), asyncio.sleep(0.02))
+            case "to_thread":
+                await asyncio.to_thread(say, record)
+            case "nested":
+                await asyncio.wait_for(asyncio.gather(asyncio.create_task(say_soon(record))), 5)
+
+    app.consume("orders", shard_by="record")(say if kind == "plain" else handle)
+    consume(app, *"123456")
+
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    said = {line["message"]: line for line in lines if line["logger"] == "shop"}
+    assert len(said) == 6
+    for offset in range(6):
+        line = said[f"at {offset}"]
+        key = line.pop("key")
+        assert re.fullmatch("#[0-9a-f]{8}", key)
+        assert line == line | {
+            "topic": "orders",
+            "partition": 0,
+            "offset": offset,
+            "attempt": 1,
+            "handler": "say" if kind == "plain" else "handle",
+            "group": "billing",
+        }
+
+
+def test_the_text_says_it_too(configured: Configure) -> None:
+    stream = configured("info", "text")
+    app = App("billing")
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        USERS.info("paid")
+
+    consume(app, "1")
+
+    (line,) = (line for line in stream.getvalue().splitlines() if "paid" in line)
+    assert re.search(
+        r"INFO shop: paid \[topic=orders partition=0 offset=0 key=#\w{8} attempt=1 handler=handle group=billing\]$",
+        line,
+    )
+
+
+def test_a_line_says_which_attempt_it_is_of_and_how_large_the_batch_is(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing")
+
+    @app.consume("orders", batch=Batch(2, linger=1.0), retry=Retry(attempts=2, initial=0.01))
+    async def handle(_: list[Record], context: BatchContext) -> None:
+        USERS.info("paid")
+        if context.attempt == 1:
+            raise ValueError("no")
+
+    consume(app, "1", "2")
+
+    assert [(line["offset"], line["attempt"], line["records"]) for line in logged(stream, "paid")] == [
+        (0, 1, 2),
+        (0, 2, 1),
+        (1, 2, 1),
+    ]
+
+
+def test_what_a_handler_leaves_behind_never_has_the_name_of_another_record(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing")
+    left: list[asyncio.Task[None]] = []
+
+    async def later(offset: int) -> None:
+        await asyncio.sleep(0)
+        USERS.info("left behind by %d", offset)
+        await asyncio.sleep(0.01)
+        USERS.info("left behind by %d", offset)
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:
+        left.append(asyncio.create_task(later(record.offset)))
+        if record.offset % 2:
+            await asyncio.sleep(0.005)
+
+    consume(app, *"123456")
+
+    for offset in range(6):
+        lines = logged(stream, f"left behind by {offset}")
+        assert len(lines) == 2
+        assert all(line.get("offset", offset) == offset for line in lines)
+
+
+def test_a_thread_that_outlives_its_run_never_has_the_name_of_another_record(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing", bootstrap_servers="nowhere:1")
+    go_on, told = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        go_on.wait(10)
+        USERS.info("outlived")
+        told.set()
+
+    @app.consume("orders", concurrency=1, on_failure="skip", retry=Retry(attempts=1))
+    async def handle(record: Record) -> None:
+        if record.offset == 0:
+            await asyncio.wait_for(asyncio.to_thread(slowly), 0.01)
+        else:
+            go_on.set()
+            await asyncio.get_running_loop().run_in_executor(None, told.wait, 10)
+
+    consume(app, "1", "2")
+
+    assert logged(stream, "outlived") == [{}]
+
+
+def test_outside_of_handlers_there_is_no_record(configured: Configure) -> None:
+    stream = configured("info", "json")
+    USERS.info("outside")
+
+    assert current_record() is None
+    assert logged(stream, "outside") == [{}]
+
+
+def test_a_line_that_names_a_topic_itself_is_about_that(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing")
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        USERS.info("paused", extra={"topic": "refunds"})
+
+    consume(app, "1")
+
+    assert logged(stream, "paused") == [{"topic": "refunds"}]
+
+
+def test_the_hash_of_a_key_is_that_of_explanations(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing")
+    found: list[str | None] = []
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        USERS.info("paid")
+        head = app.diagnose().partitions[0].head
+        assert head is not None
+        found.append(head.key)
+
+    consume(app, "1")
+
+    assert [line["key"] for line in logged(stream, "paid")] == found
+
+
+def test_the_active_span_is_in_the_line(configured: Configure) -> None:
+    stream = configured("info", "json")
+    spans = Spans()
+    app = App("billing")
+    trace(app, tracer_provider=spans.provider)
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        USERS.info("paid")
+
+    consume(app, "1")
+
+    (line,) = logged(stream, "paid")
+    span = spans.one("process")
+    assert span.context is not None
+    assert (line["trace_id"], line["span_id"]) == (f"{span.context.trace_id:032x}", f"{span_id(span):016x}")
+
+
+# The user's own configuration --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["log.json", "log.ini"])
+def test_the_users_own_file_configures_everything(tmp_path: Path, name: str) -> None:
+    given = {
+        "version": 1,
+        "formatters": {"mine": {"format": "MINE %(message)s -"}},
+        "filters": {"record": {"()": "aioshard.telemetry.logs.RecordFilter"}},
+        "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "mine", "filters": ["record"]}},
+        "root": {"level": "WARNING", "handlers": ["out"]},
+    }
+    ini = (
+        "[loggers]\nkeys=root\n[handlers]\nkeys=out\n[formatters]\nkeys=mine\n"
+        "[logger_root]\nlevel=WARNING\nhandlers=out\n"
+        "[handler_out]\nclass=StreamHandler\nformatter=mine\nargs=(sys.stderr,)\n"
+        "[formatter_mine]\nformat=MINE %(message)s -\n"
+    )
+    file = tmp_path / name
+    file.write_text(json.dumps(given) if name.endswith("json") else ini)
+    script = (
+        "import logging, sys, aioshard.lifecycle\nfrom aioshard.telemetry.logs import configure_from\n"
+        "configure_from(sys.argv[1])\n"
+        "logging.getLogger('aioshard.engine').info('quiet')\nlogging.getLogger('aioshard.engine').warning('heard')\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=True)
+
+    assert done.stderr == "MINE heard -\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("log.json", "{", "expected JSON for logging.config.dictConfig"),
+        ("log.json", '{"version": 2}', "expected JSON"),
+        ("log.json", '{"version": 1, "handlers": {"a": {"class": "no.Such"}}}', "no"),
+        ("log.json", "[]", "expected JSON"),
+        ("log.ini", "nothing", "expected an ini file"),
+        ("log.ini", "[loggers]\nkeys=root\n", "expected an ini file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path, name: str, text: str, said: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+
+    with pytest.raises(SettingsError, match="cannot be used") as refused:
+        configure_from(str(file))
+
+    assert said in str(refused.value)
+    assert str(file) in str(refused.value)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from aioshard.engine.epoch import Epoch, Gate
+from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.shards import Shards
 
 __all__ = ["Probing"]
@@ -43,7 +44,8 @@ class Probing:
         """Pause a partition, unless it is."""
         if _WHO in epoch.pauses:
             return
-        logger.warning("%s pauses: %s", epoch.topic_partition, why)
+        fields = partition_fields("paused", epoch.topic_partition, why=why)
+        logger.warning("%s pauses: %s", epoch.topic_partition, why, extra=fields)
         epoch.pause(_WHO, why)
         self._probe_after(epoch, _FIRST)
 
@@ -74,7 +76,8 @@ class Probing:
     def _resume(self, epoch: Epoch) -> None:
         epoch.probed = None
         epoch.probe_room = 0
-        logger.warning("%s goes on: a record of it succeeded, or can be diverted again", epoch.topic_partition)
+        message = "%s goes on: a record of it succeeded, or can be diverted again"
+        logger.warning(message, epoch.topic_partition, extra=partition_fields("resumed", epoch.topic_partition))
         if epoch.resume(_WHO):
             for shards in self._shards:
                 shards.reopen(epoch)

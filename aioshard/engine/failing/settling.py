@@ -2,11 +2,13 @@
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from aioshard.core.retry import Retry
 from aioshard.engine.epoch import Delivery
+from aioshard.engine.log_fields import record_fields
 from aioshard.engine.outcomes import Block, Detour, FailureNote, Outcome
 from aioshard.engine.shards import Shards
 from aioshard.errors import HandlerError
@@ -95,6 +97,7 @@ class Settlement:
         paused: Callable[[Delivery, str], None],
         workers: Callable[[], int],
         chance: Callable[[], float] = random.random,
+        about: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Make a settlement.
 
@@ -106,6 +109,7 @@ class Settlement:
             paused: Told about a delivery whose partition pauses, and why.
             workers: How many there are now.
             chance: Random numbers from 0 to 1, for the jitter.
+            about: Further fields of its log lines: handler and group.
         """
         self.counters = counters
         self._retry = retry
@@ -117,6 +121,10 @@ class Settlement:
         """What workers do now in place of the handler, the oldest first, and since when."""
         self._detours_in_doubt = False
         self._chance = chance
+        self._about = about
+
+    def _fields(self, event: str, delivery: Delivery, **more: object) -> dict[str, object]:
+        return record_fields(event, delivery, **more, **self._about)
 
     def failed(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
         """Settle a failed attempt, or a detour that failed.
@@ -135,7 +143,8 @@ class Settlement:
         shards.retry(delivery, Block(halted=False, error=str(note), since=self._clock()), delay)
         level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
         message = "record %r failed attempt %d and runs again in %.2f s (%s); failed attempts of its handler so far: %d"
-        logger.log(level, message, delivery, delivery.failures, delay, note, self.counters.retried)
+        fields = self._fields("retry", delivery, attempt=delivery.failures, error=note.error)
+        logger.log(level, message, delivery, delivery.failures, delay, note, self.counters.retried, extra=fields)
         return False
 
     def failed_together(
@@ -160,7 +169,8 @@ class Settlement:
             shards.retry(delivery, block, delay)
         level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
         message = "%d records failed together, %r among them, and run again in smaller batches in %.2f s (%s)"
-        logger.log(level, message, len(deliveries), deliveries[0], delay, note)
+        fields = self._fields("retry", deliveries[0], error=note.error, records=len(deliveries))
+        logger.log(level, message, len(deliveries), deliveries[0], delay, note, extra=fields)
 
     def failed_behind(self, delivery: Delivery, error: BaseException) -> None:
         """A record failed behind one of its shard that failed too: it runs again after that, whatever it was."""
@@ -183,7 +193,8 @@ class Settlement:
             delivery.divert(verdict)
             level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
             message = "record %r failed %d time(s), and %s (%s)"
-            logger.log(level, message, delivery, note.attempts, verdict.purpose, note, exc_info=error)
+            fields = self._fields("diverted", delivery, attempt=note.attempts, error=note.error)
+            logger.log(level, message, delivery, note.attempts, verdict.purpose, note, exc_info=error, extra=fields)
             return True
         if isinstance(verdict, Pause) and not keyed:
             delivery.divert(Detour("it is diverted as soon as the budget allows", self._divert_later))
@@ -206,12 +217,18 @@ class Settlement:
             delivery.failures,
             text,
             exc_info=error,
+            extra=self._fields("halted", delivery, attempt=delivery.failures, error=type(error).__name__),
         )
 
     def swallowed(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
         """A run that had timed out went on and returned: nobody knows what it did, so its shard halts."""
         _note(delivery, error)
         self.halt(delivery, error, shards)
+
+    def outlived(self, delivery: Delivery) -> None:
+        """A run that was cancelled went on and returned: its record stays incomplete."""
+        message = "the handler of %r swallowed its cancellation; the record stays incomplete"
+        logger.warning(message, delivery, extra=self._fields("swallowed", delivery))
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
         """The sharding function failed for a record: it cannot run in order, and no attempt makes sense."""
@@ -261,7 +278,7 @@ class Settlement:
         shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), delay or 0.0)
         level = logging.ERROR if self.counters.may_warn(self._clock()) else logging.DEBUG
         message = "record %r stays incomplete and is tried again in %.1f s; %s failed"
-        logger.log(level, message, delivery, delay, text)
+        logger.log(level, message, delivery, delay, text, extra=self._fields("detour_failed", delivery))
 
 
 def _note(delivery: Delivery, error: BaseException) -> FailureNote:

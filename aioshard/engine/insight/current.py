@@ -3,11 +3,12 @@
 import asyncio
 import contextvars
 import threading
+import time
 from typing import NamedTuple
 
+from aioshard.core.shown_keys import shown
 from aioshard.engine.batches.batch_worker import BatchWorker
-from aioshard.engine.insight.keys import shown
-from aioshard.engine.insight.stack import waits_for
+from aioshard.engine.insight.stack import stack_of, waits_for
 from aioshard.engine.serving import Serving, serving
 
 __all__ = ["CurrentRecord", "current_record"]
@@ -29,8 +30,10 @@ class CurrentRecord(NamedTuple):
     """How many records the batch has of which this is the first; None where the handler takes single records."""
 
 
-_FOUND: contextvars.ContextVar[CurrentRecord] = contextvars.ContextVar("aioshard record")
+_FOUND: contextvars.ContextVar[CurrentRecord | None] = contextvars.ContextVar("aioshard record")
 """In the context of a task or thread that a handler has started: what it was started for."""
+_PATIENCE = 20
+"""Looks, a millisecond apart, at a run that is still on its way to wait for the thread that it has just started."""
 
 
 def current_record() -> CurrentRecord | None:
@@ -60,29 +63,39 @@ def current_record() -> CurrentRecord | None:
         return None
     if at.is_here:
         return _record_of(at)
-    found = _FOUND.get(None)
-    if found is None:
-        found = _started_for(at)
-        if found is not None:
-            _FOUND.set(found)
+    try:
+        return _FOUND.get()
+    except LookupError:
+        pass
+    delivery, task = at.worker.delivery, _task()
+    found = None
+    if delivery is not None and (_waits_for_thread(at) if task is None else waits_for(at.worker.running, task)):
+        found = _record_of(at)
+        if at.worker.delivery is not delivery:  # the worker went on meanwhile
+            found = None
+    if found is not None or task is None:
+        _FOUND.set(found)
     return found
 
 
-def _started_for(at: Serving) -> CurrentRecord | None:
-    """The record of the run that waits for the calling task or thread; looked at twice, as a worker may go on."""
-    delivery = at.worker.delivery
-    if delivery is None or not waits_for(at.worker.running, _here()):
-        return None
-    found = _record_of(at)
-    return found if at.worker.delivery is delivery else None
-
-
-def _here() -> "asyncio.Task[object] | int":
-    """The task that asks, or the thread."""
+def _task() -> "asyncio.Task[object] | None":
+    """The task that asks; None in a thread without a loop."""
     try:
-        return asyncio.current_task() or threading.get_ident()
+        return asyncio.current_task()
     except RuntimeError:
-        return threading.get_ident()
+        return None
+
+
+def _waits_for_thread(at: Serving) -> bool:
+    """Whether the run waits for the calling thread, which may be quicker than who has started it."""
+    ident = threading.get_ident()
+    for _ in range(_PATIENCE):
+        if waits_for(at.worker.running, ident):
+            return True
+        if not stack_of(at.worker.running).executing:
+            return False
+        time.sleep(0.001)
+    return False
 
 
 def _record_of(at: Serving) -> CurrentRecord | None:

@@ -5,10 +5,10 @@ import functools
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from aioshard.core.shown_keys import is_plain, shown
 from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
-from aioshard.engine.insight.keys import is_plain, shown
 from aioshard.engine.insight.stack import stack_of
 from aioshard.engine.outcomes import Block
 from aioshard.engine.watch import SinceWatch

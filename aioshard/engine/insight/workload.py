@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from aioshard.core.parking import NEVER
 from aioshard.core.recourse import DeadLetter, Park
+from aioshard.core.shown_keys import shown
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import steady
 from aioshard.engine.insight.head import Ward
-from aioshard.engine.insight.keys import shown
 from aioshard.engine.insight.stack import stack_of
 from aioshard.engine.outcomes import Block
 from aioshard.engine.runtime import Engine

@@ -1,0 +1,31 @@
+"""The fields of log lines: what happened, and to what, for programs that read them."""
+
+from aioshard.core.shown_keys import shown
+from aioshard.engine.epoch import Delivery
+from aioshard.records import TopicPartition
+
+__all__ = ["partition_fields", "record_fields"]
+
+
+def partition_fields(event: str, name: TopicPartition, **more: object) -> dict[str, object]:
+    """What a line about a partition carries.
+
+    Args:
+        event: What happened, in a word or two: `paused`.
+        name: The partition.
+        more: What else is known.
+
+    Example:
+        >>> partition_fields("paused", TopicPartition("orders", 3), why="the ledger moves house")
+        {'event': 'paused', 'topic': 'orders', 'partition': 3, 'why': 'the ledger moves house'}
+    """
+    return {"event": event, "topic": name.topic, "partition": name.partition, **more}
+
+
+def record_fields(event: str, delivery: Delivery, **more: object) -> dict[str, object]:
+    """What a line about a record carries; its key as a hash, as explanations name it."""
+    record = delivery.record
+    fields = partition_fields(event, record.topic_partition, offset=record.offset)
+    if record.key is not None:
+        fields["key"] = shown(record.key, show_keys=False)
+    return {**fields, **more}

@@ -1,0 +1,233 @@
+"""One line for each change of state, with fields that a program can read; and none per record."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from aioshard import App, DeadLetter, Record, Retry
+from aioshard.errors import CommitError
+from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.engine.running import until
+
+ONCE = Retry(attempts=1)
+
+Act = Callable[["World", TestClient], Awaitable[object]]
+
+
+class World:
+    """An app on two partitions whose log is looked at."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, **settings: Any) -> None:
+        caplog.set_level(logging.INFO, "aioshard")
+        self._caplog = caplog
+        self.app = App("billing", **({"commit_interval": 0.1, "stuck_after": 4.0} | settings))
+        self.gate = asyncio.Event()
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        """The fields of the lines about something that has happened."""
+        standard = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "event"}
+        told = [vars(record) for record in self._caplog.records if getattr(record, "event", None) == event]
+        return [{name: value for name, value in one.items() if name not in standard} for one in told]
+
+    def run(self, act: Act) -> None:
+        async def scenario() -> None:
+            async with TestClient(self.app, broker=InMemoryBroker(partitions=2)) as client:
+                await act(self, client)
+
+        run(scenario())
+
+
+async def nothing(_: Record) -> None:
+    pass
+
+
+@pytest.fixture
+def world(caplog: pytest.LogCaptureFixture) -> World:
+    return World(caplog)
+
+
+async def settle(_: World, client: TestClient) -> None:
+    for number in range(50):
+        await client.publish("orders", "{}", partition=number % 2)
+    await client.settle(60)
+
+
+def test_start_and_end_of_an_app(world: World) -> None:
+    world.app.consume("orders")(nothing)
+
+    world.run(settle)
+
+    assert world.lines("running") == [{"group": "billing", "partitions": 2}]
+    assert world.lines("draining") == [{"group": "billing", "in_flight": 0}]
+    assert world.lines("stopped") == [{"group": "billing"}]
+
+
+def test_each_partition_that_is_assigned_has_a_line_of_its_state(world: World) -> None:
+    world.app.consume("orders")(nothing)
+
+    async def act(world: World, client: TestClient) -> None:
+        await settle(world, client)
+        await client.revoke("orders", 1)
+        await client.assign("orders", 1)
+        await until(lambda: len([line for line in world.lines("assigned") if line["partition"] == 1]) == 2)
+
+    world.run(act)
+
+    at_first = {line["partition"]: line for line in world.lines("assigned")[:2]}
+    assert at_first[0] == {
+        "topic": "orders",
+        "partition": 0,
+        "epoch": at_first[0]["epoch"],
+        "committed": 0,
+        "position": 0,
+        "incomplete": 0,
+        "started": 0,
+        "finished": 0,
+        "group": "billing",
+    }
+    again = [line for line in world.lines("assigned") if line["partition"] == 1][-1]
+    assert (again["committed"], again["position"]) == (25, 25)
+    assert len(world.lines("rebalanced")) >= 2
+    assert world.lines("revoked")[0]["partitions"] == 2
+    assert [line["partition"] for line in world.lines("epoch_ended") if line["dropped"] == 0][:1] == [1]
+
+
+def test_what_a_drain_has_come_to(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(caplog, drain_timeout=0.5)
+
+    @world.app.consume("orders")
+    async def handle(_: Record) -> None:
+        await world.gate.wait()
+
+    async def act(world: World, client: TestClient) -> None:
+        await client.publish("orders", "{}", partition=1)
+        await until(lambda: world.app.statistics().handlers[0].busy == 1)
+        await client.revoke("orders", 1)
+        world.gate.set()
+
+    world.run(act)
+
+    assert world.lines("revoked")[0] == {"partitions": 2, "in_flight": 1}
+    assert world.lines("drained")[0] == {"drained": 0, "cancelled": 1}
+
+
+def test_what_the_application_pauses_and_changes(world: World) -> None:
+    @world.app.consume("orders", concurrency=4)
+    async def handle(_: Record) -> None: ...
+
+    async def act(world: World, _: TestClient) -> None:
+        world.app.pause("orders", 1, why="the ledger moves house")
+        world.app.resume("orders", 1)
+        world.app.set_concurrency("handle", 2)
+        await world.app.seek("orders", 0, "beginning")
+
+    world.run(act)
+
+    place = {"topic": "orders", "partition": 1}
+    assert world.lines("paused") == [place | {"why": "the ledger moves house"}]
+    assert world.lines("resumed") == [place]
+    assert world.lines("concurrency") == [{"handler": "handle", "concurrency": 2}]
+    assert world.lines("seek") == [{"topic": "orders", "partition": 0, "offset": 0}]
+
+
+def test_a_record_that_is_tried_again_halts_and_is_released(world: World) -> None:
+    @world.app.consume("orders", retry=Retry(attempts=2, initial=0.01))
+    async def handle(_: Record) -> None:
+        raise LookupError("no such customer")
+
+    async def act(world: World, client: TestClient) -> None:
+        await client.publish("orders", "{}", partition=1, key="alice")
+        await until(lambda: world.lines("stuck"))
+        world.app.skip("orders", 1, 0)
+        await until(lambda: world.lines("goes_on"))
+        await client.settle(60)
+
+    world.run(act)
+
+    key = world.lines("halted")[0]["key"]
+    record = {"topic": "orders", "partition": 1, "offset": 0, "key": key}
+    ours = {"handler": "handle", "group": "billing"}
+    assert key.startswith("#")
+    assert world.lines("retry") == [record | ours | {"attempt": 1, "error": "LookupError"}]
+    assert world.lines("halted") == [record | ours | {"attempt": 2, "error": "LookupError"}]
+    assert world.lines("stuck") == world.lines("released") == world.lines("goes_on") == [record]
+
+
+def test_a_record_that_is_diverted(world: World) -> None:
+    @world.app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt"))
+    async def handle(_: Record) -> None:
+        raise LookupError("no such customer")
+
+    async def act(_: World, client: TestClient) -> None:
+        await client.publish("orders", "{}", partition=1)
+        await client.settle(60)
+
+    world.run(act)
+
+    (line,) = world.lines("diverted")
+    assert (line["offset"], line["attempt"], line["error"], line["handler"]) == (0, 1, "LookupError", "handle")
+
+
+def test_commits_that_are_refused_and_are_taken_again(world: World) -> None:
+    world.app.consume("orders")(nothing)
+
+    async def act(world: World, client: TestClient) -> None:
+        client.fail_next_commit(CommitError("the coordinator moves"))
+        await settle(world, client)
+
+    world.run(act)
+
+    assert world.lines("commit_failed") == [{"failures": 1}]
+    assert world.lines("commit_recovered") == [{}]
+
+
+def test_a_client_that_is_lost_and_the_next_one(world: World) -> None:
+    world.app.consume("orders")(nothing)
+
+    async def act(world: World, client: TestClient) -> None:
+        client.transports[-1].kill()
+        await until(lambda: world.lines("client_rebuilt"))
+        await settle(world, client)
+
+    world.run(act)
+
+    assert world.lines("client_lost") == world.lines("client_rebuilt") == [{"group": "billing"}]
+    assert {line["partition"] for line in world.lines("epoch_ended")[:2]} == {0, 1}
+
+
+def test_a_run_that_outlives_its_time_out(world: World) -> None:
+    @world.app.consume("orders", timeout=0.5, retry=ONCE, on_failure="skip")
+    async def handle(_: Record) -> None:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await world.gate.wait()
+            raise
+
+    async def act(world: World, client: TestClient) -> None:
+        await client.publish("orders", "{}", partition=1)
+        await until(lambda: world.lines("outlives_time_out"))
+        world.gate.set()
+        await client.settle(60)
+
+    world.run(act)
+
+    assert world.lines("outlives_time_out") == [{"topic": "orders", "partition": 1, "offset": 0}]
+
+
+def test_no_line_is_written_for_records_that_succeed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.app.consume("orders")(nothing)
+    said = []
+
+    async def act(world: World, client: TestClient) -> None:
+        await settle(world, client)
+        before = len(caplog.records)
+        await settle(world, client)
+        said.append(len(caplog.records) - before)
+
+    world.run(act)
+
+    assert said == [0]
