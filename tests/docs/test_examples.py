@@ -6,8 +6,12 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import sqlite3
 import sys
+import time
+import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +20,15 @@ import httpx
 import psycopg
 import pyarrow.dataset
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from aioshard import App, Record
 from aioshard.core.sharding import shard_number
 from aioshard.testing import InMemoryBroker, TestClient, replay_prefixes, run
+from aioshard.web.serving import serve_in_thread
 from tests.docs.tables import PROJECT
 from tests.support.kafka import KafkaBroker
 
@@ -29,7 +38,7 @@ DEADLINE = 40.0
 
 def load(name: str) -> ModuleType:
     """A fresh module of an example."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"example_{Path(name).stem}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +49,7 @@ def load(name: str) -> ModuleType:
 def test_every_example_is_tested_here() -> None:
     tests = [node.name for node in ast.parse(Path(__file__).read_text()).body if hasattr(node, "name")]
 
-    for example in EXAMPLES.glob("*.py"):
+    for example in (*EXAMPLES.glob("*.py"), EXAMPLES / "order_service"):
         assert any(example.stem in test for test in tests), f"{example.name} is not tested"
 
 
@@ -92,6 +101,90 @@ async def test_fastapi_app_consumes_between_start_up_and_shutdown(own_kafka: Kaf
         assert "aioshard_records_processed_total" in (await client.get("/metrics")).text
 
     assert app.statistics().state == "stopped"
+
+
+async def test_order_service_books_each_order_once_and_answers_while_it_drains(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its restart under load is in tests/guarantees/test_embedded_restart.py."""
+    monkeypatch.setenv("DATABASE_URL", postgresql_url)
+    example = load("order_service/service")
+    orders = [f"/orders/{uuid.UUID(int=number)}" for number in range(5)]
+
+    async with (
+        TestClient(example.app) as kafka,
+        example.api.router.lifespan_context(example.api),
+        httpx.AsyncClient(transport=httpx.ASGITransport(example.api), base_url="http://example") as client,
+    ):
+        bodies = [{"customer": "alice", "article": "book", "amount": "2.50"} for _ in orders]
+        for order, body in zip([*orders, orders[0]], [*bodies, bodies[0]], strict=True):
+            assert (await client.put(order, json=body)).status_code == 202
+        await kafka.settle()
+        kafka.group.commit_from_outside(dict.fromkeys(kafka.group.subscribed(), 0))
+        kafka.broker.lose()  # everything is delivered again
+        await kafka.settle()
+
+        assert (await client.get("/customers/alice")).json() == {"orders": "5", "spent": "12.50"}
+        assert (await client.get(orders[3])).json()["article"] == "book"
+        assert (await client.get(f"/orders/{uuid.UUID(int=9)}")).status_code == 404
+        assert (await client.put(orders[0], json={**bodies[0], "amount": 0})).status_code == 422
+        for path in ("livez", "readyz", "metrics", "dashboard/", "dashboard/processes.json"):
+            assert (await client.get(f"/internal/{path}")).status_code == 200, path
+        assert (await client.get("/internal/drain")).json()["state"] == "stopped"
+        assert (await client.get("/internal/readyz")).status_code == 503
+        assert (await client.put(orders[0], json=bodies[0])).status_code == 202
+        assert (await client.get("/customers/alice")).status_code == 200
+
+
+class FakeModel:
+    """An API like OpenAI's that fails as told by the text of a review, and counts."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.times: list[float] = []
+        self.most_at_once = 0
+        self._now = 0
+
+    async def complete(self, request: Request) -> Response:
+        """Answers a call."""
+        text = (await request.json())["messages"][1]["content"]
+        self.calls[text] += 1
+        self.times.append(time.monotonic())
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        await asyncio.sleep(0.2 if "slow" in text else 0.02)
+        self._now -= 1
+        if "bad" in text or (found := re.search(r"(\d+) until call (\d+)", text)) is None:
+            status = 400 if "bad" in text else 200
+        else:
+            status = int(found[1]) if self.calls[text] < int(found[2]) else 200
+        content = "Hm?" if "odd" in text and self.calls[text] == 1 else "Positive."
+        return JSONResponse({"choices": [{"message": {"content": content}}]}, status_code=status)
+
+
+async def test_llm_fanout_keeps_the_rate_tries_again_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel()
+    trouble = {"429 until call 2": 2, "500 until call 3": 3, "503 until call 99": 6, "bad": 1, "odd": 2, "slow": 1}
+    texts = [*trouble, *(f"good and slow {number}" for number in range(60))]
+    routes = [Route("/v1/chat/completions", model.complete, methods=["POST"])]
+
+    async with serve_in_thread(Starlette(routes=routes), host="127.0.0.1", port=0) as (host, port):
+        monkeypatch.setenv("LLM_API", f"http://{host}:{port}/v1")
+        example = load("llm_fanout")
+        async with TestClient(example.app, speed=50) as kafka:
+            for text in texts:
+                await kafka.publish("reviews", {"id": text, "text": text}, key="one customer")
+            await kafka.settle(timeout=30)
+            classified = [json.loads(record.value or b"") for record in kafka.records("reviews.classified")]
+            letters = [json.loads(record.value or b"")["id"] for record in kafka.records("reviews.dlt")]
+
+    assert {text: model.calls[text] for text in trouble} == trouble
+    assert sorted(letters) == ["503 until call 99", "bad"]
+    assert sorted(one["id"] for one in classified) == sorted(set(texts) - set(letters))
+    assert {one["class"] for one in classified} == {"positive"}
+    assert model.most_at_once > 4, "one call after the other"
+    seconds = model.times[-1] - model.times[0]
+    assert len(model.times) <= 5 + example.PER_SECOND * (seconds + 0.2), "faster than the API allows"
 
 
 def test_resources_are_open_while_handlers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

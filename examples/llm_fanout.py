@@ -1,0 +1,82 @@
+"""Many calls to a slow HTTP API at a time, within its limits: a language model classifies customer reviews.
+
+The API is like OpenAI's: `POST /chat/completions`, 429 when there were too many calls, now and then a 500. Reviews do
+not depend on each other, so none waits for another. What cannot be classified is a dead letter; the rest goes on.
+
+Needs `httpx`.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+import httpx
+from pydantic import BaseModel
+
+from aioshard import App, Budget, Context, DeadLetter, RateLimit, Retry
+
+API = os.environ.get("LLM_API", "http://localhost:11434/v1")
+TOKEN = os.environ.get("LLM_TOKEN", "")
+MODEL = os.environ.get("LLM_MODEL", "llama3.2")
+
+CONCURRENCY = 64  # calls at a time
+PER_SECOND = 40  # of the 50 that the API allows, with this process alone; two processes get 20 each
+PROMPT = "Is this review positive, negative or neutral? Answer with that one word."
+CLASSES = {"positive", "negative", "neutral"}
+AGAIN = {408, 409, 425, 429}  # and everything from 500 on: the same request may succeed later
+
+
+class Review(BaseModel):
+    id: str
+    text: str
+
+
+class RefusedError(Exception):
+    """The API refuses the request itself, so another attempt would be refused too."""
+
+
+@contextlib.asynccontextmanager
+async def resources(_: App) -> AsyncIterator[httpx.AsyncClient]:
+    """One client for all calls: connections are used again, and there is one for each call that may be in progress."""
+    limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=CONCURRENCY)
+    headers = {"Authorization": f"Bearer {TOKEN}"} if TOKEN else {}
+    async with httpx.AsyncClient(base_url=API, headers=headers, limits=limits, timeout=50) as client:
+        yield client
+
+
+app = App("reviews", bootstrap_servers="localhost:9092", auto_offset_reset="earliest", resources=resources)
+
+
+@app.consume(
+    "reviews",
+    shard_by="record",
+    concurrency=CONCURRENCY,
+    timeout=60,  # of an attempt
+    rate_limit=RateLimit(PER_SECOND, burst=5),  # every attempt counts, the later ones too
+    retry=Retry(attempts=6, initial=1, maximum=30, give_up_on=(RefusedError,)),
+    on_failure=DeadLetter("reviews.dlt", budget=Budget(per_success=0.05, burst=20)),
+)
+async def on_review(review: Review, context: Context) -> None:
+    client: httpx.AsyncClient = context.state
+    answer = await client.post(
+        "/chat/completions",
+        json={
+            "model": MODEL,
+            "temperature": 0,
+            "messages": [{"role": "system", "content": PROMPT}, {"role": "user", "content": review.text}],
+        },
+        # For an API that remembers it: a call that is made again after a crash is not paid twice.
+        headers={"Idempotency-Key": context.idempotency_key},
+    )
+    if answer.is_client_error and answer.status_code not in AGAIN:
+        raise RefusedError(f"{answer.status_code} {answer.text[:200]}")
+    answer.raise_for_status()
+    word = answer.json()["choices"][0]["message"]["content"].strip(" .\n").lower()
+    if word not in CLASSES:
+        raise ValueError(f"the model answered {word[:50]!r}")  # it is asked again
+    # After a crash it may be published twice: whoever reads it goes by the id.
+    await context.publish("reviews.classified", {"id": review.id, "class": word}, key=context.record.key)
+
+
+if __name__ == "__main__":
+    app.run()
