@@ -2,13 +2,15 @@
 
 How a block is tested is in its info string: `python` is executed; with `data-check="memory"` its app then consumes
 records on the broker in memory; `"continued"` goes on in the names of the block before; `"pytest"` has its tests run;
-`"names"` is for what must not be executed here: its imports are, and every name in it has to exist.
+`"names"` is for what must not be executed here: its imports are, and every name in it has to exist. `"theirs"` is for
+code of another library. `test_what_is_not_run_is_listed` says which blocks are not run, and why.
 """
 
 import ast
 import asyncio
 import builtins
 import doctest
+import importlib.util
 import inspect
 import json
 import re
@@ -45,6 +47,9 @@ def test_no_block_is_left_out() -> None:
 
 @pytest.mark.parametrize("block", [one for one in EXECUTED if one.check != "continued"], ids=str)
 def test_a_block_of_python_works(block: Block) -> None:
+    if block.check == "theirs":
+        check_theirs(block)
+        return
     if block.check == "names":
         check_names(block)
         return
@@ -73,14 +78,27 @@ def execute(block: Block, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
 def check_names(block: Block) -> None:
     tree = ast.parse(block.text)
     names: dict[str, Any] = {}
     imports: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), str(block.page), "exec"), names)
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, _DEFINED)}
+    defined |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    assert loaded <= {*names, *stored, *vars(builtins)}
+    assert loaded <= {*names, *stored, *defined, *vars(builtins)}
+
+
+def check_theirs(block: Block) -> None:
+    """Code of another library is not run: it compiles, and where the library is installed what it names exists."""
+    compile(block.text, str(block.page), "exec")
+    found = re.findall(r"^(?:import|from) (\w+)", block.text, re.MULTILINE)
+    if all(importlib.util.find_spec(name) for name in found):
+        check_names(block)
 
 
 def check_in_memory(app: App) -> None:
@@ -121,6 +139,30 @@ def test_a_session_prints_what_it_shows(page: Any) -> None:
             names = session.globs
     assert runner.summarize(verbose=False).failed == 0, "".join(told)
     assert runner.tries > 0
+
+
+NOT_RUN = {
+    "names": {
+        "operations.md": "it needs an app that runs",
+        "spark.md": "Spark; tests/spark runs what the pages show",
+        "spark-dataframes.md": "Spark",
+        "spark-handover.md": "Spark",
+        "spark-sinks.md": "Spark",
+        "tls-and-sasl.md": "files of secrets that are not here",
+    },
+    "theirs": {
+        "coming-from-aiokafka.md": "code of another library",
+        "coming-from-confluent-kafka.md": "code of another library",
+        "coming-from-faststream.md": "code of another library",
+        "coming-from-faust.md": "code of another library, which is not installed: it compiles",
+    },
+}
+"""Pages with blocks that are not run, and why; all other blocks are."""
+
+
+@pytest.mark.parametrize("check", NOT_RUN)
+def test_what_is_not_run_is_listed(check: str) -> None:
+    assert {block.page.name for block in EXECUTED if block.check == check} == NOT_RUN[check].keys()
 
 
 # Commands --------------------------------------------------------------------------------
