@@ -50,7 +50,7 @@ class PartitionStatistics:
     """`end_offset - committed` (or the committable offset before the first commit), in offsets."""
     lag_seconds: float | None
     """Seconds since the timestamp of the oldest incomplete record; 0 when all is committed, None when unknown, since
-    nothing of what is left to read is in hand."""
+    nothing of what is left to read is in hand, or it has no timestamp."""
     incomplete: int
     """Records delivered to the engine and not complete."""
     buffered_records: int

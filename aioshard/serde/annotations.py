@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from types import NoneType, UnionType
 from typing import Any
 
-__all__ = ["alternatives", "raw_type", "read_by_msgspec", "shown"]
+__all__ = ["alternatives", "is_constrained", "raw_type", "read_by_msgspec", "shown"]
 
 
 def alternatives(annotation: Any) -> list[Any]:
@@ -38,9 +38,22 @@ def raw_type(annotation: Any) -> Any:
     return wanted[0] if len(wanted) == 1 and wanted[0] in (bytes, bytearray, memoryview, str) else None
 
 
+def is_constrained(annotation: Any) -> bool:
+    """Whether it is annotated with more than a type, such as how long a text may be."""
+    if _is_alias(annotation):
+        return is_constrained(annotation.__value__)
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, UnionType):
+        return any(map(is_constrained, typing.get_args(annotation)))
+    return origin is typing.Annotated
+
+
 def read_by_msgspec(annotation: Any) -> bool:
-    """Whether a value is read by msgspec to become this: there is a struct of it in the annotation."""
-    return any(hasattr(one, "__struct_fields__") for one in _mentioned(annotation, frozenset()))
+    """Whether a value is read by msgspec to become this: there is a struct or a constraint of it in the annotation."""
+    return any(
+        hasattr(one, "__struct_fields__") or (type(one).__module__, type(one).__name__) == ("msgspec", "Meta")
+        for one in _mentioned(annotation, frozenset())
+    )
 
 
 def shown(annotation: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from aioshard.errors import DecodeError, HandlerError
 from aioshard.records import Record
-from aioshard.serde.annotations import alternatives, raw_type, read_by_msgspec, shown
+from aioshard.serde.annotations import alternatives, is_constrained, raw_type, read_by_msgspec, shown
 from aioshard.serde.faults import fault, raised_in
 
 __all__ = ["Payload", "decoded_by", "payload_of"]
@@ -120,10 +120,12 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
         return None
     takes_none = types.NoneType in allowed
     raw = raw_type(annotation)
-    if raw is str:
-        convert: Callable[[bytes], Any] = functools.partial(str, encoding="utf-8")
+    if raw is None:
+        convert = _validator(annotation, owner).of_json
     else:
-        convert = raw or _from_json(annotation, owner)
+        convert = functools.partial(str, encoding="utf-8") if raw is str else raw
+        if is_constrained(annotation):
+            convert = _then(convert, _validator(annotation, owner).of_object)
     return Payload(_reader(convert, shown(annotation), takes_none=takes_none), is_async=False, type=annotation)
 
 
@@ -152,12 +154,25 @@ def _place(record: Record) -> str:
     return f"{record.topic}/{record.partition}/{record.offset}"
 
 
-def _from_json(annotation: Any, owner: str) -> Callable[[bytes], Any]:
+class _Validator(NamedTuple):
+    """A library, for one type."""
+
+    of_json: Callable[[bytes], Any]
+    of_object: Callable[[Any], Any]
+
+
+def _then(first: Callable[[bytes], Any], second: Callable[[Any], Any]) -> Callable[[bytes], Any]:
+    return lambda value: second(first(value))
+
+
+def _validator(annotation: Any, owner: str) -> _Validator:
     if read_by_msgspec(annotation):
-        import msgspec  # noqa: PLC0415 - a struct is there, so it is
+        import msgspec  # noqa: PLC0415 - something of it is there, so it is
 
         try:
-            return msgspec.json.Decoder(annotation).decode
+            return _Validator(
+                msgspec.json.Decoder(annotation).decode, functools.partial(msgspec.convert, type=annotation)
+            )
         except (TypeError, NameError) as error:
             raise _cannot(annotation, owner, error) from error
     from pydantic import PydanticUserError, TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
@@ -169,7 +184,7 @@ def _from_json(annotation: Any, owner: str) -> Callable[[bytes], Any]:
             adapter.rebuild(raise_errors=True)
     except (PydanticUserError, SchemaError, TypeError, NameError) as error:
         raise _cannot(annotation, owner, error) from error
-    return adapter.validate_json
+    return _Validator(adapter.validate_json, adapter.validate_python)
 
 
 def _cannot(annotation: Any, owner: str, error: Exception) -> HandlerError:

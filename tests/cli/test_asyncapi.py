@@ -134,9 +134,21 @@ async def test_the_command_prints_a_document(
     assert found["operations"]["on_order"]["bindings"]["kafka"]["groupId"]["enum"] == ["billing"]
     assert found["operations"]["on_order-dead-letter"]["channel"] == {"$ref": "#/channels/orders.dlt"}
     assert found["components"]["messages"]["on_order"]["payload"] == {"$ref": "#/components/schemas/Order"}
+    assert found["components"]["schemas"]["Order"]["description"] == "What somebody has bought."
     assert found["components"]["schemas"]["Order"]["properties"]["items"]["items"] == {
         "$ref": "#/components/schemas/Item"
     }
+
+
+async def test_without_a_title_it_has_the_name_of_the_group(
+    aioshard: Callable[..., Awaitable[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shop_untitled.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+    ended = await aioshard("asyncapi", "shop_untitled:app")
+
+    assert json.loads(ended.output)["info"] == {"title": "billing", "version": "0.1.0"}
 
 
 async def test_an_app_without_handlers_is_refused(

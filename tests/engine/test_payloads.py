@@ -25,9 +25,9 @@ BAD = b"no order"
 class World:
     """An app, and what its handler was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.broker = InMemoryBroker(partitions=1)
-        self.app = App("group", commit_interval=0.1)
+        self.app = App("group", commit_interval=0.1, **settings)
         self.given: list[Any] = []
 
     async def publish(self, client: TestClient, *, bad: set[int], count: int = 20, keys: int = 5) -> None:
@@ -223,6 +223,51 @@ def test_an_async_function_that_takes_too_long_is_cancelled_with_its_attempt() -
 
     run(test())
     assert world.numbers() == [0, 2]
+
+
+def test_a_batch_of_which_nothing_is_left_runs_no_more() -> None:
+    """Else what waits for its batch to fill would wait for it to make room."""
+    world = World(max_buffered_records=10)
+
+    @world.app.consume("orders", batch=Batch(max_records=50, linger=20.0), on_failure=DeadLetter("orders.dlt"))
+    async def handle(orders: list[Order]) -> None:
+        world.given.extend(orders)
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        async with TestClient(world.app, broker=world.broker) as client:
+            await world.publish(client, bad=set(range(10)), count=10, keys=10)
+            await client.settle(60.0)
+            began = loop.time()
+            await world.publish(client, bad=set(), count=10)
+            await until(lambda: len(world.given) == 10, 60.0)
+            assert loop.time() - began < 10.0
+
+    run(test())
+
+
+def test_what_has_failed_is_not_decoded_again_for_its_dead_letter() -> None:
+    world = World()
+    read: list[int] = []
+
+    def decode(record: Record) -> Order:
+        read.append(record.offset)
+        return Order("a", int(record.value or b""))
+
+    @world.app.consume(
+        "orders", decode=decode, batch=Batch(max_records=10, linger=0.2), on_failure=DeadLetter("orders.dlt")
+    )
+    async def handle(orders: list[Order]) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            for value in ("1", "x"):
+                await client.publish("orders", value, key=value, partition=0)
+            await client.settle(60.0)
+
+    run(test())
+    assert read.count(0) == 1
+    assert read.count(1) == 3  # in its batch, alone, and where it fails
 
 
 def test_in_a_batch_a_record_that_halts_keeps_what_follows_it_in_its_key() -> None:

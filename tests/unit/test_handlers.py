@@ -6,11 +6,12 @@ import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
 
+import pydantic
 import pytest
 
 from aioshard import Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
 from aioshard.attempts import Outside
-from aioshard.errors import HandlerError
+from aioshard.errors import DecodeError, HandlerError
 from aioshard.ports import Message
 
 
@@ -168,6 +169,95 @@ def test_whatever_the_form_of_a_handler_its_name_and_type_are_found(function: An
     assert registration.name == name
     assert registration.payload is not None
     assert registration.payload.type is Order
+
+
+ELSEWHERE = """
+from __future__ import annotations
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import aioshard
+    from aioshard import Record, Context, BatchContext
+    from shop import Order
+
+def noted(function):
+    @functools.wraps(function)
+    async def inner(*given):
+        return await function(*given)
+    return inner
+
+async def on_record(record: Record, context: Context) -> None: ...
+async def on_a_record(record: aioshard.Record) -> None: ...
+async def on_records(records: list[Record], context: BatchContext) -> None: ...
+async def on_some(records: list[aioshard.Record]) -> None: ...
+async def on_any(records: list[Any]) -> None: ...
+async def on_order(order: Order) -> None: ...
+async def on_orders(orders: list[Order]) -> None: ...
+async def on_half(order: "dict[") -> None: ...
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, Any]:
+    """A module in which names of annotations are there for type checkers only."""
+    module: dict[str, Any] = {"__name__": "elsewhere"}
+    exec(ELSEWHERE, module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("on_record", {}),
+        ("on_a_record", {}),
+        ("on_records", {"batch": Batch()}),
+        ("on_some", {"batch": Batch()}),
+        ("on_any", {"batch": Batch()}),
+    ],
+)
+def test_a_record_needs_no_name_when_the_program_runs(elsewhere: dict[str, Any], name: str, options: Any) -> None:
+    handlers = Handlers()
+    handlers.consume("orders", **options)(elsewhere[name])
+    (registration,) = handlers
+
+    assert registration.payload is None
+
+
+@pytest.mark.parametrize(("name", "options"), [("on_order", {}), ("on_orders", {"batch": Batch()}), ("on_half", {})])
+def test_a_type_does(elsewhere: dict[str, Any], name: str, options: Any) -> None:
+    with pytest.raises(HandlerError, match=f"handler '{name}' takes orders?: .*, and no such name is there when"):
+        Handlers().consume("orders", **options)(elsewhere[name])
+
+
+def test_a_function_that_a_foreign_decorator_wraps_is_read_with_the_names_of_its_own_module(
+    elsewhere: dict[str, Any],
+) -> None:
+    handlers = Handlers()
+    handlers.consume("orders")(elsewhere["noted"](on_an_order))
+    (registration,) = handlers
+
+    assert registration.payload is not None
+    assert registration.payload.type == Order | None
+
+
+async def on_few(number: "Annotated[int, pydantic.Field(lt=3)]") -> None: ...
+
+
+async def on_a_list(numbers: list[int]) -> None: ...
+
+
+def test_constraints_of_an_annotation_hold_and_a_list_may_be_one_value() -> None:
+    handlers = Handlers()
+    handlers.consume("few")(on_few)
+    handlers.consume("lists")(on_a_list)
+    few, lists = (registration.payload for registration in handlers)
+    assert few is not None
+    assert lists is not None
+
+    assert lists.read(Record("lists", 0, 41, None, b"[7]", (), 0.0)) == [7]
+    with pytest.raises(DecodeError, match="less than 3"):
+        few.read(Record("few", 0, 41, None, b"3", (), 0.0))
 
 
 async def on_records(records: list[Record]) -> None: ...

@@ -72,7 +72,8 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
 def _lag_seconds(oldest: Delivery | None, end: int | None, base: int) -> float | None:
     """How old the oldest incomplete record is; unknown where nothing is in hand, and something is left to read."""
     if oldest is not None:
-        return max(time.time() - oldest.record.timestamp, 0.0)
+        written = oldest.record.timestamp
+        return max(time.time() - written, 0.0) if written >= 0.0 else None  # one without a timestamp has -1 ms
     return 0.0 if end is not None and end <= base else None
 
 

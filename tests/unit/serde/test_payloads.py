@@ -179,6 +179,8 @@ def test_a_handler_that_takes_the_record_gets_it(annotation: Any) -> None:
         (Annotated[str | None, "text"], b"x", "x"),
         (bytearray, b"x", bytearray(b"x")),
         (CustomerId, b"alice", "alice"),
+        (Annotated[str, pydantic.Field(max_length=3)], b'"a"', '"a"'),
+        (Annotated[str | None, pydantic.AfterValidator(str.upper)], b"a", "A"),
         (MayBeModel, None, None),
         (MayBeModel, b'{"customer": "a", "total": 7}', Model(customer="a", total=7)),
         (Struct | None, b'{"customer": "a", "total": 7}', Struct("a", 7)),
@@ -223,6 +225,19 @@ def test_a_value_becomes_what_the_annotation_says(annotation: Any, value: bytes 
         (MayBeModel | int, b"", "orders/3/41 is no MayBeModel | int: "),
         (dict[str, Annotated[int, pydantic.Field(gt=0)]], b"", "orders/3/41 is no dict[str, int]: "),
         (Optional[Page[int]], b"{}", "orders/3/41 is no Page[int] | None: items: Field required"),  # noqa: UP045
+        (Annotated[str, pydantic.Field(max_length=3)], b"four", "orders/3/41 is no str: String should have at most 3"),
+        (
+            Annotated[bytes, pydantic.Field(max_length=3)] | None,
+            b"four",
+            "is no bytes | None: Data should have at most 3",
+        ),
+        (Annotated[str, msgspec.Meta(max_length=3)], b"four", "is no str: Expected `str` of length <= 3"),
+        (Annotated[int, msgspec.Meta(gt=0)], b"0", "is no int: Expected `int` >= 1"),
+        (
+            TypeAliasType("Short", Annotated[str, pydantic.Field(max_length=3)]),
+            b"four",
+            "is no Short: String should have",
+        ),
         (type(None), b"0", "orders/3/41 is no None: Input should be null"),
         (Checked, b'{"number": 1}', "number: Value error, an even number was expected"),
         (list[int], b'["a", "b", "c"]', "unable to parse string as an integer"),
@@ -323,7 +338,11 @@ def test_a_type_with_a_name_that_is_not_there_is_refused_before_the_first_record
         payload_of(annotation, "handler 'h'")
 
 
-@pytest.mark.parametrize("annotation", [Struct | Model, Struct | Other], ids=["two libraries", "no tag"])
+@pytest.mark.parametrize(
+    "annotation",
+    [Struct | Model, Struct | Other, Annotated[str, pydantic.Field(pattern="(")]],
+    ids=["two libraries", "no tag", "no pattern"],
+)
 def test_what_a_library_refuses_is_refused_with_its_reason(annotation: Any) -> None:
     with pytest.raises(HandlerError, match=r"handler 'h' takes .*\(.+\): annotate aioshard.Record, a pydantic model"):
         payload_of(annotation, "handler 'h'")
