@@ -1,0 +1,288 @@
+"""What goes on inside the handlers, as the page and the terminal show it; and parked keys that are released."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aioshard import App, Batch, DeadLetter, Park, Record, Retry
+from aioshard.engine.insight.workload import Workload
+from aioshard.errors import StateError
+from aioshard.testing import TestClient, run
+from tests.engine.running import engine_of, until
+
+
+def looked_at(app: App) -> Workload:
+    found = app.workload()
+    assert found is not None
+    return found
+
+
+def test_an_app_that_does_not_run_has_none() -> None:
+    assert App("idle").workload() is None
+
+
+def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None:
+    app = App("workload", show_keys=True)
+    over = asyncio.Event()
+
+    @app.consume("orders", concurrency=2)
+    async def on_order(_: Record) -> None:
+        await over.wait()
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key="a", partition=3)
+            await until(lambda: looked_at(app).busy)
+            await asyncio.sleep(5)
+            (one,) = looked_at(app).workers
+            assert (one.handler, one.topic, one.partition, one.offset, one.records) == ("on_order", "orders", 3, 0, 1)
+            assert one.key == "b'a'"
+            assert one.seconds == pytest.approx(5, abs=0.2)
+            assert one.doing == "runs the handler"
+            assert one.place is not None
+            assert "test_workload.py:" in one.place
+            assert one.place.endswith("on_order")
+            assert not one.cancelled
+            over.set()
+
+    run(scenario())
+
+
+def test_the_deepest_shards_come_first_with_what_holds_them() -> None:
+    app = App("workload")
+    over = asyncio.Event()
+
+    @app.consume("orders", concurrency=8, retry=Retry(attempts=1))
+    async def on_order(record: Record) -> None:
+        if record.value == b"halts":
+            raise ValueError(record.offset)
+        await over.wait()
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for key, depth, value in (("cold", 1, b""), ("warm", 3, b""), ("hot", 6, b"halts")):
+                for _ in range(depth):
+                    await client.publish("orders", value, key=key, partition=0)
+            await until(lambda: looked_at(app).deep == 2 and looked_at(app).failing)
+            hot, warm = looked_at(app).shards
+            assert (hot.waiting, hot.state, hot.offset) == (5, "halted", 4)
+            assert (warm.waiting, warm.state, warm.offset) == (2, "running", 1)
+            assert hot.key != warm.key
+            assert hot.key == looked_at(app).failed[0].key, "the same key has the same name"
+            over.set()
+
+    run(scenario())
+
+
+def test_fixed_shards_are_shown_by_their_number() -> None:
+    app = App("workload")
+    over = asyncio.Event()
+
+    @app.consume("orders", shards=1)
+    async def on_order(_: Record) -> None:
+        await over.wait()
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for number in range(5):
+                await client.publish("orders", b"", key=str(number), partition=0)
+            await until(lambda: looked_at(app).deep)
+            (hot,) = looked_at(app).shards
+            assert (hot.shard, hot.waiting, hot.state) == ("0", 4, "running")
+            (load,) = looked_at(app).handlers
+            assert (load.fixed_shards, load.queued) == (1, 4)
+            over.set()
+
+    run(scenario())
+
+
+def test_a_batch_is_one_run_of_many_records() -> None:
+    app = App("workload")
+    over = asyncio.Event()
+
+    @app.consume("orders", batch=Batch(max_records=10, linger=0.01), concurrency=1)
+    async def on_orders(_: list[Record]) -> None:
+        await over.wait()
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for number in range(4):
+                await client.publish("orders", b"", key=str(number), partition=0)
+            await until(lambda: looked_at(app).busy)
+            (one,) = looked_at(app).workers
+            assert (one.offset, one.records) == (0, 4)
+            over.set()
+
+    run(scenario())
+
+
+def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
+    app = App("workload")
+
+    @app.consume("orders", retry=Retry(attempts=2, initial=20.0, jitter=0.0))
+    async def on_order(_: Record) -> None:
+        raise ValueError("no such order")
+
+    @app.consume("clicks", retry=Retry(attempts=1), on_failure=DeadLetter("clicks.dlt"))
+    async def on_click(_: Record) -> None: ...
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key="a", partition=0)
+            await until(lambda: looked_at(app).failing)
+            (retrying,) = looked_at(app).failed
+            assert (retrying.state, retrying.attempts, retrying.most_attempts) == ("retrying", 1, 2)
+            assert retrying.error == "ValueError: no such order"
+            assert retrying.due == pytest.approx(20, abs=1)
+            await asyncio.sleep(15)
+            await client.publish("orders", b"", key="b", partition=1)
+            await asyncio.sleep(10)
+            halted, retrying = looked_at(app).failed
+            assert (halted.state, halted.partition, halted.attempts, halted.due) == ("halted", 0, 2, None)
+            assert (retrying.state, retrying.partition) == ("retrying", 1)
+            policies = [(one.name, one.on_failure, one.side_topic) for one in looked_at(app).handlers]
+            assert policies == [("on_order", "halt", None), ("on_click", "dead letter", "clicks.dlt")]
+            app.skip("orders", 0, 0)
+            app.skip("orders", 1, 0)
+
+    run(scenario())
+
+
+def test_what_is_paused_by_hand_is_told() -> None:
+    app = App("workload")
+
+    @app.consume("orders")
+    async def on_order(_: Record) -> None: ...
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", partition=2)
+            await client.settle()
+            app.pause("orders", 2, why="the ledger moves house")
+            app.pause_handler("on_order")
+            partition, handler = looked_at(app).pauses
+            assert (partition.topic, partition.partition, partition.why) == ("orders", 2, "the ledger moves house")
+            assert (handler.topic, handler.handler) == (None, "on_order")
+
+    run(scenario())
+
+
+def test_each_kind_is_bounded_and_counted() -> None:
+    app = App("workload")
+    over = asyncio.Event()
+
+    @app.consume("orders", concurrency=200)
+    async def on_order(_: Record) -> None:
+        await over.wait()
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for number in range(160):
+                await client.publish("orders", b"", key=str(number % 80), partition=0)
+            await until(lambda: looked_at(app).deep == 80, timeout=10)
+            found = looked_at(app)
+            assert (found.busy, len(found.workers), len(found.shards)) == (80, 50, 50)
+            over.set()
+
+    run(scenario())
+
+
+# Parked keys --------------------------------------------------------------------------------
+
+
+def parking(broken: set[bytes], done: list[tuple[bytes, int]], **options: Any) -> App:
+    app = App("workload")
+
+    @app.consume("orders", retry=Retry(attempts=1), on_failure=Park("orders.parked", delay=3600.0), **options)
+    async def on_order(record: Record) -> None:
+        key = record.key or b""
+        if key in broken:
+            raise ConnectionError("the account is locked")
+        done.append((key, record.offset))
+
+    return app
+
+
+@pytest.mark.parametrize("options", [{}, {"shards": 2}], ids=["on demand", "fixed"])
+def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[str, Any]) -> None:
+    broken, done = {b"a"}, list[tuple[bytes, int]]()
+    app = parking(broken, done, **options)
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for key in ("a", "b", "a"):
+                await client.publish("orders", b"", key=key, partition=1)
+            await client.settle()
+            (parked,) = looked_at(app).parked
+            assert (parked.topic, parked.partition, parked.offset) == ("orders", 1, 0)
+            assert parked.stored_in == "orders.parked"
+            assert parked.error == "ConnectionError: the account is locked"
+            assert parked.key is not None
+            assert not parked.running
+            (load,) = looked_at(app).handlers
+            assert (load.parked_keys, load.parked_records) == (1, 2)
+
+            broken.clear()
+            app.release_parked("orders", 1, 2)  # any record of the key
+            await until(lambda: len(done) == 3, timeout=60)
+            assert done == [(b"b", 1), (b"a", 0), (b"a", 2)], "in order"
+            await client.settle()
+            assert looked_at(app).parked_keys == 0
+
+    run(scenario())
+
+
+def test_what_is_not_parked_cannot_be_released() -> None:
+    app = parking(set(), [])
+
+    @app.consume("clicks")
+    async def on_click(_: Record) -> None: ...
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            await client.publish("orders", b"", key="a", partition=1)
+            await client.publish("clicks", b"", key="a", partition=1)
+            await client.settle()
+            for topic in ("orders", "clicks"):
+                with pytest.raises(StateError, match=f"record {topic}/1/0 is not parked"):
+                    app.release_parked(topic, 1, 0)
+            with pytest.raises(StateError, match="orders/99 is not assigned to this process"):
+                app.release_parked("orders", 99, 0)
+            assert engine_of(app).state == "running"
+
+    run(scenario())
+
+
+async def test_it_is_read_while_the_loop_goes_on() -> None:
+    """From another thread, thousands of times, while everything in it changes."""
+    app = App("workload")
+
+    @app.consume("orders", concurrency=64, retry=Retry(attempts=2, initial=0.01))
+    async def on_order(record: Record) -> None:
+        await asyncio.sleep(0)
+        if record.offset % 7 == 0:
+            raise ValueError("again")
+
+    stopped = False
+
+    def look() -> int:
+        looks = 0
+        while not stopped:
+            looked_at(app)
+            looks += 1
+        return looks
+
+    async with TestClient(app) as client:
+        await client.publish("orders", b"", key="first", partition=0)
+        looking = asyncio.create_task(asyncio.to_thread(look), name="look")
+        for number in range(3_000):
+            await client.publish("orders", b"", key=str(number % 90), partition=number % 4)
+            if number % 100 == 0:
+                await asyncio.sleep(0.005)
+        stopped = True
+        assert await looking > 20
+        for partition in app.statistics().partitions:
+            for one in looked_at(app).failed:
+                if one.partition == partition.partition and one.state == "halted":
+                    app.skip("orders", one.partition, one.offset)

@@ -1,0 +1,416 @@
+"""What the page may do: only with the token, from its own page, in few bytes, and every attempt is in the log."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from aioshard import App
+from aioshard.errors import HandlerError, SettingsError, StateError
+from aioshard.web.actions import LARGEST_BODY, Action, Guard, RefusedError, check_token, parse, perform
+from aioshard.web.page import LOOPBACK, dashboard, page_routes
+
+TOKEN = "correct-horse-battery"
+CHECK = b'{"action": "check"}'
+PAUSE = {"action": "pause", "topic": "orders", "partition": 3}
+
+
+class FakeApp(App):
+    """An app that does not run, and notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("billing")
+        self.told: list[tuple[object, ...]] = []
+        self.refuses: Exception | None = None
+
+    def _note(self, *told: object) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.told.append(told)
+
+    def pause(self, topic: str, partition: int | None = None, *, why: str = "") -> None:
+        assert "operator" in why
+        self._note("pause", topic, partition)
+
+    def resume(self, topic: str, partition: int | None = None) -> None:
+        self._note("resume", topic, partition)
+
+    def pause_handler(self, name: str, *, why: str = "") -> None:
+        assert "operator" in why
+        self._note("pause_handler", name)
+
+    def resume_handler(self, name: str) -> None:
+        self._note("resume_handler", name)
+
+    def set_concurrency(self, handler: object, concurrency: int) -> None:
+        self._note("set_concurrency", handler, concurrency)
+
+    def retry_now(self, topic: str, partition: int, offset: int) -> None:
+        self._note("retry_now", topic, partition, offset)
+
+    def skip(self, topic: str, partition: int, offset: int) -> None:
+        self._note("skip", topic, partition, offset)
+
+    def release_parked(self, topic: str, partition: int, offset: int) -> None:
+        self._note("release_parked", topic, partition, offset)
+
+
+@pytest.fixture
+def app() -> FakeApp:
+    return FakeApp()
+
+
+@pytest.fixture
+async def client(app: FakeApp) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=dashboard(app, token=TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://app:8080") as made:
+        yield made
+
+
+@pytest.fixture
+def audit(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Gives the lines of the audit log."""
+    caplog.set_level(logging.INFO, "aioshard.web.audit")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "aioshard.web.audit"]
+
+
+async def post(
+    client: httpx.AsyncClient, body: bytes | dict[str, Any] = CHECK, **headers: str | None
+) -> httpx.Response:
+    """Ask for an action; a header of None is left out."""
+    given: dict[str, str | None] = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {name: value for name, value in given.items() if value is not None}
+    return await client.post("/actions", content=content, headers=sent)
+
+
+# Who may ask ------------------------------------------------------------------------------
+
+
+async def test_who_has_the_token_may_act(client: httpx.AsyncClient, app: FakeApp) -> None:
+    answer = await post(client, PAUSE)
+
+    assert (answer.status_code, answer.json()) == (200, {"done": "orders/3 is paused"})
+    assert app.told == [("pause", "orders", 3)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Basic {TOKEN}",
+        f"Bearer {TOKEN[:-1]}",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN.upper()}",
+    ],
+    ids=["missing", "empty", "no-token", "blank", "basic", "shorter", "longer", "upper-case"],
+)
+async def test_who_has_not_the_token_may_not(client: httpx.AsyncClient, app: FakeApp, given: str | None) -> None:
+    answer = await post(client, PAUSE, authorization=given)
+
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert app.told == []
+
+
+async def test_a_token_in_the_address_is_none(client: httpx.AsyncClient, app: FakeApp) -> None:
+    answer = await client.post(
+        f"/actions?token={TOKEN}&access_token={TOKEN}", json=PAUSE, headers={"cookie": f"token={TOKEN}"}
+    )
+
+    assert answer.status_code == 401
+    assert app.told == []
+
+
+async def test_a_token_of_other_bytes_is_wrong_and_no_error(client: httpx.AsyncClient) -> None:
+    answer = await client.post(
+        "/actions",
+        content=CHECK,
+        headers=[(b"authorization", b"Bearer \xff\xfe\xe4\xf6"), (b"content-type", b"application/json")],
+    )
+
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://elsewhere.example",
+        "http://app:8081",
+        "http://app",
+        "http://app.elsewhere.example:8080",
+        "null",
+        "",
+        "://",
+    ],
+)
+async def test_another_sites_page_is_refused_whatever_it_has(
+    client: httpx.AsyncClient, app: FakeApp, origin: str
+) -> None:
+    answer = await post(client, PAUSE, origin=origin)
+
+    assert answer.status_code == 403
+    assert app.told == []
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("app:8080", "http://app:8080"),
+        ("app:8080", "HTTP://APP:8080"),
+        ("ops.example", "https://ops.example"),  # TLS ends at a proxy
+        ("ops.example", "http://ops.example:80"),
+        ("[::1]:8080", "http://[::1]:8080"),
+        ("app:8080", None),
+    ],
+)
+async def test_the_own_page_and_who_is_no_browser_may(client: httpx.AsyncClient, host: str, origin: str | None) -> None:
+    assert (await post(client, origin=origin, host=host)).status_code == 200
+
+
+async def test_without_a_token_there_are_no_actions(app: FakeApp) -> None:
+    transport = httpx.ASGITransport(app=dashboard(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        assert (await post(client, PAUSE)).status_code == 404
+        assert (await post(client, PAUSE, authorization="Bearer ")).status_code == 404
+        assert (await client.get("/processes.json")).json()["actions"] is False
+    assert app.told == []
+
+
+@pytest.mark.parametrize(
+    "token", ["", "  ", "short", "x" * 15, " " + "x" * 15 + "\n", "a token with spaces", "schlüssel-schlüssel"]
+)
+def test_a_token_that_is_easily_guessed_or_cannot_be_sent_is_refused(app: FakeApp, token: str) -> None:
+    with pytest.raises(SettingsError, match="token of the page"):
+        dashboard(app, token=token)
+
+
+def test_the_space_around_a_token_is_not_part_of_it() -> None:
+    assert check_token(f" {TOKEN}\n") == TOKEN
+
+
+async def test_a_page_for_this_machine_alone_is_not_asked_for_by_another_name(app: FakeApp) -> None:
+    """A page of another site can have its own name lead to 127.0.0.1."""
+    application = Starlette(routes=page_routes(app, token=TOKEN, hosts=LOOPBACK))
+    transport = httpx.ASGITransport(app=application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client:
+        for path in ("/", "/page.js", "/processes.json"):
+            for host, status in (
+                ("elsewhere.example:8080", 403),
+                ("localhost.elsewhere.example", 403),
+                ("127.0.0.1.elsewhere.example:1", 403),
+                ("", 403),
+                ("localhost:8080", 200),
+                ("LOCALHOST", 200),
+                ("127.0.0.1:1", 200),
+                ("[::1]:8080", 200),
+            ):
+                assert (await client.get(path, headers={"host": host})).status_code == status, (path, host)
+        rebound = {"host": "elsewhere.example:8080", "origin": "http://elsewhere.example:8080"}
+        assert (await post(client, PAUSE, **rebound)).status_code == 403
+    assert app.told == []
+
+
+# What is asked ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"action": "pause", "topic": "orders", "partition": 0}, ("pause", "orders", 0)),
+        ({"action": "resume", "topic": "orders", "partition": 0}, ("resume", "orders", 0)),
+        ({"action": "pause_handler", "handler": "on_order"}, ("pause_handler", "on_order")),
+        ({"action": "resume_handler", "handler": "on_order"}, ("resume_handler", "on_order")),
+        ({"action": "set_concurrency", "handler": "h", "concurrency": 8}, ("set_concurrency", "h", 8)),
+        ({"action": "retry_now", "topic": "t", "partition": 1, "offset": 7}, ("retry_now", "t", 1, 7)),
+        ({"action": "skip", "topic": "t", "partition": 1, "offset": 7}, ("skip", "t", 1, 7)),
+        ({"action": "release_parked", "topic": "t", "partition": 1, "offset": 7}, ("release_parked", "t", 1, 7)),
+    ],
+    ids=["pause", "resume", "pause-handler", "resume-handler", "concurrency", "retry", "skip", "release"],
+)
+async def test_each_action_reaches_the_app(
+    client: httpx.AsyncClient, app: FakeApp, asked: dict[str, Any], told: tuple[object, ...]
+) -> None:
+    answer = await post(client, asked)
+
+    assert answer.status_code == 200, answer.text
+    assert app.told == [told]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff", 400),
+        (b"[" * 4000, 400),
+        (b"null", 422),
+        (b"[]", 422),
+        (b"{}", 422),
+        (b'{"action": 1}', 422),
+        (b'{"action": ["pause"]}', 422),
+        (b'{"action": "seek", "topic": "t", "partition": 0}', 422),
+        (b'{"action": "__class__"}', 422),
+        (b'{"action": "pause", "topic": "t"}', 422),
+        (b'{"action": "pause", "topic": "t", "partition": null}', 422),
+        (b'{"action": "pause", "topic": "t", "partition": true}', 422),
+        (b'{"action": "pause", "topic": "t", "partition": "0"}', 422),
+        (b'{"action": "pause", "topic": "t", "partition": 0.0}', 422),
+        (b'{"action": "pause", "topic": "t", "partition": -1}', 422),
+        (b'{"action": "pause", "topic": ["t"], "partition": 0}', 422),
+        (b'{"action": "pause", "topic": "t", "partition": 0, "why": "x"}', 422),
+        (b'{"action": "check", "worker": 0}', 422),
+        (b'{"action": "check", "worker": "0"}', 409),
+    ],
+    ids=str,
+)
+async def test_what_is_no_action_is_refused_with_a_sentence(
+    client: httpx.AsyncClient, app: FakeApp, body: bytes, status: int
+) -> None:
+    answer = await post(client, body)
+
+    assert answer.status_code == status, answer.text
+    assert len(answer.json()["error"]) > 20
+    assert app.told == []
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
+async def test_what_a_form_can_send_is_refused(client: httpx.AsyncClient, app: FakeApp, kind: str | None) -> None:
+    assert (await post(client, PAUSE, content_type=kind)).status_code == 415
+    assert app.told == []
+
+
+@pytest.mark.parametrize("error", [StateError("orders/3 is not assigned"), HandlerError("it has fixed shards")])
+async def test_what_the_app_refuses_is_told_in_its_own_words(
+    client: httpx.AsyncClient, app: FakeApp, error: Exception
+) -> None:
+    app.refuses = error
+
+    answer = await post(client, PAUSE)
+
+    assert (answer.status_code, answer.json()) == (409, {"error": str(error)})
+
+
+def test_an_app_that_does_not_answer_is_told_of(app: FakeApp) -> None:
+    app.refuses = TimeoutError()
+
+    with pytest.raises(RefusedError, match="did not answer in time") as refused:
+        perform(app, Action("pause", {"topic": "orders", "partition": 3}))
+    assert refused.value.status == 504
+
+
+# Size -------------------------------------------------------------------------------------
+
+
+async def test_a_body_is_bounded_whether_it_says_its_size_or_not(client: httpx.AsyncClient) -> None:
+    pulled = 0
+
+    async def without_end() -> AsyncIterator[bytes]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield b" " * 1024
+
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    sized = await post(client, b" " * (LARGEST_BODY + 1))
+    chunked = await client.post("/actions", content=without_end(), headers=headers)
+
+    assert (sized.status_code, chunked.status_code) == (413, 413)
+    assert chunked.headers["connection"] == "close"
+    assert pulled <= LARGEST_BODY // 1024 + 2
+    assert (await post(client, PAUSE | {"topic": "x" * 3900})).status_code == 200
+
+
+async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, app: FakeApp) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for byte in json.dumps(PAUSE).encode():
+            yield bytes([byte])
+
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    assert (await client.post("/actions", content=pieces(), headers=headers)).status_code == 200
+    assert app.told == [("pause", "orders", 3)]
+
+
+async def test_the_body_of_who_has_no_token_is_not_read(client: httpx.AsyncClient) -> None:
+    pulled = 0
+
+    async def large() -> AsyncIterator[bytes]:
+        nonlocal pulled
+        for _ in range(100):
+            pulled += 1
+            yield b" " * 1024
+
+    answer = await client.post("/actions", content=large(), headers={"authorization": "Bearer wrong"})
+
+    assert answer.status_code == 401
+    assert pulled <= 1
+
+
+# Paths and methods ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
+async def test_nothing_acts_but_a_post(client: httpx.AsyncClient, app: FakeApp, method: str) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = await client.request(method, "/actions?action=pause&topic=orders&partition=3", headers=headers)
+
+    assert answer.status_code == 405
+    assert "access-control-allow-origin" not in answer.headers
+    assert app.told == []
+
+
+# The log ----------------------------------------------------------------------------------
+
+
+async def test_each_attempt_is_in_the_log_and_the_token_never(
+    client: httpx.AsyncClient, app: FakeApp, audit: Callable[[], list[str]]
+) -> None:
+    await post(client, PAUSE)
+    await post(client, PAUSE, authorization="Bearer a-guess-of-the-token")
+    app.refuses = StateError("it is not ours")
+    await post(client, {"action": "skip", "topic": "or\nders", "partition": 3, "offset": 9})
+
+    done, guessed, refused = audit()
+    assert done.startswith('pause topic="orders" partition=3 by 127.0.0.1:')
+    assert done.endswith("orders/3 is paused")
+    assert "refused (401)" in guessed
+    assert refused.startswith('skip topic="or\\nders" partition=3 offset=9 by ')
+    assert refused.endswith("refused (409): it is not ours")
+    assert not any(TOKEN in line or "a-guess" in line or "\n" in line for line in audit())
+
+
+async def test_nobody_fills_the_log(client: httpx.AsyncClient, audit: Callable[[], list[str]]) -> None:
+    for _ in range(60):
+        await post(client, authorization=None)
+
+    assert len(audit()) == 20
+
+
+async def test_how_many_were_not_logged_is_told_later(audit: Callable[[], list[str]]) -> None:
+    now = 0.0
+    guard = Guard(TOKEN, clock=lambda: now)
+    request: Any = type("Request", (), {"client": None})()
+    for _ in range(25):
+        guard.refused(request, None, RefusedError(401, "no"))
+    now = 61.0
+    guard.refused(request, None, RefusedError(401, "no"))
+
+    assert audit()[-2:] == [
+        "5 more refused request(s) are not in the log",
+        "a request by an unknown address was refused (401): no",
+    ]
+
+
+def test_an_action_reads_its_own_line() -> None:
+    action = parse(b'{"action": "set_concurrency", "handler": "on_order", "concurrency": 8, "worker": "1"}')
+
+    assert action == Action("set_concurrency", {"handler": "on_order", "concurrency": 8}, "1")
+    assert str(action) == 'set_concurrency handler="on_order" concurrency=8 worker="1"'

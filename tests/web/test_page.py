@@ -1,0 +1,201 @@
+"""The page: what it serves, and how it keeps others out of it."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from aioshard import App, Record
+from aioshard.testing import InMemoryBroker, TestClient
+from aioshard.web import page, processes
+from aioshard.web.page import Source, dashboard, routes_of
+from aioshard.web.processes import MOST_DIAGNOSED, document, process, unknown_process
+from tests.engine.running import until
+
+PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/processes.json"]
+STATIC = Path(page.__file__).with_name("static")
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=dashboard(App("billing")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as made:
+        yield made
+
+
+# What is served ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_nothing_of_another_site_gets_in_or_around_it(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+
+    assert answer.status_code == 200
+    policy = dict(one.split(" ", 1) for one in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    assert not {"set-cookie", "access-control-allow-origin"} & set(answer.headers)
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_nothing_inline() -> None:
+    html = (STATIC / "index.html").read_text()
+    script = (STATIC / "page.js").read_text()
+
+    addresses = re.findall(r'(?:src|href)="([^"#][^"]*)"', html)
+    assert sorted(set(addresses)) == ["explain", "icon.svg", "page.css", "page.js"], "relative, and ours"
+    assert not re.search(r"<script(?! src)|<style|\sstyle=|\son\w+=|javascript:", html)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html + script + (STATIC / "page.css").read_text())
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|localStorage", script)
+
+
+def test_the_page_is_small() -> None:
+    assert sum(file.stat().st_size for file in STATIC.iterdir()) < 80_000
+
+
+async def test_it_works_below_any_path() -> None:
+    api = FastAPI()
+    api.mount("/ops/aioshard", dashboard(App("billing")))
+    transport = httpx.ASGITransport(app=api)
+    async with httpx.AsyncClient(transport=transport, base_url="http://app", follow_redirects=True) as client:
+        found = await client.get("/ops/aioshard")
+        assert found.url.path == "/ops/aioshard/", "else its relative addresses lead beside it"
+        assert "<title>aioshard</title>" in found.text
+        for path in PATHS:
+            assert (await client.get(f"/ops/aioshard{path}")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../pyproject.toml",
+        "/%2e%2e/page.py",
+        "/..%2fpage.py",
+        "/static/page.js",
+        "/page.js/",
+        "http://app//page.js",
+        "/page.py",
+        "/index.html",
+        "/page.js%00",
+        "/processes.json/../actions",
+        "/<script>",
+        "/" + "x" * 5_000,
+        "/actions",
+    ],
+    ids=str,
+)
+async def test_odd_paths_lead_nowhere(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+
+    assert answer.status_code in {307, 404}
+    if answer.status_code == 404:
+        assert answer.json() == {"error": "there is nothing at this path"}
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_shown_is_only_read(client: httpx.AsyncClient, path: str) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        assert (await client.request(method, path)).status_code == 405
+
+
+# What is shown ----------------------------------------------------------------------------
+
+
+async def test_an_app_that_does_not_run_is_shown_too(client: httpx.AsyncClient) -> None:
+    found = (await client.get("/processes.json")).json()
+
+    (one,) = found["processes"]
+    assert one["worker"] is one["workload"] is one["error"] is None
+    assert one["statistics"]["state"] == "stopped"
+    assert one["diagnosis"]["partitions"] == []
+    assert found["actions"] is False
+
+
+async def test_the_document_has_statistics_diagnosis_and_workload_but_no_value() -> None:
+    app = App("billing")
+    over = asyncio.Event()
+
+    @app.consume("orders", concurrency=2)
+    async def on_order(record: Record) -> None:
+        if record.key == b"stuck":
+            await over.wait()
+
+    async with TestClient(app) as client:
+        await client.publish("orders", b"a secret value", key="stuck", partition=0)
+        await client.publish("orders", b"a secret value", key="stuck", partition=0)
+        await until(lambda: process(app)["diagnosis"]["partitions"])
+        shown = process(app, "1")
+        text = json.dumps(document([shown], actions=True))
+        over.set()
+
+    (found,) = shown["diagnosis"]["partitions"]
+    assert (found["topic"], found["partition"], found["verdict"]) == ("orders", 0, "waiting")
+    assert len(shown["statistics"]["partitions"]) == 4
+    assert shown["workload"]["workers"][0]["key"] == found["head"]["key"]
+    assert "secret" not in text
+    assert '"stuck"' not in text
+
+
+async def test_what_is_explained_is_bounded_and_the_worst_come_first() -> None:
+    app = App("billing")
+    over = asyncio.Event()
+    partitions = MOST_DIAGNOSED + 20
+
+    @app.consume("orders", concurrency=4)
+    async def on_order(_: Record) -> None:
+        await over.wait()
+
+    async with TestClient(app, broker=InMemoryBroker(partitions=partitions)) as client:
+        for partition in range(partitions):
+            await client.publish("orders", b"", key=str(partition), partition=partition)
+        await until(lambda: process(app)["diagnosis"]["left_out"] == 20)
+        shown = process(app)
+        over.set()
+
+    diagnosed = shown["diagnosis"]["partitions"]
+    assert len(diagnosed) == MOST_DIAGNOSED
+    assert shown["diagnosis"]["left_out"] == 20
+    assert [one["since"] for one in diagnosed] == sorted((one["since"] for one in diagnosed), reverse=True)
+
+
+# Several processes ------------------------------------------------------------------------
+
+
+async def test_who_asks_at_once_gets_one_look() -> None:
+    looks = 0
+
+    async def look() -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0.05)
+        return document([unknown_process("0", "it starts")], actions=False)
+
+    async def act(_: object) -> str:
+        raise AssertionError
+
+    application = FastAPI(routes=routes_of(Source(look, act)))
+    transport = httpx.ASGITransport(app=application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        answers = await asyncio.gather(*(client.get("/processes.json") for _ in range(20)))
+
+    assert looks == 1
+    assert {answer.status_code for answer in answers} == {200}
+    (one,) = answers[0].json()["processes"]
+    assert one == {"worker": "0", "statistics": None, "diagnosis": None, "workload": None, "error": "it starts"}
+
+
+def test_the_document_is_what_its_module_says() -> None:
+    named = set(re.findall(r"`(\w+)`", processes.__doc__ or ""))
+
+    assert {*document([], actions=False), *unknown_process("0", "")} <= named

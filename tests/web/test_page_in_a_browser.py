@@ -1,0 +1,249 @@
+"""The page in a real browser, of an app on a real broker: it moves, names what is stuck, acts with the token alone."""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from playwright.async_api import Browser, ConsoleMessage, Page, Request, expect
+
+from aioshard import App, Record, Retry
+from aioshard.web.page import dashboard
+from tests.support.browsing import open_browser, served
+from tests.support.chromium import ChromiumUnavailableError
+from tests.support.provision import in_ci
+from tests.support.shared_kafka import SharedKafka
+
+TOKEN = "only-for-this-test"
+SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"
+PARTITIONS = 4
+HANGS, HALTS, SLOW = 0, 1, 2
+"""Partitions in which the first record does that."""
+
+
+class Watched:
+    """A page, with all that it said and asked for."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.address = address
+        self.troubles: list[str] = []
+        self.asked: list[Request] = []
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
+        page.on("request", self._asks)
+
+    def _asks(self, request: Request) -> None:
+        self.asked.append(request)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"}:
+            self.troubles.append(f"{message.type}: {message.text}")
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """What was asked of anybody but the page's own place."""
+        return [request.url for request in self.asked if not request.url.startswith(f"{self.address}/aioshard/")]
+
+    async def points(self, plot: str) -> int:
+        return int(await self.page.locator(f"#plot-{plot} svg").get_attribute("data-points") or "0")
+
+    async def moved(self, plot: str, by: int) -> None:
+        """Wait until a plot has so many points more."""
+        script = "([plot, wanted]) => Number(document.querySelector(`#plot-${plot} svg`).dataset.points) >= wanted"
+        await self.page.wait_for_function(script, arg=[plot, await self.points(plot) + by])
+
+    def row(self, table: str, text: str) -> Any:
+        return self.page.locator(f"#{table} tbody tr").filter(has_text=text)
+
+
+class Shop:
+    """Handlers of which one record hangs until the test is over."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    async def charged(self) -> None:
+        await self.over.wait()
+
+    async def on_order(self, record: Record) -> None:
+        if record.value == b"hangs":
+            await self.charged()
+        if record.value == b"halts":
+            raise LookupError(SCRIPT)
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    try:
+        async with open_browser() as opened:
+            yield opened
+    except ChromiumUnavailableError as missing:
+        if in_ci():
+            pytest.fail(f"no Chromium, which CI must have: {missing}", pytrace=False)
+        pytest.skip(f"no Chromium: {missing}")
+
+
+@contextlib.asynccontextmanager
+async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[tuple[App, str]]:
+    """An app with a stuck and a halted record and a steady load, and the address of its page."""
+    await kafka.create_topic(topic, PARTITIONS)
+    app = App(
+        group,
+        bootstrap_servers=kafka.bootstrap,
+        auto_offset_reset="earliest",
+        stuck_after=1.0,
+        shutdown_timeout=2.0,
+        show_keys=True,
+    )
+    shop = Shop()
+    app.consume(topic, concurrency=8, retry=Retry(attempts=1))(shop.on_order)
+    api = FastAPI()
+    api.mount("/aioshard", dashboard(app, token=TOKEN))
+
+    async def load() -> None:
+        while True:
+            await app.publish(topic, b"{}", key="fine", partition=SLOW)
+            await asyncio.sleep(0.02)
+
+    async with app, served(api) as address, asyncio.TaskGroup() as group_of_tasks:
+        await app.publish(topic, b"hangs", key=SCRIPT, partition=HANGS)
+        await app.publish(topic, b"halts", key="halted", partition=HALTS)
+        loading = group_of_tasks.create_task(load(), name="load")
+        try:
+            yield app, address
+        finally:
+            loading.cancel()
+            shop.over.set()
+
+
+async def read_what_it_says(watched: Watched, topic: str) -> None:
+    """Plots move, and what is stuck and halted is named, with the stack."""
+    page = watched.page
+    await expect(page.locator("#state")).to_have_text("running")
+    await watched.moved("rate", 2)
+    await watched.moved("lag", 1)
+    assert float((await page.locator("#plot-rate .now").inner_text()).replace(",", "")) > 0
+    stuck = page.locator("#findings > li").filter(has_text=f"{topic}/{HANGS}")
+    await expect(stuck).to_contain_text("stuck", timeout=10_000)
+    await expect(stuck).to_contain_text("in Shop.charged")
+    await stuck.locator("summary").click()
+    frames = stuck.locator(".stack li[data-own]")
+    places = [re.compile(rf"^Shop\.{name}.*test_page_in_a_browser\.py:\d+$") for name in ("on_order", "charged")]
+    await expect(frames).to_have_text(places)
+    await expect(frames.first).to_be_visible()
+    await expect(watched.row("failed", f"{topic}/{HALTS}/0")).to_contain_text("halted")
+    await expect(watched.row("workers", f"{topic}/{HANGS}/0")).to_contain_text("Shop.charged")
+    await expect(watched.row("partitions", f"{topic}/{SLOW}")).to_contain_text("advancing")
+
+
+async def see_a_script_as_text(watched: Watched, topic: str) -> None:
+    """In a key and in an exception's message it is shown as it is, and does not run."""
+    page = watched.page
+    await expect(watched.row("workers", f"{topic}/{HANGS}/0")).to_contain_text("<script>window.ran = true</script>")
+    await expect(watched.row("failed", f"{topic}/{HALTS}/0")).to_contain_text("onerror='window.ran = true'")
+    assert await page.evaluate("window.ran === undefined")
+    assert await page.locator("main script, main img").count() == 0
+
+
+async def act_with_the_token_alone(watched: Watched, app: App, topic: str) -> None:
+    page = watched.page
+    row = watched.row("partitions", f"{topic}/{SLOW}")
+    await expect(row.get_by_role("button", name="Pause")).to_have_count(0)
+    refused = await page.request.post(
+        f"{watched.address}/aioshard/actions", data={"action": "pause", "topic": topic, "partition": SLOW}
+    )
+    assert refused.status == 401
+
+    await page.get_by_role("button", name="Unlock actions").click()
+    await page.get_by_label("Token").fill(TOKEN)
+    await page.keyboard.press("Enter")
+    await row.get_by_role("button", name=f"Pause {topic}/{SLOW}").click()
+    await expect(page.locator("#toast")).to_have_text(f"{topic}/{SLOW} is paused.")
+    await expect(row).to_contain_text("paused")
+    assert app.statistics().partitions[SLOW].paused == "an operator asked for it on the page"
+    await row.get_by_role("button", name="Resume").click()
+    await expect(row).not_to_contain_text("paused")
+
+    await watched.row("handlers", "on_order").get_by_role("button", name="Concurrency").click()
+    await page.get_by_role("spinbutton", name="Workers").fill("12")
+    await page.get_by_role("button", name="Set", exact=True).click()
+    await expect(watched.row("handlers", "on_order")).to_contain_text("of 12")
+
+    await watched.row("failed", f"{topic}/{HALTS}/0").get_by_role("button", name="Skip").click()
+    await page.get_by_role("button", name="Skip the record").click()
+    await expect(watched.row("failed", f"{topic}/{HALTS}/0")).to_have_count(0)
+    assert app.statistics().handlers[0].skipped == 1
+
+
+async def look_at_it_on_a_phone(watched: Watched) -> None:
+    page = watched.page
+    await page.set_viewport_size({"width": 390, "height": 844})
+    widths = await page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert widths[0] <= widths[1] == 390
+    outside = """() => [...document.querySelectorAll("main *")].filter((one) => one.checkVisibility() &&
+        !one.closest("thead") && one.getBoundingClientRect().right > 390.5).map((one) => one.outerHTML.slice(0, 80))"""
+    assert await page.evaluate(outside) == []
+    small = """() => [...document.querySelectorAll("body *")].filter((one) => one.checkVisibility() &&
+        [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()) &&
+        parseFloat(getComputedStyle(one).fontSize) < 12).map((one) => one.outerHTML.slice(0, 80))"""
+    assert await page.evaluate(small) == []
+
+
+async def look_at_its_colours(watched: Watched, scheme: Any) -> None:
+    """All that is written stands out from what is behind it (4.5 : 1)."""
+    page = watched.page
+    await page.emulate_media(color_scheme=scheme)
+    await page.evaluate("Promise.all(document.getAnimations().map((one) => one.finished))")
+    dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(13, 17, 23)") is (scheme == "dark")
+    assert await page.evaluate(TOO_PALE) == []
+
+
+TOO_PALE = """() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => parts(colour).slice(0, 3).map((n) => n / 255)
+    .map((n) => (n <= 0.04045 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, n, at) => sum + n * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (one) => {
+    for (let at = one; at; at = at.parentElement) {
+      const colour = getComputedStyle(at).backgroundColor;
+      if (parts(colour)[3] !== 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  return [...document.querySelectorAll("body *")].filter((one) => one.checkVisibility() &&
+      [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())).map((one) => {
+    const style = getComputedStyle(one);
+    const written = one instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(written), light(behind(one))].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), one.outerHTML.slice(0, 80)];
+  }).filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+@pytest.mark.slow
+async def test_the_page_in_a_browser(
+    kafka: SharedKafka, topic: str, group: str, browser: Browser, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "aioshard.engine")
+    async with running(kafka, topic, group) as (app, address):
+        watched = Watched(await browser.new_page(viewport={"width": 1280, "height": 900}), address)
+        watched.page.set_default_timeout(10_000)
+        await watched.page.goto(f"{address}/aioshard/")
+        await read_what_it_says(watched, topic)
+        await see_a_script_as_text(watched, topic)
+        for scheme in ("light", "dark"):
+            await look_at_its_colours(watched, scheme)
+        await look_at_it_on_a_phone(watched)
+        await watched.page.set_viewport_size({"width": 1280, "height": 900})
+        await act_with_the_token_alone(watched, app, topic)
+        assert watched.elsewhere == []
+        assert not any(TOKEN in request.url for request in watched.asked)
+        assert watched.troubles == []
+        await watched.page.close()
