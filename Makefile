@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench chaos coverage docs broker chromium connector postgresql clean
+.PHONY: help demo test test-slow check format bench chaos coverage docs broker chromium connector postgresql screenshots clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
@@ -58,6 +58,9 @@ connector: $(VENV)/.dev ## fetch the jars of Spark's own Kafka connector; withou
 
 chromium: $(VENV)/.dev ## install Debian's Chromium where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.chromium
+
+screenshots: $(VENV)/.dev chromium ## take the pictures of the page that are in docs/images
+	@$(BIN)/python -m tests.support.screenshots
 
 postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql

@@ -69,7 +69,7 @@ async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -
     ways: dict[str, tuple[int, int, Literal["light", "dark"]]] = {
         "dashboard-light": (1280, 1500, "light"),
         "dashboard-dark": (1280, 1500, "dark"),
-        "dashboard-phone": (390, 844, "light"),
+        "dashboard-phone": (390, 1500, "light"),
     }
     pages = {}
     for name, (width, height, scheme) in ways.items():
@@ -80,9 +80,10 @@ async def shoot(browser: Browser, address: str, seconds: float, *, full: bool) -
     PICTURES.mkdir(exist_ok=True)
     for name, page in pages.items():
         await page.locator("summary:visible").first.click()
+        await page.evaluate("scrollTo(0, 0)")
         picture = PICTURES / f"{name}.png"
         await page.screenshot(path=picture, full_page=full)
-        Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)
+        Image.open(picture).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
 
 
 async def take(seconds: float, *, full: bool) -> None:

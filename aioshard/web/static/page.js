@@ -666,13 +666,14 @@
     const told = all.handlers.filter((row) => row.durations);
     $("plot-time").hidden = !told.length;
     if (!told.length) return;
-    const { bounds } = told[0].durations;
+    const bounds = told[0].durations[0];
     const counts = bounds.map(() => 0).concat(0);
     for (const row of told) {
       const key = `${row.worker}|${row.name}`;
       const last = before.durations.get(key);
-      row.durations.counts.forEach((n, at) => { counts[at] += last ? Math.max(n - last[at], 0) : 0; });
-      before.durations.set(key, row.durations.counts);
+      const now = row.durations[1]; // bounds, counts, sum
+      now.forEach((n, at) => { counts[at] += last ? Math.max(n - last[at], 0) : 0; });
+      before.durations.set(key, now);
     }
     plots.time.add(doc.at, [quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99)]);
   }
