@@ -8,7 +8,7 @@ __all__ = ["COMMANDS", "command"]
 
 COMMANDS = {
     "show": LazyCommand("aioshard.cli.group_show", "Show a group's members and what it has committed.", "show"),
-    "lag": LazyCommand("aioshard.cli.group_show", "Show how far GROUP is behind, partition by partition.", "lag"),
+    "lag": LazyCommand("aioshard.cli.group_lag", "Show how far GROUP is behind, partition by partition, and why."),
     "reset": LazyCommand("aioshard.cli.group_change", "Have a group without members go on elsewhere.", "reset"),
     "leave": LazyCommand("aioshard.cli.group_change", "Have a static member leave for good.", "leave"),
     "simulate": LazyCommand("aioshard.cli.group_simulate", "Work out who would get which partitions.", "simulation"),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -12,7 +12,7 @@ from aioshard.kafka.history import GroupMember, LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
-__all__ = ["Look", "Place", "bounds_of", "group_argument", "look"]
+__all__ = ["Look", "Place", "bounds_of", "group_argument", "look", "place_as_object"]
 
 group_argument = click.argument("group", metavar="GROUP")
 
@@ -77,3 +77,21 @@ async def bounds_of(brokers: GroupBrokers, names: Collection[TopicPartition]) ->
     known = {topic: await brokers.partitions(topic) for topic in {one.topic for one in names} & there}
     asked = [one for one in names if one.partition in known.get(one.topic, ())]
     return await brokers.bounds(asked) if asked else {}
+
+
+def place_as_object(one: TopicPartition, place: Place) -> dict[str, Any]:
+    """A place, for JSON."""
+    noted = place.noted
+    return {
+        "topic": one.topic,
+        "partition": one.partition,
+        "committed": None if place.committed is None else place.offset,
+        "log_start": None if place.bounds is None else place.bounds.start,
+        "end": None if place.bounds is None else place.bounds.stable,
+        "lag": place.lag,
+        "member": None if place.member is None else place.member.member_id,
+        "finished_beyond": [list(each) for each in noted.finished],
+        "lease": None if noted.lease is None else noted.lease._asdict(),
+        "foreign": noted.foreign,
+        "ignored": list(noted.ignored),
+    }

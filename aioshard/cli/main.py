@@ -48,7 +48,7 @@ COMMANDS = {
     "dlt": LazyCommand("aioshard.cli.dlt", "Show, replay and drop dead letters."),
     "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
     "group": LazyCommand("aioshard.cli.group", "Look at a consumer group, change it, work out who would get what."),
-    "lag": LazyCommand("aioshard.cli.group_show", "Show how far GROUP is behind, partition by partition.", "lag"),
+    "lag": LazyCommand("aioshard.cli.group_lag", "Show how far GROUP is behind, partition by partition, and why."),
     "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
     "top": LazyCommand("aioshard.cli.top", "Show running processes in the terminal, several as one."),

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +34,9 @@ _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 RETENTION_MS = 366 * 24 * 3600 * 1000
 """How long the brokers keep what is committed without a member."""
 _COMMIT_TIMEOUT = 5.0
+_NEWEST, _OLDEST = 0.1, 100 * 366 * 24 * 3600.0
+"""Ages of records in seconds, between which one is looked for."""
+_PRECISION = 1.01
 
 HAS_MEMBERS = {
     22: "illegal generation",
@@ -135,6 +139,29 @@ class HistoryBrokers(Administration):
         """
         found = await self._offsets(dict.fromkeys(partitions, round(timestamp * 1000)), isolation)
         return {one: offset if offset >= 0 else None for one, offset in found.items()}
+
+    async def written(self, offsets: Mapping[TopicPartition, int], now: float) -> dict[TopicPartition, float]:
+        """About when the record at an offset was written, to a hundredth of its age.
+
+        Found by halving times, in some requests for all of them: no record is fetched, so seeing the topic is enough.
+        Where timestamps are not in the order of the offsets it is when the first record from there on was written.
+
+        Args:
+            offsets: Each below the end of its log.
+            now: Seconds since the epoch.
+
+        Raises:
+            TransportError: The brokers did not tell.
+        """
+        ages = dict.fromkeys(offsets, (_NEWEST, _OLDEST))
+        while wide := {one: math.sqrt(low * high) for one, (low, high) in ages.items() if high > low * _PRECISION}:
+            times = {one: max(round((now - age) * 1000), 0) for one, age in wide.items()}
+            found = await self._offsets(times, "read_uncommitted")
+            for one, age in wide.items():
+                low, high = ages[one]
+                not_older = 0 <= found[one] <= offsets[one]
+                ages[one] = (low, age) if not_older else (age, high)
+        return {one: max(now - math.sqrt(low * high), 0.0) for one, (low, high) in ages.items()}
 
     async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
         ask = functools.partial(self._ask_offsets, times, _ISOLATION[isolation])

@@ -141,10 +141,57 @@ async def test_the_lag_is_told_and_since_when_a_partition_stands_still(place: Pl
     assert [one["stands_since"] for one in first["partitions"]] == [None, None]
     assert [one["stands_since"] for one in second["partitions"]] == [first["at"], None]
     told = (await place.run("lag")).output.splitlines()
-    assert told[0] == f"group {place.group!r} is empty and 7 offset(s) behind"
-    assert told[2].split() == [f"{place.topic}/0", "3", "10", "7", "3", "-", "-"]
+    assert told[0].startswith(
+        f"group {place.group!r} is empty with 0 member(s), and 7 offset(s) behind; coordinated by broker "
+    )
+    assert told[1].startswith("nobody is in the group")
+    *where, age = told[3].split()[:6]
+    assert where == [f"{place.topic}/0", "3", "10", "7", "3"]
+    assert abs(int(age) / ((time.time() - LONG_AGO) / 86_400) - 1) < 0.01
+    assert told[3].split()[6:] == ["d", "ago", "-", "-", "nobody", "is", "in", "the", "group"]
     watched = (await place.run("lag", "--watch", "0.2", "--looks", "2", "--topic", place.topic)).output
     assert "for 0 s" in watched
+    assert "nothing was committed for 0 s: nobody is in the group" in watched
+
+
+async def test_when_the_next_record_was_written_is_told_to_a_hundredth(place: Place) -> None:
+    now = time.time()
+    found = await place.brokers.written({place.one: 3, place.two: 0}, now)
+
+    for one, moment in ((place.one, LONG_AGO + 3), (place.two, LONG_AGO)):
+        assert abs((now - found[one]) / (now - moment) - 1) < 0.01
+
+
+async def test_a_lag_that_grows_while_nothing_is_committed_has_a_cause(place: Place, publish: Publish) -> None:
+    """A member that hangs: it is there, the group is stable, and nothing moves."""
+    hangs, released = asyncio.Event(), asyncio.Event()
+    app = App(place.group, bootstrap_servers=place.kafka.bootstrap, auto_offset_reset="earliest", commit_interval=0.1)
+
+    @app.consume(place.topic, shard_by="partition")
+    async def handle(record: Record) -> None:
+        if record.partition == 0 and record.offset == 3:
+            hangs.set()
+            await released.wait()
+
+    async with app:
+        await asyncio.wait_for(hangs.wait(), 30.0)
+        async with asyncio.timeout(30.0):
+            while {one: found.offset for one, found in (await place.committed()).items()} != {0: 3, 1: 5}:  # noqa: ASYNC110 - the broker sends no event
+                await asyncio.sleep(0.05)
+        looking = asyncio.create_task(place.run("lag", "--watch", "1", "--looks", "2", "--json"), name="lag")
+        while not looking.done():
+            await publish(Message(place.topic, b"", partition=0))
+            await asyncio.sleep(0.1)
+        first, second = map(json.loads, (await looking).output.splitlines())
+        released.set()
+
+    assert (first["state"], first["members"], first["cause"]) == ("stable", 1, None)
+    assert second["cause"].startswith("nothing was committed for 1 s, and the lag grows: its member commits nothing")
+    assert second["lag"] == second["partitions"][0]["lag"] > first["lag"]
+    assert second["partitions"][0]["arriving_per_second"] > 0
+    assert second["partitions"][0]["committed_per_second"] == 0
+    assert second["partitions"][0]["stands_since"] == first["at"]
+    assert second["partitions"][1]["cause"] is None
 
 
 async def test_looks_without_a_watch_make_no_sense(place: Place) -> None:
