@@ -61,6 +61,8 @@ class Committer:
         self.trouble: str | None = None
         """Why the last commit was not acknowledged; None when it was, or nothing is due."""
         self.trouble_since = 0.0
+        self.turns = 0
+        """How often it has looked at what is due, or ended a request; goes on while it owns anything."""
         self.notes = Notes()
         """What goes with the offsets."""
         self.refused: Callable[[TransportError], object] | None = None
@@ -73,6 +75,11 @@ class Committer:
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
         self._running = False
+
+    @property
+    def owns(self) -> bool:
+        """Whether anything is ours to commit."""
+        return bool(self._owned)
 
     def own(self, epoch: Epoch) -> None:
         """From now on the epoch is ours to commit."""
@@ -133,6 +140,7 @@ class Committer:
     async def _until_due(self, transport: Transport) -> None:
         """Wait for a request, or for something due and the interval since the last commit to pass."""
         while not self._requests:
+            self.turns += 1
             self._waiter = asyncio.get_running_loop().create_future()
             awaited: list[asyncio.Future[None]] = [self._waiter]
             timeout = None
@@ -189,6 +197,7 @@ class Committer:
     async def _send(self, transport: Transport, request: dict[Epoch, Due], membership: Membership) -> bool:
         """Send one request; shorter, and without any text in the end, when the broker does not store the texts."""
         while True:
+            self.turns += 1
             ours = {epoch: due for epoch, due in request.items() if epoch in self._owned}
             try:
                 with anyio.fail_after(self._timeout):

@@ -168,6 +168,8 @@ class Pump:
         """Records taken in that this process had run before."""
         self.already_done = 0
         """Records that came and were not taken in: a commit had noted them as finished."""
+        self.turns = 0
+        """How often the client was asked for records and came back."""
         self._buffer = buffer
         self._fetchers = fetchers
         self._clock = clock
@@ -184,6 +186,7 @@ class Pump:
         while True:
             self._make_room(transport)
             taken = await transport.poll(self._admission.allowance, _POLL_TIMEOUT)
+            self.turns += 1
             for item in taken:
                 fetcher = self._fetchers.get(item.topic_partition)
                 if fetcher is None or not fetcher.epoch.is_open:

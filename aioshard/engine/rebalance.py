@@ -227,7 +227,7 @@ class Rebalance:
         self._committer.disown(epoch)
         self._reruns[epoch.topic_partition] = epoch.end()
         self.fetchers.pop(epoch.topic_partition).feed.purge(epoch)
-        self._fetch_tasks.pop(epoch).cancel()
+        self._tasks.dismiss(self._fetch_tasks.pop(epoch))
         self._opened_in.pop(epoch, None)
         self._claims.pop(epoch.topic_partition, None)
         for worker in self._outside.workers:
@@ -354,7 +354,7 @@ class Rebalance:
             epoch.pause(APPLICATION, why)
         fetcher = Fetcher(epoch, self._outside.feed_of(topic_partition.topic), self._clock)
         self.fetchers[topic_partition] = fetcher
-        self._fetch_tasks[epoch] = self._tasks.start(fetcher.run(), f"fetch {topic_partition}")
+        self._fetch_tasks[epoch] = self._tasks.start(fetcher.run(), f"fetch {topic_partition}", lasts=True)
         self.client.seek(topic_partition, start)
         return epoch
 

@@ -17,13 +17,14 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
+from aioshard.engine.liveness import Liveness
 from aioshard.engine.log_ends import LogEnds
 from aioshard.engine.loop_watch import Holder, LoopWatch
 from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.options import Options
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import SinceWatch, StuckWatch, TimeoutWatch, TroubleWatch, facts_of
+from aioshard.engine.watch import StuckWatch, TimeoutWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
@@ -72,6 +73,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         self.options = options
         self.clock = loop.time
+        self.started_at = self.clock()
         self.state: AppState = "starting"
         self.transport: Transport | None = None
         self.client_losses = 0
@@ -100,7 +102,6 @@ class Engine:
         self.committer.refused = self._refused
         self.rebalance = Rebalance(options.limits, self, committer=self.committer, tasks=self._tasks, clock=self.clock)
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
-        self.since = SinceWatch(self._facts, self.clock)
         self.loop_watch = LoopWatch(functools.partial(find_holder, self)) if options.watch_loop else None
         self.log_ends = LogEnds(lambda: self.transport, lambda: self.rebalance.epochs)
         self._watch = StuckWatch(
@@ -114,6 +115,19 @@ class Engine:
             self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.committer.notes
         )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
+        self.liveness = self._make_liveness()
+        self.since = self.liveness.since
+
+    def _make_liveness(self) -> Liveness:
+        return Liveness(
+            self.pump,
+            self.committer,
+            self.options,
+            workers=lambda: self.workers,
+            calm=lambda: self.trouble is None and self._why_nothing_moves() is None,
+            facts=self._facts,
+            clock=self.clock,
+        )
 
     def now(self) -> float:
         """Loop time, asked from any thread."""
@@ -198,7 +212,7 @@ class Engine:
         if self.loop_watch is not None:
             self._tasks.start(self.loop_watch.run(), "loop watch")
         self._tasks.start(self.since.run(), "since watch")
-        self._tasks.start(self.standstill.run(), "trouble watch")
+        self._tasks.start(self.standstill.run(self.liveness.watch), "trouble watch")
         self._tasks.start(self.log_ends.run(), "log ends")
         for handler in self.handlers:
             if handler.spec.timeout is not None:
@@ -210,7 +224,7 @@ class Engine:
             if handler.parking is not None:
                 self._tasks.start(handler.parking.read(), f"{handler.spec.name} reads what is parked")
                 self._tasks.start(handler.parking.replay(), f"{handler.spec.name} runs again what is parked")
-        self._supervisor = self._tasks.start(self._supervise(), "client")
+        self._supervisor = self._tasks.start(self._supervise(), "client", lasts=True)
         if self.options.start_timeout is None:
             return
         timeout = self.options.start_timeout
@@ -285,7 +299,7 @@ class Engine:
         committing: asyncio.Task[object] | None = None
         watching = self._tasks.start(self._watch_settled(), "settled")
         try:
-            committing = self._tasks.start(self.committer.run(transport), "commit coordinator")
+            committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
             topics = {topic for handler in self.handlers for topic in handler.spec.topics}
             pattern = "|".join(f"(?:{each.spec.pattern})" for each in self.handlers if each.spec.pattern)
             await transport.start(topics, pattern or None, self.rebalance)
@@ -293,7 +307,7 @@ class Engine:
         finally:
             watching.cancel()
             if committing is not None:
-                committing.cancel()
+                self._tasks.dismiss(committing)
             if not self._stopping:
                 self.rebalance.end_all("the client was lost")
                 await self._close(transport)
@@ -330,8 +344,9 @@ class Engine:
     def be_draining(self) -> None:
         """Be draining from now on, for whoever looks; `stop` does it. A start that waits is over."""
         self._stopping = True
-        if self.state != "failed":
+        if self.state not in ("failed", "draining"):
             self.state = "draining"
+            logger.info("draining: nothing new is taken in; what runs ends and is committed")
         if not self._ending.done():
             self._ending.set_result(None)
 

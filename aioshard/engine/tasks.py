@@ -53,7 +53,7 @@ class TaskSet:
         Args:
             coroutine: What to run.
             name: For logs, and for whoever looks at the tasks of the loop.
-            lasts: Whether only `close` ends it: somebody else's cancellation is a crash too then.
+            lasts: Whether only this group ends it: somebody else's cancellation is a crash too then.
         """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         if lasts:
@@ -80,9 +80,14 @@ class TaskSet:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
 
+    def dismiss(self, task: asyncio.Task[Any]) -> None:
+        """Cancel one task, also one that lasts, and do not wait for it."""
+        self._lasting.discard(task)
+        task.cancel()
+
     async def cancel(self, task: asyncio.Task[Any]) -> None:
         """Cancel one task and wait for it, unless it is the task that asks."""
-        task.cancel()
+        self.dismiss(task)
         if task is not asyncio.current_task():
             await asyncio.wait([task])
 

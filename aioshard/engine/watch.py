@@ -51,11 +51,12 @@ class TroubleWatch:
         self._clock = clock
         self._since: float | None = None
 
-    async def run(self) -> None:
-        """Watch until cancelled."""
+    async def run(self, *others: "TroubleWatch") -> None:
+        """Watch until cancelled, and have *others* look at the same moments."""
         while True:
             await asyncio.sleep(_LOOK_INTERVAL)
-            self.check()
+            for watch in (self, *others):
+                watch.check()
 
     def check(self) -> None:
         """Take note of what is wrong now."""

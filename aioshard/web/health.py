@@ -2,8 +2,8 @@
 
 | path | answer |
 | --- | --- |
-| `/livez` | 503 only for what a restart cures: the app has failed. That the event loop runs, the answer proves |
-| `/readyz` | 200 from the first join of the group until draining or failed; a rebalance or an outage keeps it |
+| `/livez` | 503 only for what a restart cures; see `Statistics.restart_cures` |
+| `/readyz` | 200 from the first join of the group, or `ready_timeout`, until draining or failed |
 | `/statistics.json` | `app.statistics()` |
 | `/explain` | `app.explain()`, text; with `?format=json` or `Accept: application/json`, `app.diagnose()` |
 | `/metrics` | Prometheus |
@@ -83,9 +83,10 @@ def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
 
 
 def _not_alive(statistics: Statistics) -> list[str]:
-    if statistics.state == "failed":
-        return [f"the app has failed: {statistics.trouble or 'the log says why'}"]
-    return []
+    reasons = list(statistics.restart_cures)
+    if statistics.state == "failed" and not reasons:
+        reasons = [f"the app has failed: {statistics.trouble or 'the log says why'}"]
+    return reasons
 
 
 def _not_ready(statistics: Statistics) -> list[str]:
@@ -94,6 +95,8 @@ def _not_ready(statistics: Statistics) -> list[str]:
             return []
         case "failed":
             return _not_alive(statistics)
+        case "starting" if statistics.ready_anyway:
+            return []
         case "starting":
             return ["the group has not been joined yet" + (f": {statistics.trouble}" if statistics.trouble else "")]
         case "draining":

@@ -6,6 +6,7 @@ from typing import TypeVar
 from aioshard.engine.epoch import Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.head import Ward, for_seconds, stack_in_words
+from aioshard.engine.insight.liveness import of_the_process
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
 from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict
@@ -19,8 +20,6 @@ _MOMENT = 1.0
 """Seconds in hand after which the oldest record of a partition is said to be in the way."""
 _SLOW_FETCH = 5.0
 """Seconds without a record after which it is said that none comes, though there are some."""
-_TURNS_WITHIN = 3.0
-"""Seconds without a look after which the event loop is said to stand still where nobody watches it otherwise."""
 _PARKED = "parked"
 """The kind of finding about a record that is out of the way of its partition."""
 _HALTED = "halted"
@@ -96,15 +95,7 @@ def trouble_of(engine: Engine, now: float) -> str | None:
 
 
 def _general(engine: Engine, now: float) -> Iterator[Finding]:
-    watch, looked = engine.loop_watch, engine.since.looked_at
-    blocked = None if watch is None else watch.blocked()
-    if watch is None and looked is not None and now - looked > _TURNS_WITHIN:
-        blocked = (
-            f"the event loop has not turned for {now - looked:.1f} s: something computes or blocks without an await"
-        )
-    if blocked is not None:
-        advice = "compute or block in a thread, with a plain 'def' handler or asyncio.to_thread"
-        yield Finding("event loop", f"{blocked}; nothing else runs meanwhile", None, advice)
+    yield from of_the_process(engine, now)
     trouble = trouble_of(engine, now)
     if trouble is not None:
         yield Finding("trouble", trouble, None, "see that the brokers answer and allow what is asked; we go on trying")

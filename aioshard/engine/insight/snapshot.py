@@ -8,6 +8,7 @@ from aioshard.core.commit_metadata import MOST_UNITS
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
+from aioshard.engine.insight.liveness import ready_anyway, restart_cures
 from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
@@ -18,6 +19,7 @@ __all__ = ["explain", "explain_partition", "statistics"]
 def statistics(engine: Engine, group_id: str) -> Statistics:
     """A snapshot; safe to call from any thread."""
     now, watch = engine.now(), engine.loop_watch
+    blocked = None if watch is None else watch.blocked()
     transport = engine.transport
     member_id = transport.membership().member_id if transport is not None else ""
     return Statistics(
@@ -32,7 +34,7 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         buffered_records=engine.buffer.records,
         buffered_bytes=engine.buffer.bytes,
         client_losses=engine.client_losses,
-        trouble=trouble_of(engine, now),
+        trouble=trouble_of(engine, now) or engine.liveness.watch.sentence(now) or blocked,
         partitions=tuple(
             steady(functools.partial(_partition, engine, epoch, now))
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
@@ -40,7 +42,9 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         handlers=tuple(_handler(running) for running in engine.handlers),
         rebalance_reports=engine.rebalance.log.reports(),
         loop_delays=None if watch is None else watch.delays.counts(),
-        blocked=None if watch is None else watch.blocked(),
+        blocked=blocked,
+        ready_anyway=ready_anyway(engine, now),
+        restart_cures=tuple(restart_cures(engine, now)),
     )
 
 

@@ -1,0 +1,633 @@
+"""What goes wrong, and what each of the places where somebody may look says of it: one row for each."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from aioshard import App, Record, Retry
+from aioshard.ports import Committed, InstanceIdTakenError, Membership
+from aioshard.records import TopicPartition
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
+from aioshard.web.health import serve_health
+from tests.engine.running import engine_of, until
+from tests.support.kafka import KafkaBroker
+
+STUCK_AFTER = 5.0
+
+
+@dataclasses.dataclass
+class Found:
+    """What was asked while it was wrong."""
+
+    live: int
+    ready: int
+    live_body: dict[str, Any]
+    ready_body: dict[str, Any]
+    metrics: str
+    diagnosis: dict[str, Any]
+    explanation: str
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        values = [
+            sample.value
+            for family in text_string_to_metric_families(self.metrics)
+            for sample in family.samples
+            if sample.name == f"aioshard_{name}" and labels.items() <= sample.labels.items()
+        ]
+        return max(values, default=None)
+
+    @property
+    def findings(self) -> list[str]:
+        """The sentences of the diagnosis, those of each partition and of the record in front of it among them."""
+        sentences = [finding["sentence"] for finding in self.diagnosis["findings"]]
+        for partition in self.diagnosis["partitions"]:
+            sentences += [partition["sentence"], *(finding["sentence"] for finding in partition["findings"])]
+        return sentences
+
+
+def ask(address: str) -> Found:
+    """Ask everything, from whichever thread."""
+    with httpx.Client(base_url=address, timeout=20.0) as client:
+        live, ready = client.get("/livez"), client.get("/readyz")
+        return Found(
+            live.status_code,
+            ready.status_code,
+            live.json(),
+            ready.json(),
+            client.get("/metrics").text,
+            client.get("/explain", params={"format": "json"}).json(),
+            client.get("/explain").text,
+        )
+
+
+class Scene:
+    """One app with its health server, in one situation."""
+
+    def __init__(self) -> None:
+        self.broker = InMemoryBroker(partitions=1)
+        self.found: Found | None = None
+        self.released = asyncio.Event()
+
+    def app(self, **settings: Any) -> App:
+        defaults: dict[str, Any] = {
+            "auto_offset_reset": "earliest",
+            "stuck_after": STUCK_AFTER,
+            "drain_timeout": 1.0,
+            "shutdown_timeout": 3.0,
+            "heartbeat_interval": 0.5,
+        }
+        return App("billing", **(defaults | settings))
+
+    @contextlib.asynccontextmanager
+    async def client(self, app: App) -> AsyncIterator[TestClient]:
+        async with TestClient(app, broker=self.broker) as client:
+            yield client
+
+    async def look(self, app: App) -> None:
+        """Ask everything now."""
+        async with serve_health(app) as (host, port):
+            self.found = await asyncio.to_thread(ask, f"http://{host}:{port}")
+
+
+Situation = Callable[[Scene], AbstractAsyncContextManager[None]]
+Sample = tuple[str, dict[str, str], Callable[[float], bool]]
+
+
+def consumes(app: App, scene: Scene, *, topic: str = "orders", attempts: int = 1) -> None:
+    @app.consume(topic, retry=Retry(attempts=attempts))
+    async def handle(record: Record) -> None:
+        if record.value == b"hang":
+            await scene.released.wait()
+        if record.value == b"fail":
+            message = "no such customer"
+            raise LookupError(message)
+
+
+# The event loop
+
+
+@contextlib.asynccontextmanager
+async def _blocked(scene: Scene, at_least: float) -> AsyncIterator[None]:
+    app = scene.app(session_timeout=1.5)
+    over = threading.Event()
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None:
+        over.wait(20.0)
+
+    def look(address: str) -> None:
+        end = time.monotonic() + 15.0
+        while time.monotonic() < end and standing() < at_least:
+            time.sleep(0.02)
+        scene.found = ask(address)
+        over.set()
+
+    def standing() -> float:
+        watch = engine_of(app).loop_watch
+        assert watch is not None
+        return watch.standing()
+
+    async with scene.client(app) as client, serve_health(app) as (host, port):
+        looking = threading.Thread(target=look, args=(f"http://{host}:{port}",))
+        looking.start()
+        await client.publish("orders", "x", partition=0)
+        await client.settle(20.0)
+        await asyncio.to_thread(looking.join)
+        yield
+
+
+def a_loop_that_is_blocked_for_longer_than_the_session(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _blocked(scene, 1.6)
+
+
+def a_loop_that_is_blocked_for_a_moment(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _blocked(scene, 1.05)
+
+
+# Tasks that have ended, or hang
+
+
+class Silent(InMemoryTransport):
+    """A client of which some calls do not come back when a test says so."""
+
+    hangs: str | None = None
+
+    async def _hang(self) -> None:
+        while Silent.hangs is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
+
+    async def poll(self, *given: Any) -> Any:
+        if Silent.hangs == "poll":
+            await self._hang()
+        return await super().poll(*given)
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        if Silent.hangs == "commit":
+            await self._hang()
+        await super().commit(offsets, membership)
+
+
+@contextlib.asynccontextmanager
+async def _hangs(scene: Scene, call: str) -> AsyncIterator[None]:
+    app = scene.app()
+    consumes(app, scene)
+    async with app.started(lambda: Silent(scene.broker, "billing")):
+        scene.broker.publish("orders", b"x", partition=0)
+        await asyncio.sleep(3.0)
+        Silent.hangs = call
+        try:
+            scene.broker.publish("orders", b"x", partition=0)
+            await asyncio.sleep(45.0)
+            await scene.look(app)
+        finally:
+            Silent.hangs = None
+        yield
+
+
+def a_fetcher_that_hangs(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _hangs(scene, "poll")
+
+
+def a_commit_coordinator_that_hangs(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _hangs(scene, "commit")
+
+
+@contextlib.asynccontextmanager
+async def _dies(scene: Scene, name: str) -> AsyncIterator[None]:
+    app = scene.app()
+    consumes(app, scene)
+    async with scene.client(app) as client:
+        await client.publish("orders", "x", partition=0)
+        await client.settle()
+        next(task for task in asyncio.all_tasks() if task.get_name() == name).cancel()
+        await asyncio.sleep(2.0)
+        await scene.look(app)
+        yield
+
+
+def a_fetcher_that_died(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _dies(scene, "client")
+
+
+def a_fetch_task_that_died(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _dies(scene, "fetch orders/0")
+
+
+def a_commit_coordinator_that_died(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _dies(scene, "commit coordinator")
+
+
+@contextlib.asynccontextmanager
+async def an_app_that_has_failed(scene: Scene) -> AsyncIterator[None]:
+    app = scene.app()
+    consumes(app, scene)
+    async with scene.client(app):
+        scene.broker.fail_next_poll(InstanceIdTakenError("billing", "pod-1", 45.0, goes_on=True))
+        await asyncio.sleep(2.0)
+        await scene.look(app)
+        yield
+
+
+# Records
+
+
+@contextlib.asynccontextmanager
+async def _in_the_way(scene: Scene, value: str, **settings: Any) -> AsyncIterator[None]:
+    app = scene.app(**settings)
+    consumes(app, scene)
+    async with scene.client(app) as client:
+        await client.publish("orders", value, key="alice", partition=0)
+        await asyncio.sleep(5 * STUCK_AFTER)
+        await scene.look(app)
+        scene.released.set()
+        yield
+
+
+def a_key_that_is_stuck(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _in_the_way(scene, "hang")
+
+
+def a_key_that_is_stuck_where_that_asks_for_a_restart(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _in_the_way(scene, "hang", restart_when_stuck=True)
+
+
+def a_halted_record(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _in_the_way(scene, "fail")
+
+
+def a_halted_record_where_a_stuck_one_asks_for_a_restart(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _in_the_way(scene, "fail", restart_when_stuck=True)
+
+
+# The group and its brokers
+
+
+@contextlib.asynccontextmanager
+async def a_rebalance(scene: Scene) -> AsyncIterator[None]:
+    app = scene.app(drain_timeout=10.0)
+    consumes(app, scene)
+    async with scene.client(app) as client:
+        await client.publish("orders", "hang", partition=0)
+        await asyncio.sleep(1.0)
+        revoking = asyncio.create_task(client.revoke("orders", 0))
+        await asyncio.sleep(2.0)
+        await scene.look(app)
+        scene.released.set()
+        await revoking
+        yield
+
+
+@contextlib.asynccontextmanager
+async def an_empty_assignment(scene: Scene) -> AsyncIterator[None]:
+    first, second = scene.app(), scene.app()
+    consumes(first, scene)
+    consumes(second, scene)
+    scene.broker.publish("orders", b"x", partition=0)
+    async with scene.client(first), scene.client(second):
+        await asyncio.sleep(2.0)
+        idle = next(app for app in (first, second) if not app.statistics().partitions)
+        await scene.look(idle)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _degraded(scene: Scene, after: float, **settings: Any) -> AsyncIterator[None]:
+    app = scene.app(start_timeout=None, **settings)
+    consumes(app, scene)
+    scene.broker.available = False
+    async with scene.client(app):
+        await asyncio.sleep(after)
+        await scene.look(app)
+        scene.broker.available = True
+        yield
+
+
+def a_start_without_brokers(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _degraded(scene, 60.0)
+
+
+def a_start_without_brokers_before_ready_timeout(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _degraded(scene, 8.0, ready_timeout=10.0)
+
+
+def a_start_without_brokers_after_ready_timeout(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _degraded(scene, 12.0, ready_timeout=10.0)
+
+
+@contextlib.asynccontextmanager
+async def a_pod_that_is_drained(scene: Scene) -> AsyncIterator[None]:
+    app = scene.app(shutdown_timeout=20.0, drain_timeout=15.0)
+    consumes(app, scene)
+    async with scene.client(app) as client:
+        await client.publish("orders", "hang", partition=0)
+        await asyncio.sleep(1.0)
+        draining = asyncio.create_task(app.drain())
+        await asyncio.sleep(2.0)
+        await scene.look(app)
+        scene.released.set()
+        await draining
+        yield
+
+
+@contextlib.asynccontextmanager
+async def a_pod_that_has_stopped(scene: Scene) -> AsyncIterator[None]:
+    app = scene.app()
+    consumes(app, scene)
+    async with scene.client(app) as client:
+        await client.publish("orders", "x", partition=0)
+    await scene.look(app)
+    yield
+
+
+def is_1(value: float) -> bool:
+    return value == 1.0
+
+
+def is_0(value: float) -> bool:
+    return value == 0.0
+
+
+TROUBLE: Sample = ("trouble", {}, is_1)
+NONE: Sample = ("trouble", {}, is_0)
+FAILED: Sample = ("state", {"state": "failed"}, is_1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What is promised of a situation. Texts are patterns, which have to be somewhere in what is told."""
+
+    situation: Situation
+    live: Literal[200, 503]
+    ready: Literal[200, 503]
+    log: str
+    sample: Sample
+    finding: str | None
+    """Of `/explain`; None where an app that does not run tells nothing."""
+    why_not_live: str | None = None
+    body: str | None = None
+    """Of `/readyz`, where it is not the finding; empty where it has neither reasons nor findings."""
+    in_real_time: bool = False
+
+
+CRASHED = r"the task '{}' of the engine crashed; the app stops"
+HANDLER = r"handler handle computes or blocks without an await, with record orders/0/0, at .*test_health_table.py:\d+"
+OVERDUE: Sample = ("oldest_incomplete_record_age_seconds", {"topic": "orders"}, lambda age: age > STUCK_AFTER)
+HALTED: Sample = ("halted_records", {"handler": "handle"}, is_1)
+NO_BROKER = "the in-memory broker is not available"
+
+ROWS = [
+    Row(
+        a_loop_that_is_blocked_for_longer_than_the_session,
+        live=503,
+        ready=200,
+        log=f"the event loop has not turned for .* s: {HANDLER}",
+        sample=TROUBLE,
+        finding=f"the event loop has not turned for .* s: {HANDLER}",
+        why_not_live=f"{HANDLER}.*that is longer than session_timeout=1.5 s",
+        in_real_time=True,
+    ),
+    Row(
+        a_loop_that_is_blocked_for_a_moment,
+        live=200,
+        ready=200,
+        log=f"the event loop turns again after .* s: {HANDLER}",
+        sample=TROUBLE,
+        finding=f"the event loop has not turned for 1.* s: {HANDLER}",
+        in_real_time=True,
+    ),
+    Row(
+        a_fetcher_that_hangs,
+        live=503,
+        ready=200,
+        log="the fetcher hangs: .* for 30 s, although the brokers answer",
+        sample=TROUBLE,
+        finding="the fetcher hangs",
+        why_not_live="the fetcher hangs",
+    ),
+    Row(
+        a_commit_coordinator_that_hangs,
+        live=503,
+        ready=200,
+        log="the commit coordinator hangs: no commit has ended for 30 s",
+        sample=TROUBLE,
+        finding="the commit coordinator hangs",
+        why_not_live="the commit coordinator hangs",
+    ),
+    Row(
+        a_fetcher_that_died,
+        live=503,
+        ready=503,
+        log=CRASHED.format("client"),
+        sample=FAILED,
+        finding="the app has failed: the task 'client' was cancelled",
+        why_not_live="the app has failed: the task 'client' was cancelled",
+    ),
+    Row(
+        a_fetch_task_that_died,
+        live=503,
+        ready=503,
+        log=CRASHED.format("fetch orders/0"),
+        sample=FAILED,
+        finding="the app has failed: the task 'fetch orders/0' was cancelled",
+        why_not_live="the app has failed: the task 'fetch orders/0' was cancelled",
+    ),
+    Row(
+        a_commit_coordinator_that_died,
+        live=503,
+        ready=503,
+        log=CRASHED.format("commit coordinator"),
+        sample=FAILED,
+        finding="the app has failed: the task 'commit coordinator' was cancelled",
+        why_not_live="the app has failed: the task 'commit coordinator' was cancelled",
+    ),
+    Row(
+        an_app_that_has_failed,
+        live=503,
+        ready=503,
+        log="app 'billing' has failed and consumes nothing more: another process has joined",
+        sample=FAILED,
+        finding="the app has failed: another process has joined group 'billing' with our group_instance_id='pod-1'",
+        why_not_live="the app has failed: another process has joined",
+    ),
+    Row(
+        a_key_that_is_stuck,
+        live=200,
+        ready=200,
+        log="stuck: orders/0 has not advanced",
+        sample=OVERDUE,
+        finding=r"orders/0 has not advanced for 25.* it has been running in handler handle for 25.* at .*table.py:\d+",
+    ),
+    Row(
+        a_key_that_is_stuck_where_that_asks_for_a_restart,
+        live=503,
+        ready=200,
+        log="stuck: orders/0 has not advanced",
+        sample=OVERDUE,
+        finding="orders/0 has not advanced for 25",
+        why_not_live="record orders/0/0 has been running for 25.* s, longer than stuck_after=5 s, and restart_when",
+    ),
+    Row(
+        a_halted_record,
+        live=200,
+        ready=200,
+        log="stuck: orders/0 has not advanced .*halted",
+        sample=HALTED,
+        finding="orders/0 has not advanced .* it halted 25.* s ago after 1 attempt.* LookupError",
+    ),
+    Row(
+        a_halted_record_where_a_stuck_one_asks_for_a_restart,
+        live=200,
+        ready=200,
+        log="stuck: orders/0 has not advanced .*halted",
+        sample=HALTED,
+        finding="orders/0 has not advanced .* it halted 25",
+    ),
+    Row(
+        a_rebalance,
+        live=200,
+        ready=200,
+        log="rebalance 2, generation 2, took",
+        sample=("rebalances_total", {}, lambda count: count >= 1),
+        body="the group is rebalancing",
+        finding="the partition is being taken away for .* waits for 1 record.* to end first: orders/0/0",
+    ),
+    Row(
+        an_empty_assignment,
+        live=200,
+        ready=200,
+        log="rebalance 1, .* 0 given",
+        sample=("assigned_partitions", {}, is_0),
+        finding="no partition is assigned to this process",
+        body="",
+    ),
+    Row(
+        a_start_without_brokers,
+        live=200,
+        ready=503,
+        log=f"the Kafka client is gone and will be built anew in .* s: .*{NO_BROKER}",
+        sample=TROUBLE,
+        finding=f"no Kafka client for .* s: .*{NO_BROKER}",
+    ),
+    Row(
+        a_start_without_brokers_before_ready_timeout,
+        live=200,
+        ready=503,
+        log=NO_BROKER,
+        sample=TROUBLE,
+        finding=f"no Kafka client for .* s: .*{NO_BROKER}",
+    ),
+    Row(
+        a_start_without_brokers_after_ready_timeout,
+        live=200,
+        ready=200,
+        log=NO_BROKER,
+        sample=TROUBLE,
+        finding=f"no Kafka client for .* s: .*{NO_BROKER}",
+    ),
+    Row(
+        a_pod_that_is_drained,
+        live=200,
+        ready=503,
+        log="draining: nothing new is taken in",
+        sample=("state", {"state": "draining"}, is_1),
+        body="the app is stopping: what runs is finished, nothing new is taken in",
+        finding="the app is draining for .* and waits for 1 record.* to end first: orders/0/0",
+    ),
+    Row(
+        a_pod_that_has_stopped,
+        live=200,
+        ready=503,
+        log="draining: nothing new is taken in",
+        sample=("state", {"state": "stopped"}, is_1),
+        finding=None,
+        body="the app is stopped",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.situation.__name__)
+def test_each_situation_is_told_as_promised(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+    found: Found | None = None
+
+    async def test() -> None:
+        nonlocal found
+        scene = Scene()
+        with contextlib.suppress(InstanceIdTakenError):
+            async with row.situation(scene):
+                found = scene.found
+
+    with caplog.at_level(logging.INFO, "aioshard"):
+        if row.in_real_time:
+            asyncio.run(test())
+        else:
+            run(test())
+
+    assert found is not None
+    check(row, found, caplog.messages)
+
+
+def check(row: Row, found: Found, logged: Collection[str]) -> None:
+    assert (found.live, found.ready) == (row.live, row.ready), (found.live_body, found.ready_body)
+    assert found.live_body["status"] == ("ok" if row.live == 200 else "unavailable")
+    for status, body in ((found.live, found.live_body), (found.ready, found.ready_body)):
+        assert bool(body["reasons"]) == (status == 503), "a refusal says why, an approval has no reasons"
+    if row.why_not_live is not None:
+        assert any(re.search(row.why_not_live, reason) for reason in found.live_body["reasons"]), found.live_body
+    assert any(re.search(row.log, line, re.DOTALL) for line in logged), "\n".join(logged)
+    name, labels, promised = row.sample
+    value = found.sample(name, **labels)
+    assert value is not None, found.metrics
+    assert promised(value), (name, value)
+    if row.finding is not None:
+        assert any(re.search(row.finding, one, re.DOTALL) for one in found.findings), found.findings
+    pattern = row.finding if row.body is None else row.body
+    told = found.ready_body["reasons"] + found.ready_body["findings"]
+    if pattern:
+        assert any(re.search(pattern, one, re.DOTALL) for one in told), found.ready_body
+    else:
+        assert told == []
+
+
+@pytest.mark.slow
+async def test_a_lost_broker_is_told_as_promised(
+    own_kafka: KafkaBroker, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = Row(
+        lambda _: contextlib.nullcontext(),
+        live=200,
+        ready=200,
+        log="no connection to a broker of .* is open",
+        sample=TROUBLE,
+        finding="no connection to a broker of .* is open; the client goes on trying",
+    )
+    scene = Scene()
+    app = scene.app(bootstrap_servers=own_kafka.bootstrap, session_timeout=6.0)
+    consumes(app, scene, topic=topic)
+    await own_kafka.create_topic(topic, 2)
+    with caplog.at_level(logging.INFO, "aioshard"):
+        async with app:
+            await scene.look(app)
+            assert scene.found is not None
+            assert (scene.found.live, scene.found.ready) == (200, 200)
+            assert scene.found.sample("trouble") == 0.0
+            await own_kafka.stop()
+            await until(lambda: app.statistics().trouble, 30.0)
+            await scene.look(app)
+            check(row, scene.found, caplog.messages)
+            await own_kafka.start()
+            await until(lambda: app.statistics().trouble is None, 60.0)
+            await scene.look(app)
+            assert (scene.found.live, scene.found.ready) == (200, 200)
+            assert scene.found.live_body["findings"] == []
