@@ -1,6 +1,7 @@
 """What of an engine has stopped although nothing keeps it from going on: what a restart of the process cures."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Protocol
 
 from aioshard.engine.committer import Committer
 from aioshard.engine.fetcher import Pump
@@ -8,12 +9,29 @@ from aioshard.engine.options import Options
 from aioshard.engine.watch import SinceWatch, TroubleWatch
 from aioshard.engine.worker import Worker
 
-__all__ = ["Liveness"]
+__all__ = ["Liveness", "Outside"]
 
 _PATIENCE = 30.0
 """Seconds without a turn after which a task hangs, at least: a busy machine may take longer than any time-out."""
 _SEVERAL = 5
 """So many times its own time-out a task may take for a turn."""
+
+
+class Outside(Protocol):
+    """Where the facts are."""
+
+    clock: Callable[[], float]
+
+    @property
+    def workers(self) -> Collection[Worker]:
+        """All workers of all handlers."""
+
+    @property
+    def calm(self) -> bool:
+        """Whether the brokers answer, as far as the client says."""
+
+    def facts(self) -> Iterable[tuple[Hashable, object]]:
+        """What the explanations ask for besides."""
 
 
 class Liveness:
@@ -24,31 +42,18 @@ class Liveness:
     does not turn for several times as long waits for what never comes. While brokers are away nothing is concluded.
     """
 
-    def __init__(
-        self,
-        pump: Pump,
-        committer: Committer,
-        options: Options,
-        *,
-        workers: Callable[[], Collection[Worker]],
-        calm: Callable[[], bool],
-        facts: Callable[[], Iterable[tuple[Hashable, object]]],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, pump: Pump, committer: Committer, options: Options, outside: Outside) -> None:
         """Make one; `since` and `watch` are to be run.
 
         Args:
             pump: The fetcher.
             committer: The commit coordinator.
             options: Time-outs.
-            workers: Gives all workers.
-            calm: Whether the brokers answer, as far as the client says.
-            facts: What else the explanations ask for; see `facts_of`.
-            clock: Loop time.
+            outside: The engine.
         """
-        self.since = SinceWatch(lambda: (*facts(), *self._facts()), clock)
+        self.since = SinceWatch(lambda: (*outside.facts(), *self._facts()), outside.clock)
         """Since when things are as they are."""
-        self.watch = TroubleWatch(self._what_hangs, clock)
+        self.watch = TroubleWatch(self._what_hangs, outside.clock)
         """Tells the log when one of the two hangs, and when that is over."""
         self._pump = pump
         self._committer = committer
@@ -56,17 +61,15 @@ class Liveness:
         commits = max(options.limits.commit_timeout, options.commit_interval)
         self._commit_limit = max(_PATIENCE, _SEVERAL * commits)
         self._overdue_after = options.stuck_after if options.restart_when_stuck else None
-        self._workers = workers
-        self._calm = calm
-        self._clock = clock
+        self._outside = outside
 
     def _facts(self) -> Iterator[tuple[Hashable, object]]:
-        yield "calm", self._calm()
+        yield "calm", self._outside.calm
         yield "pump", self._pump.turns
         yield "committer", self._committer.turns if self._committer.owns else None
         if self._overdue_after is not None:
-            now = self._clock()
-            for worker in self._workers():
+            now = self._outside.clock()
+            for worker in self._outside.workers:
                 delivery = worker.delivery
                 if delivery is not None and delivery.detour is None and now - worker.started > self._overdue_after:
                     yield ("overdue", worker), worker.started
@@ -75,7 +78,7 @@ class Liveness:
         calm = self.since.of("calm", fact=True)
         if calm is None:
             return None
-        now = self._clock()
+        now = self._outside.clock()
         asked = self.since.of("pump", self._pump.turns)
         if asked is not None and now - max(asked, calm) > self._pump_limit:
             return (
@@ -93,4 +96,4 @@ class Liveness:
     def overdue(self) -> list[Worker]:
         """The workers whose run is to be ended by a restart; safe from any thread."""
         since = self.since
-        return [worker for worker in self._workers() if since.of(("overdue", worker), worker.started) is not None]
+        return [worker for worker in self._outside.workers if since.of(("overdue", worker), worker.started) is not None]

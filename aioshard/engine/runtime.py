@@ -115,19 +115,8 @@ class Engine:
             self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.committer.notes
         )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
-        self.liveness = self._make_liveness()
+        self.liveness = Liveness(self.pump, self.committer, options, self)
         self.since = self.liveness.since
-
-    def _make_liveness(self) -> Liveness:
-        return Liveness(
-            self.pump,
-            self.committer,
-            self.options,
-            workers=lambda: self.workers,
-            calm=lambda: self.trouble is None and self._why_nothing_moves() is None,
-            facts=self._facts,
-            clock=self.clock,
-        )
 
     def now(self) -> float:
         """Loop time, asked from any thread."""
@@ -186,7 +175,8 @@ class Engine:
         logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
         self.fail(error)
 
-    def _facts(self) -> Iterable[tuple[Hashable, object]]:
+    def facts(self) -> Iterable[tuple[Hashable, object]]:
+        """What the explanations ask for; see `facts_of`."""
         rebalance, pauses = self.rebalance, self.pauses.items()
         return facts_of(rebalance.epochs, self.workers, pauses, settled=rebalance.settled.is_set())
 
@@ -276,6 +266,11 @@ class Engine:
         failure.__cause__ = error
         self.fail(failure)
         return True
+
+    @property
+    def calm(self) -> bool:
+        """Whether the brokers answer, as far as the client says."""
+        return self.trouble is None and self._why_nothing_moves() is None
 
     def _why_nothing_moves(self) -> str | None:
         """What a client that lives cannot do."""
