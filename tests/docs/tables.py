@@ -1,4 +1,4 @@
-"""What the documentation says of settings, commands, exit codes, metrics and tests, taken from where it is true.
+"""What the documentation says of pages, settings, commands, exit codes, metrics and tests, taken from where it is true.
 
 `python -m tests.docs.tables` writes it between the marks in the pages; a test fails when that is due.
 """
@@ -140,6 +140,17 @@ _SHOWN = """\
       show_source: true"""
 
 
+def contents() -> str:
+    """One line for each section of the site."""
+    navigation = (PROJECT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nplugins:")[0]
+    lines = []
+    for section in re.split(r"(?m)^  - ", navigation)[1:]:
+        pages = re.findall(r"^      - (.+): ([\w-]+\.md)$", section, re.MULTILINE)
+        shown = ", ".join(f"[{title}]({page})" for title, page in pages if page != "index.md")
+        lines.append(f"* **{section.partition(':')[0]}:** {shown}")
+    return "\n".join(lines)
+
+
 def assignors() -> str:
     """One group under each assignor that knows no backlog, as the command shows it."""
     topics = [f"--topic=T{number}={count}" for number, count in enumerate((2, 1, 2, 1, 2), start=1)]
@@ -154,6 +165,7 @@ def assignors() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "assignors": assignors,
+    "contents": contents,
     "settings": settings,
     "metrics": metrics,
     "commands": commands,

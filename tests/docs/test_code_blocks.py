@@ -143,7 +143,6 @@ def test_a_session_prints_what_it_shows(page: Any) -> None:
 
 NOT_RUN = {
     "names": {
-        "operations.md": "it needs an app that runs",
         "spark.md": "Spark; tests/spark runs what the pages show",
         "spark-dataframes.md": "Spark",
         "spark-handover.md": "Spark",

@@ -23,6 +23,40 @@ def test_the_site_builds_and_is_whole(tmp_path: Path) -> None:
     assert "Keep a Changelog" in text_of(site, "changelog")
 
 
+def test_both_builders_understand_the_configuration() -> None:
+    """MkDocs and Zensical; the latter ignores in silence a plugin that it does not know."""
+    text = (PROJECT / "mkdocs.yml").read_text()
+
+    plugins = re.findall(
+        r"^  - (\w+)", text.partition("\nplugins:\n")[2].partition("\nmarkdown_extensions:")[0], re.MULTILINE
+    )
+    extensions = re.findall(r"^  - ([\w.]+)", text.partition("\nmarkdown_extensions:\n")[2], re.MULTILINE)
+    assert plugins == ["search", "mkdocstrings"]
+    assert [
+        name for name in extensions if not re.match(r"(admonition|attr_list|tables|toc|pymdownx\.\w+)$", name)
+    ] == []
+    assert set(re.findall(r"^(\w+):", text, re.MULTILINE)) == {
+        "site_name",
+        "site_description",
+        "strict",
+        "theme",
+        "nav",
+        "plugins",
+        "markdown_extensions",
+    }
+
+
+def test_the_pages_are_in_sections_that_a_newcomer_can_take_in() -> None:
+    navigation = (PROJECT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nplugins:")[0]
+    sections = re.findall(r"^  - (.+):$", navigation, re.MULTILINE)
+    pages = [len(re.findall(r"\.md$", part, re.MULTILINE)) for part in re.split(r"(?m)^  - ", navigation)[1:]]
+
+    assert sections[0] == "Start"
+    assert sections[-1] == "The project"
+    assert 8 <= len(sections) <= 12
+    assert max(pages) <= 8
+
+
 def build(place: Path) -> Path:
     """Builds elsewhere, so that nothing in the checkout changes."""
     for name in ("mkdocs.yml", "CHANGELOG.md"):
