@@ -6,7 +6,7 @@ compares each with that package.
 
 from typing import Final
 
-__all__ = ["DURATIONS", "METRICS", "SCHEMA_URL", "Attribute", "Metric"]
+__all__ = ["ATTRIBUTES", "DURATIONS", "METRICS", "SCHEMA_URL", "Attribute", "Metric"]
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 
@@ -33,6 +33,41 @@ class Attribute:
     SERVER_PORT: Final = "server.port"
     AIOSHARD_ATTEMPT: Final = "aioshard.attempt"
     """No convention has a name for it."""
+
+
+ATTRIBUTES: Final = {
+    Attribute.MESSAGING_SYSTEM: ("process, commit, send", "`kafka`."),
+    Attribute.MESSAGING_OPERATION_NAME: ("process, commit, send", "`process`, `commit` or `send`."),
+    Attribute.MESSAGING_OPERATION_TYPE: ("process, commit, send", "`process`, `settle` or `send`."),
+    Attribute.MESSAGING_DESTINATION_NAME: (
+        "process, commit, send",
+        "The topic; absent where a batch or a commit has several.",
+    ),
+    Attribute.MESSAGING_DESTINATION_PARTITION_ID: (
+        "process, commit, send",
+        "The partition, as text; absent where there are several, or the key of a message chooses.",
+    ),
+    Attribute.MESSAGING_CONSUMER_GROUP_NAME: ("process, commit", "The group id."),
+    Attribute.MESSAGING_CLIENT_ID: ("process, commit, send", "The setting `client_id`."),
+    Attribute.MESSAGING_BATCH_MESSAGE_COUNT: (
+        "process",
+        "Records of the batch; absent where a handler takes single ones.",
+    ),
+    Attribute.MESSAGING_KAFKA_OFFSET: (
+        "process, send",
+        "The offset, of a single record; of a batch it is in each link.",
+    ),
+    Attribute.MESSAGING_KAFKA_MESSAGE_KEY: (
+        "process, send",
+        "The key, where `show_keys` allows it and it is UTF-8; of single records.",
+    ),
+    Attribute.MESSAGING_KAFKA_MESSAGE_TOMBSTONE: ("process, send", "True of a tombstone, else absent."),
+    Attribute.ERROR_TYPE: ("process, commit, send", "Class of the exception, where it failed."),
+    Attribute.SERVER_ADDRESS: ("process, commit, send", "Host of `bootstrap_servers`, where that names a single one."),
+    Attribute.SERVER_PORT: ("process, commit, send", "Its port."),
+    Attribute.AIOSHARD_ATTEMPT: ("process", "Number of the attempt, from the second on."),
+}
+"""Which spans have each attribute, and its meaning."""
 
 
 class Metric:

@@ -33,6 +33,7 @@ LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _IDENTITY = frozenset(CurrentRecord._fields)
+_BESIDE = frozenset({"worker", "trace_id", "span_id"})
 _QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry")
 """Loggers of libraries, whose INFO is our DEBUG."""
 
@@ -176,6 +177,8 @@ class TextFormatter(logging.Formatter):
         """The line without a traceback, with the record's extra fields at its end."""
         line = super().formatMessage(record)
         fields = _fields(record)
+        if "event" in fields:  # our own line, whose sentence says what its fields do
+            fields = {name: value for name, value in fields.items() if name in _BESIDE}
         if not fields:
             return line
         return f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 from aioshard.cli import main as entry
 from aioshard.settings import SettingDescription, Settings
+from aioshard.telemetry.conventions import ATTRIBUTES
+from aioshard.telemetry.conventions import METRICS as OTEL_METRICS
 from aioshard.telemetry.metrics import METRICS
 
 __all__ = ["DOCS", "GENERATED", "PROJECT", "context_of", "marks", "named_tests", "outdated", "write"]
@@ -63,6 +65,18 @@ def metrics() -> str:
             for name, (kind, sentence, labels) in METRICS.items()
         ),
     )
+
+
+def attributes() -> str:
+    """One row for each attribute of spans."""
+    rows = ((f"`{name}`", spans, meaning) for name, (spans, meaning) in ATTRIBUTES.items())
+    return _table(("attribute", "spans", "what it is"), rows)
+
+
+def otel_metrics() -> str:
+    """One row for each metric of OpenTelemetry's conventions."""
+    rows = ((f"`{name}`", kind, f"`{unit}`", meaning) for name, (kind, unit, meaning) in OTEL_METRICS.items())
+    return _table(("metric", "instrument", "unit", "what it is"), rows)
 
 
 def commands() -> str:
@@ -168,6 +182,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "contents": contents,
     "settings": settings,
     "metrics": metrics,
+    "attributes": attributes,
+    "conventions": otel_metrics,
     "commands": commands,
     "exit codes": exit_codes,
     "evidence": evidence,

@@ -234,6 +234,15 @@ def test_the_text_says_it_too(configured: Configure) -> None:
     )
 
 
+def test_a_sentence_of_ours_is_not_repeated_by_its_fields(configured: Configure) -> None:
+    stream = configured("info", "text")
+    logging.getLogger("aioshard.engine").warning(
+        "orders/3 is paused", extra={"event": "paused", "topic": "orders", "partition": 3, "worker": "1"}
+    )
+
+    assert stream.getvalue().endswith("orders/3 is paused [worker=1]\n")
+
+
 def test_a_line_says_which_attempt_it_is_of_and_how_large_the_batch_is(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing")

@@ -15,7 +15,7 @@ from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.semconv.schemas import Schemas
 
 from aioshard import App, Batch, BatchContext, Context, Record, Retry
-from aioshard.telemetry.conventions import DURATIONS, METRICS, SCHEMA_URL, Attribute, Metric
+from aioshard.telemetry.conventions import ATTRIBUTES, DURATIONS, METRICS, SCHEMA_URL, Attribute, Metric
 from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.telemetry.traces import TRACEPARENT, Spans
@@ -125,6 +125,17 @@ def test_no_span_has_an_attribute_that_no_convention_names(measured: Measured) -
 
     assert written <= {value for value in PACKAGE.values() if isinstance(value, str)} | {"aioshard.attempt"}
     assert {Attribute.MESSAGING_KAFKA_OFFSET, Attribute.ERROR_TYPE, Attribute.MESSAGING_KAFKA_MESSAGE_KEY} <= written
+
+
+@pytest.mark.parametrize("operation", ["process", "commit", "send"])
+def test_a_span_has_what_the_table_says_of_its_kind(measured: Measured, operation: str) -> None:
+    written = {name for span in measured.spans.of(operation) for name in span.attributes or ()}
+
+    assert written <= {name for name, (spans, _) in ATTRIBUTES.items() if operation in spans.split(", ")}
+
+
+def test_the_table_has_every_attribute() -> None:
+    assert set(ATTRIBUTES) == set(OURS.values())
 
 
 def test_the_values_have_the_types_of_the_conventions(measured: Measured) -> None:
