@@ -317,10 +317,8 @@ class Engine:
         self.trouble = None
         if self.state == "starting":
             self.state = "running"
-            message = "group %r: the app runs, with %d handler(s) and %d partition(s)"
-            partitions = len(self.rebalance.epochs)
-            fields = self._fields("running", partitions=partitions)
-            logger.info(message, self.options.limits.group_id, len(self.handlers), partitions, extra=fields)
+            count = len(self.rebalance.epochs)
+            logger.info("the app runs, with %d partition(s)", count, extra=self._fields("running", partitions=count))
 
     def _fields(self, event: str, **more: object) -> dict[str, object]:
         """Of a line in the log about the app as a whole."""
@@ -363,8 +361,7 @@ class Engine:
         """End what runs and commit it; returns the records that did not end in time."""
         self.be_draining()
         running = len(self._running_now())
-        message = "group %r: the app drains; %d record(s) run"
-        logger.info(message, self.options.limits.group_id, running, extra=self._fields("draining", in_flight=running))
+        logger.info("the app drains; %d record(s) run", running, extra=self._fields("draining", in_flight=running))
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
         self.rebalance.stop_opening()
@@ -392,6 +389,6 @@ class Engine:
                 await self._close(self.transport)
         self.rebalance.end_all("the app stopped")
         await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
-        logger.info("group %r: the app has stopped", self.options.limits.group_id, extra=self._fields("stopped"))
+        logger.info("the app has stopped", extra=self._fields("stopped"))
         if self.state != "failed":
             self.state = "stopped"
