@@ -35,8 +35,12 @@ class Answer(NamedTuple):
     status: int
     text: str
 
-    def json(self, address: str) -> dict[str, Any]:
+    def json(self, address: str, *fields: str) -> dict[str, Any]:
         """The text as a JSON object.
+
+        Args:
+            address: Where it is from, for messages.
+            fields: That it must have: many a server says yes to everything.
 
         Raises:
             NoAnswerError: It is none.
@@ -47,6 +51,9 @@ class Answer(NamedTuple):
             found = None
         if not isinstance(found, dict):
             raise NoAnswerError(_foreign(address, "something that is no JSON object"))
+        for field in fields:
+            if field not in found:
+                raise NoAnswerError(_foreign(address, f"a JSON object without {field!r}"))
         return found
 
 

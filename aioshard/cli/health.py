@@ -34,7 +34,7 @@ def command(url: str, *, live: bool, strict: bool, timeout: float, as_json: bool
     path = "livez" if live else "readyz"
     try:
         answer = server.ask(path, _UNAVAILABLE)
-        body = answer.json(f"{server.base}/{path}")
+        body = answer.json(f"{server.base}/{path}", "state", "findings")
     except NoAnswerError as error:
         if as_json:
             click.echo(json.dumps({"url": server.base, "healthy": False, "error": str(error)}))
@@ -43,7 +43,7 @@ def command(url: str, *, live: bool, strict: bool, timeout: float, as_json: bool
     healthy = answer.status != _UNAVAILABLE
     well = healthy and not (strict and body.get("findings"))
     if as_json:
-        click.echo(json.dumps({"url": server.base, "healthy": well, "error": None, **body}))
+        click.echo(json.dumps({**body, "url": server.base, "healthy": well, "error": None}))
     else:
         click.echo("\n".join(_told(body, "alive" if live else "ready", healthy=healthy)))
     return 0 if well else UNHEALTHY

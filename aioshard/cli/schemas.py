@@ -58,7 +58,20 @@ def schemas_of(types: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any] | str
     if schemas.keys() & more.keys():
         theirs, more = _of_structs(structs, _REF_BESIDE)
         more = {f"{name}-struct": schema for name, schema in more.items()}
-    return {**found, **mine, **theirs}, {**schemas, **more}
+    return found | _named_discriminators({**mine, **theirs}), _named_discriminators({**schemas, **more})
+
+
+def _named_discriminators(node: Any) -> Any:
+    """The same schemas with discriminators as AsyncAPI has them: the name of the property, and nothing beside it."""
+    if isinstance(node, list):
+        return [_named_discriminators(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    found = {name: _named_discriminators(one) for name, one in node.items()}
+    match found.get("discriminator"):
+        case {"propertyName": str(name)}:
+            found["discriminator"] = name
+    return found
 
 
 def _why_none(annotation: Any, schemas: Callable[[dict[str, Any]], object]) -> str | None:

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import pytest
-from pydantic import BaseModel, ConfigDict, RootModel
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 from pydantic_asyncapi.v3 import AsyncAPI
 
 from aioshard import App, Batch, DeadLetter, Handlers, Record
@@ -77,6 +77,14 @@ class Titled(BaseModel):
 
 class Tree(BaseModel):
     children: "list[Tree]"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
 
 
 class Elsewhere:
@@ -246,6 +254,25 @@ async def takes_lines(lines: Lines) -> None: ...
 
 
 async def takes_tree(tree: Tree) -> None: ...
+
+
+async def takes_pet(pet: Annotated[Cat | Dog, Field(discriminator="kind")]) -> None: ...
+
+
+async def takes_visits(visits: dict[str, View | Leave]) -> None: ...
+
+
+def test_a_discriminator_is_the_name_of_a_property() -> None:
+    """Unlike in OpenAPI, whose form both libraries give."""
+    handlers = Handlers()
+    handlers.consume("pets")(takes_pet)
+    handlers.consume("visits")(takes_visits)
+
+    messages = described(handlers)["components"]["messages"]
+
+    assert messages["takes_pet"]["payload"]["discriminator"] == "kind"
+    assert len(messages["takes_pet"]["payload"]["oneOf"]) == 2
+    assert messages["takes_visits"]["payload"]["additionalProperties"]["discriminator"] == "type"
 
 
 def test_types_of_the_same_name_stay_apart() -> None:

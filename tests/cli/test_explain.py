@@ -217,13 +217,23 @@ async def test_another_server_is_a_sentence(aioshard: Aioshard, command: str, an
     assert "which aioshard's health server does not" in ended.errors
 
 
-@pytest.mark.parametrize("body", [b"[]", b"<html>"])
-async def test_another_server_that_says_yes_to_everything_is_a_sentence(aioshard: Aioshard, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"[]", "something that is no JSON object"),
+        (b"<html>", "something that is no JSON object"),
+        (b'{"healthy": true}', "a JSON object without 'state'"),
+        (b'{"state": "running"}', "a JSON object without 'findings'"),
+    ],
+)
+async def test_another_server_that_says_yes_to_everything_is_a_sentence(
+    aioshard: Aioshard, body: bytes, found: str
+) -> None:
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)) as url:
         ended = await aioshard("health", url)
 
     assert ended.code == 3
-    assert "answered with something that is no JSON object" in ended.errors
+    assert f"answered with {found}, which aioshard's health server does not" in ended.errors
 
 
 @pytest.mark.parametrize(
