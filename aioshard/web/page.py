@@ -10,12 +10,13 @@ draws. All addresses in it are relative, so it works below any path. Nothing com
 | `/actions` | POST: what it may do, as `aioshard.web.actions` says; without a token there is no such path |
 """
 
+import asyncio
 import functools
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -55,6 +56,9 @@ _SAFE = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
+T = TypeVar("T")
+
+_THREADS = 4
 _LASTS = 0.5
 """Seconds for which several pages get the same answer: each look costs the app's process its time."""
 
@@ -105,23 +109,25 @@ def page_routes(app: Dashboard, *, token: str | None = None, hosts: Collection[s
     Raises:
         SettingsError: As `dashboard`.
     """
+    threads = _Threads()
 
     async def look() -> dict[str, Any]:
         # In a thread: with a thousand partitions it takes long enough for the event loop to notice.
-        shown = await anyio.to_thread.run_sync(process, app)
+        shown = await threads.run(process, app)
         return document([shown], actions=token is not None)
 
     async def act(action: Action) -> str:
         if action.worker is not None:
             raise RefusedError(409, 'there is only one process: leave "worker" out')
-        return await anyio.to_thread.run_sync(perform, app, action)
+        return await threads.run(perform, app, action)
 
     return routes_of(Source(look, act), token=token, hosts=hosts)
 
 
 def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str] | None = None) -> list[BaseRoute]:
     """The routes of a page that shows what *source* gives; for the rest see `page_routes`."""
-    latest = _Latest(source.look)
+    threads = _Threads()
+    latest = _Latest(source.look, threads)
 
     async def processes(_: Request) -> Response:
         return Response(await latest.body(), media_type="application/json", headers=_SAFE)
@@ -130,7 +136,8 @@ def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str
         return answer if hosts is None else functools.partial(_for_these_hosts, frozenset(hosts), answer)
 
     routes = [
-        Route(path, guarded(functools.partial(_file, name, media_type))) for path, (name, media_type) in _FILES.items()
+        Route(path, guarded(functools.partial(_file, _STATIC / name, media_type)))
+        for path, (name, media_type) in _FILES.items()
     ]
     routes.append(Route("/processes.json", guarded(processes)))
     if token is not None:
@@ -139,12 +146,26 @@ def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str
     return [*routes]
 
 
+class _Threads:
+    """Threads of the page's own: the application's may all be busy, just when somebody wants to know why."""
+
+    def __init__(self) -> None:
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    async def run(self, function: Callable[..., T], *given: Any) -> T:
+        """Call *function* in one of them."""
+        if self._limiter is None:
+            self._limiter = anyio.CapacityLimiter(_THREADS)
+        return await anyio.to_thread.run_sync(function, *given, limiter=self._limiter)
+
+
 class _Latest:
     """The latest `processes.json`, for whoever asks within a moment."""
 
-    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]], threads: _Threads) -> None:
         self._look = look
-        self._turn = anyio.CapacityLimiter(1)
+        self._threads = threads
+        self._turn = asyncio.Lock()
         self._at = float("-inf")
         self._body = b""
 
@@ -153,7 +174,7 @@ class _Latest:
         async with self._turn:
             if time.monotonic() - self._at >= _LASTS:
                 found = await self._look()
-                self._body = await anyio.to_thread.run_sync(_as_json, found)
+                self._body = await self._threads.run(_as_json, found)
                 self._at = time.monotonic()
             return self._body
 
@@ -162,8 +183,13 @@ def _as_json(found: dict[str, Any]) -> bytes:
     return json.dumps(found, separators=(",", ":")).encode()
 
 
-async def _file(name: str, media_type: str, _: Request) -> Response:
-    return Response(await anyio.to_thread.run_sync((_STATIC / name).read_bytes), media_type=media_type, headers=_SAFE)
+async def _file(path: Path, media_type: str, _: Request) -> Response:
+    return Response(_content(path), media_type=media_type, headers=_SAFE)
+
+
+@functools.cache
+def _content(path: Path) -> bytes:
+    return path.read_bytes()
 
 
 async def _for_these_hosts(

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from aioshard.engine.insight.workload import Workload
-from aioshard.observe import Diagnosis, PartitionDiagnosis, Statistics
+from aioshard.observe import Diagnosis, PartitionDiagnosis, PartitionStatistics, Statistics
 
 __all__ = ["MOST_DIAGNOSED", "Shown", "document", "process", "unknown_process"]
 
 MOST_DIAGNOSED = 100
 """Partitions of one process that are explained."""
+_PARTITION = [field.name for field in dataclasses.fields(PartitionStatistics)]
 
 
 class Shown(Protocol):
@@ -44,11 +45,14 @@ def process(app: Shown, worker: str | None = None) -> dict[str, Any]:
         worker: Its name among several; None where it is the only one.
     """
     statistics, diagnosis, workload = app.statistics(), app.diagnose(), app.workload()
+    # `asdict` copies deeply, which is most of the time where there are many partitions, and these are flat.
+    partitions = [{name: getattr(one, name) for name in _PARTITION} for one in statistics.partitions]
+    others = dataclasses.replace(statistics, partitions=())
     worth = sorted((one for one in diagnosis.partitions if one.verdict in ("stuck", "waiting")), key=_worst_first)
     explained = dataclasses.replace(diagnosis, partitions=tuple(worth[:MOST_DIAGNOSED]))
     return {
         "worker": worker,
-        "statistics": statistics.asdict(),
+        "statistics": {**others.asdict(), "partitions": partitions},
         "diagnosis": {**explained.asdict(), "left_out": max(len(worth) - MOST_DIAGNOSED, 0)},
         "workload": None if workload is None else workload.asdict(),
         "error": None,

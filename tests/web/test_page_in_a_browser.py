@@ -181,6 +181,18 @@ async def act_with_the_token_alone(watched: Watched, app: App, topic: str) -> No
     assert app.statistics().handlers[0].skipped == 1
 
 
+async def see_that_it_is_of_then(watched: Watched) -> None:
+    """When the server does not answer, the page says so and since when, and goes on when it does."""
+    page = watched.page
+    await page.route("**/processes.json", lambda route: route.abort())
+    await expect(page.locator("#stale")).to_contain_text("cannot be reached")
+    await expect(page.locator("#stale")).to_contain_text(" ago.")
+    await expect(page.locator("#connection")).to_have_text("no answer")
+    await page.unroute("**/processes.json")
+    await expect(page.locator("#stale")).to_be_hidden()
+    await expect(page.locator("#connection")).to_have_text("live")
+
+
 async def look_at_it_on_a_phone(watched: Watched) -> None:
     page = watched.page
     await page.set_viewport_size({"width": 390, "height": 844})
@@ -246,4 +258,5 @@ async def test_the_page_in_a_browser(
         assert watched.elsewhere == []
         assert not any(TOKEN in request.url for request in watched.asked)
         assert watched.troubles == []
+        await see_that_it_is_of_then(watched)
         await watched.page.close()

@@ -252,7 +252,7 @@
     }
 
     heading(column) {
-      const cell = el("th", { role: "columnheader", scope: "col", class: column.num ? "num" : null });
+      const cell = el("th", { role: "columnheader", scope: "col", class: column.num ? "num" : column.class === "actions" ? "actions" : null });
       if (column.by) {
         const sort = el("button", { type: "button", class: "sort", text: column.label, on: { click: () => this.sortBy(column.label) } });
         cell.append(sort);
@@ -557,6 +557,8 @@
       all.reports.push(...tag(one.statistics.rebalance_reports));
       all.findings.push(...findingsOf(one, worker));
     }
+    const ranks = { bad: 0, warn: 1, quiet: 2 };
+    all.findings.sort((a, b) => ranks[a.tone] - ranks[b.tone]);
     all.shards.sort((a, b) => b.waiting - a.waiting);
     all.workers.sort((a, b) => b.seconds - a.seconds);
     all.reports.sort((a, b) => b.at - a.at);
@@ -585,8 +587,7 @@
       });
     }
     if (one.diagnosis.left_out) found.push({ key: `${worker}|left out`, tone: "warn", word: "more", title: "", text: `${plural(one.diagnosis.left_out, "more partition")} wait; the table below has all of them.`, from });
-    const ranks = { bad: 0, warn: 1, quiet: 2 };
-    return found.sort((a, b) => ranks[a.tone] - ranks[b.tone]);
+    return found;
   }
 
   // Rates are of the time between two answers; a counter that fell is one of a new process.
@@ -771,7 +772,7 @@
     for (const name of Object.keys(tables)) tables[name].show(all[name], of(name));
     offerSorts();
     const topics = new Set(all.partitions.map((row) => row.topic));
-    write($("partitions-count"), all.partitions.length ? `${count(all.partitions.length)} of ${plural(topics.size, "topic")}` : "");
+    write($("partitions-count"), all.partitions.length ? `${count(all.partitions.length)} in ${plural(topics.size, "topic")}` : "");
     write($("handlers-count"), count(all.handlers.length));
     write($("failures-count"), totals("failing") > all.failed.length ? `${count(all.failed.length)} of ${count(totals("failing"))}` : all.failed.length ? count(all.failed.length) : "");
     write($("parked-count"), totals("parked_keys") > all.parked.length ? `${count(all.parked.length)} of ${count(totals("parked_keys"))}` : all.parked.length ? count(all.parked.length) : "");
