@@ -59,8 +59,9 @@ connector: $(VENV)/.dev ## fetch the jars of Spark's own Kafka connector; withou
 chromium: $(VENV)/.dev ## install Debian's Chromium where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.chromium
 
-screenshots: $(VENV)/.dev chromium ## take the pictures of the page that are in docs/images
+screenshots: $(VENV)/.dev chromium ## take the pictures of page and terminal that are in docs/images
 	@$(BIN)/python -m tests.support.screenshots
+	@$(BIN)/python -m tests.docs.pictures
 
 postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql

@@ -18,7 +18,7 @@ from aioshard.app import App
 from aioshard.cli.main import INTERRUPTED, exit_code
 from aioshard.cli.run_options import RunOptions
 from aioshard.cli.tether import Tether
-from aioshard.errors import AioshardError, NotDrainedError
+from aioshard.errors import AioshardError, NotDrainedError, StateError
 from aioshard.loops import loop_factory
 from aioshard.observe import Statistics
 from aioshard.settings import misspelled_variables
@@ -128,8 +128,19 @@ class _Run:
 
     async def serve(self) -> None:
         """Serve the app, and its health where that is asked for, until a signal or an error."""
-        async with _health(self._app, self._options):
+        async with _health(self._app, self._options), contextlib.AsyncExitStack() as stack:
+            if self._tether is not None:
+                telling = asyncio.create_task(self._tether.tell_member(self._member), name="tell the member id")
+                stack.push_async_callback(asyncio.wait, [telling])
+                stack.callback(telling.cancel)
             await self._serve(until_caught_up=self._options.until_caught_up)
+
+    def _member(self) -> str:
+        try:
+            transport = self._app.running_engine().transport
+        except StateError:
+            return ""
+        return "" if transport is None else transport.membership().member_id
 
     async def _serve(self, *, until_caught_up: bool) -> None:
         app = self._app

@@ -19,6 +19,7 @@ from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
 from aioshard.cli.running import Signals, base_url
 from aioshard.cli.tether import MARGIN, Child, Ending
 from aioshard.cli.web import hosts_of
+from aioshard.errors import AioshardError
 from aioshard.web.workers import WorkerState
 
 __all__ = ["Supervisor", "run_workers"]
@@ -31,6 +32,7 @@ _LASTING = 60.0
 """Seconds after which a worker's end is no more taken for a start that failed."""
 _REFUSED = 2
 _NOT_DRAINED = 4
+_REMOVES_WITHIN = 5.0
 _LOOKS_EVERY = 5.0
 _LOOKS_WITHIN = 2.0
 _MISSES = 3
@@ -85,6 +87,8 @@ class _Life(NamedTuple):
     seconds: float
     overdue: bool
     """Whether it was killed, since it had not drained."""
+    member: str
+    """The id of the member of the group that it was; empty where it was none."""
 
 
 class Supervisor:
@@ -105,8 +109,8 @@ class Supervisor:
             sockets: Directory in which workers answer; None where nobody asks them.
         """
         self.group_id = app.group_id
+        self._settings = app.settings
         self._drains_within = app.settings.shutdown_timeout + MARGIN
-        self._session_timeout = app.settings.session_timeout
         self._arguments = options.arguments()
         self._signals = signals
         self._asks = sockets is not None
@@ -166,7 +170,24 @@ class Supervisor:
                 logger.error("worker %s %s: starting it again would not help, all end", worker.name, _told(life.ending))
                 self._stopping.set()
                 return
-            await self._pause(worker, life)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pause(worker, life), name=f"pause of worker {worker.name}")
+                if life.member and self._settings.group_instance_id is None:
+                    group.create_task(self._remove(life.member), name=f"removal of worker {worker.name}")
+
+    async def _remove(self, member: str) -> None:
+        """Have a member leave whose process is gone: the others need not wait until its session is over."""
+        from aioshard.kafka.groups import GroupBrokers  # noqa: PLC0415 - imported on use
+
+        try:
+            async with asyncio.timeout(_REMOVES_WITHIN), GroupBrokers(self._settings) as brokers:
+                removed = await brokers.remove_member(self.group_id, member)
+        except (AioshardError, TimeoutError) as error:
+            logger.warning(
+                "the group waits until the session of member %s is over: %s", member, str(error) or "no answer"
+            )
+        else:
+            logger.log(logging.INFO if removed else logging.DEBUG, "member %s was taken out of the group", member)
 
     def _tell_end(self, worker: _Worker, life: _Life) -> None:
         if life.overdue:
@@ -180,7 +201,7 @@ class Supervisor:
             worker.killed_at = time.monotonic()
         if life.ending.error == "InstanceIdTakenError":
             # The brokers may keep the id of a member that was killed until its session is over.
-            return time.monotonic() - worker.killed_at > 2 * self._session_timeout
+            return time.monotonic() - worker.killed_at > 2 * self._settings.session_timeout
         return life.ending.code == _REFUSED
 
     async def _pause(self, worker: _Worker, life: _Life) -> None:
@@ -216,7 +237,7 @@ class Supervisor:
             if not ended.done():
                 overdue = True
                 child.kill()
-            return _Life(await ended, time.monotonic() - began, overdue)
+            return _Life(await ended, time.monotonic() - began, overdue, child.member)
         finally:
             worker.child = None
             for task in (ended, *others):

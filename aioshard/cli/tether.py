@@ -26,6 +26,7 @@ MARGIN = 10.0
 _IMPORTS_WITHIN = 60.0
 _LONGEST = 64 * 1024
 _TELLS_WITHIN = 1.0
+_LOOKS_EVERY = 0.5
 
 
 class Ending(NamedTuple):
@@ -78,7 +79,18 @@ class Tether:
     def tell(self, error: Exception) -> None:
         """Tell the parent why this process ends."""
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        told = {"error": type(error).__name__, "message": message[: _LONGEST // 8]}
+        self._send({"error": type(error).__name__, "message": message[: _LONGEST // 8]})
+
+    async def tell_member(self, member: Callable[[], str]) -> None:
+        """Tell the parent the id of this member, each time that it is another one; without end."""
+        told = ""
+        while True:
+            if (now := member()) != told:
+                told = now
+                self._send({"member": now})
+            await asyncio.sleep(_LOOKS_EVERY)
+
+    def _send(self, told: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):  # it is gone
             self._socket.sendall(json.dumps(told).encode() + b"\n")
 
@@ -92,7 +104,11 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process, end: socket.socket) -> None:
         self._process = process
         self._end = end
+        self._told = Ending(0, None, "")
         self.pid = process.pid
+        self.member = ""
+        """The id of the member of the group that it is or was last, as far as it told."""
+        self._listening = asyncio.create_task(self._listen(), name=f"listen to process {process.pid}")
 
     @classmethod
     async def start(
@@ -130,16 +146,20 @@ class Child:
     async def ended(self) -> Ending:
         """Wait for its end; to be called once."""
         code = await self._process.wait()
-        told = b""
         # What it said is there already. That nothing more comes is not known while its own children hold the socket.
-        with contextlib.suppress(TimeoutError, OSError):
-            async with asyncio.timeout(_TELLS_WITHIN):
-                while more := await asyncio.get_running_loop().sock_recv(self._end, _LONGEST):
-                    told += more
-                    if told.endswith(b"\n"):
-                        break
+        await asyncio.wait([self._listening], timeout=_TELLS_WITHIN)
+        self._listening.cancel()
+        await asyncio.wait([self._listening])
         self._end.close()
-        with contextlib.suppress(ValueError, KeyError):
-            found = json.loads(told)
-            return Ending(code, found["error"], found["message"])
-        return Ending(code, None, "")
+        return self._told._replace(code=code)
+
+    async def _listen(self) -> None:
+        loop, rest = asyncio.get_running_loop(), b""
+        with contextlib.suppress(OSError):
+            while more := await loop.sock_recv(self._end, _LONGEST):
+                *lines, rest = (rest + more).split(b"\n")
+                for line in lines:
+                    told = json.loads(line)
+                    self.member = told.get("member", self.member)
+                    if "error" in told:
+                        self._told = Ending(0, told["error"], told["message"])

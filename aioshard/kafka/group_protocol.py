@@ -20,7 +20,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-__all__ = ["DescribeConsumerGroup", "DescribeGroup", "RemoveStaticMember"]
+__all__ = ["DescribeConsumerGroup", "DescribeGroup", "RemoveMember"]
 
 
 class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
@@ -197,16 +197,16 @@ class _LeaveGroupStruct(RequestStruct):  # type: ignore[misc]
     )
 
 
-class RemoveStaticMember(Request[_LeaveGroupStruct]):  # type: ignore[misc]
-    """Removes a static member from its group, whoever asks. Needs Kafka 2.4."""
+class RemoveMember(Request[_LeaveGroupStruct]):  # type: ignore[misc]
+    """Removes a member from its group, whoever asks; of the newer protocol a static one only. Needs Kafka 2.4."""
 
     API_KEY = 13
 
-    def __init__(self, group_id: str, instance_id: str) -> None:
-        """Make the order."""
+    def __init__(self, group_id: str, *, member_id: str = "", instance_id: str | None = None) -> None:
+        """Make the order; one of the ids is enough."""
         self._group_id = group_id
-        self._instance_id = instance_id
+        self._member = member_id, instance_id
 
     def build(self, request_struct_class: Any) -> Any:
         """The request in the version that the broker takes."""
-        return request_struct_class(self._group_id, [("", self._instance_id)])
+        return request_struct_class(self._group_id, [self._member])

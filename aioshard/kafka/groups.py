@@ -9,7 +9,7 @@ from aiokafka.client import CoordinationType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 
 from aioshard.errors import StateError, TransportError
-from aioshard.kafka.group_protocol import DescribeConsumerGroup, RemoveStaticMember
+from aioshard.kafka.group_protocol import DescribeConsumerGroup, RemoveMember
 from aioshard.kafka.history import GroupMember, HistoryBrokers
 from aioshard.kafka.translate import raise_for
 from aioshard.records import TopicPartition
@@ -143,22 +143,36 @@ class GroupBrokers(HistoryBrokers):
             AuthorizationError: We may not read with the group.
             TransportError: It was not done.
         """
-
-        async def ask() -> int:
-            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-            answer = await self._client.send(node, RemoveStaticMember(group_id, instance_id))
-            raise_for(answer.error_code)
-            ((_, _, code),) = answer.members
-            if code != _UNKNOWN_MEMBER:
-                raise_for(code)
-            return int(code)
-
         what = f"remove {instance_id!r} from group {group_id!r}"
-        if await self._patiently(ask, what, group_id) == _UNKNOWN_MEMBER:
+        order = RemoveMember(group_id, instance_id=instance_id)
+        if not await self._patiently(functools.partial(self._removed, order, group_id), what, group_id):
             raise StateError(
                 f"group {group_id!r} has no static member {instance_id!r}: aioshard group show {group_id} names those "
                 "that it has"
             )
+
+    async def remove_member(self, group_id: str, member_id: str) -> bool:
+        """Have a member that has died leave its group, whose partitions go on elsewhere before its session is over.
+
+        Returns:
+            Whether the group had it.
+
+        Raises:
+            AuthorizationError: We may not read with the group.
+            TransportError: It was not done.
+        """
+        order = RemoveMember(group_id, member_id=member_id)
+        what = f"remove member {member_id!r} from group {group_id!r}"
+        return await self._patiently(functools.partial(self._removed, order, group_id), what, group_id)
+
+    async def _removed(self, order: RemoveMember, group_id: str) -> bool:
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        answer = await self._client.send(node, order)
+        raise_for(answer.error_code)
+        ((_, _, code),) = answer.members
+        if code != _UNKNOWN_MEMBER:
+            raise_for(code)
+        return bool(code != _UNKNOWN_MEMBER)
 
 
 def offsets_partition(group_id: str, partitions: int) -> int:
