@@ -287,6 +287,34 @@ def test_what_a_handler_leaves_behind_never_has_the_name_of_another_record(confi
         assert all(line.get("offset", offset) == offset for line in lines)
 
 
+def test_what_a_task_was_told_while_its_run_waited_for_it_stays_true(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing")
+    left: list[asyncio.Task[None]] = []
+
+    async def task(offset: int) -> None:
+        USERS.info("by %d", offset)
+        await asyncio.sleep(0.05)
+        USERS.info("by %d", offset)
+
+    @app.consume("orders", concurrency=1)
+    async def handle(record: Record) -> None:
+        left.append(asyncio.create_task(task(record.offset)))
+        await asyncio.wait(left[-1:], timeout=0.01)
+
+    async def scenario() -> None:
+        async with TestClient(app, broker=InMemoryBroker(partitions=1)) as client:
+            for value in "123":
+                await client.publish("orders", value)
+            await client.settle()
+            await asyncio.wait(left)
+
+    run(scenario())
+
+    for offset in range(3):
+        assert [line["offset"] for line in logged(stream, f"by {offset}")] == [offset, offset]
+
+
 def test_a_thread_that_outlives_its_run_never_has_the_name_of_another_record(configured: Configure) -> None:
     stream = configured("info", "json")
     app = App("billing", bootstrap_servers="nowhere:1")

@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from aioshard import App, Batch, BatchError, Context, DeadLetter, Park, Record, Retry
 from aioshard.errors import CommitError, NotDrainedError, StateError
 from aioshard.telemetry.operations import Operation
+from aioshard.telemetry.propagation import Propagation
 from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.running import until
@@ -443,6 +444,21 @@ def test_a_parked_record_keeps_its_headers_and_is_traced_when_it_runs_again() ->
     assert all(name != "traceparent" for name, _ in traced.broker.records("orders.parked")[-1].headers)
 
 
+def test_what_is_written_to_a_topic_of_parked_records_gets_no_context() -> None:
+    """Its readers compare what they find there; and the tasks that write answers run in no span."""
+    traced = Traced()
+    traced.app.consume("orders", on_failure=Park("orders.parked"))(nothing)
+
+    async def act(_: TestClient) -> None:
+        with traced.spans.provider.get_tracer("test").start_as_current_span("outside"):
+            await traced.app.publish("orders.parked", None, key="orders/0/7@1", partition=0)
+
+    traced.consume(act=act)
+
+    assert traced.broker.records("orders.parked")[0].headers == ()
+    assert parent_of(traced.spans.one("send")) is None
+
+
 def test_what_is_not_published_says_why() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
@@ -538,6 +554,24 @@ def test_a_record_is_processed_whatever_its_headers_say(headers: Sequence[tuple[
     span = traced.spans.one("process")
     assert span.status.status_code is StatusCode.UNSET
     assert links(span) in ([], [SPAN_ID])
+
+
+def test_no_propagator_is_given_what_is_too_long_or_no_text() -> None:
+    seen: list[list[str] | None] = []
+
+    class Looking(Raising):
+        def extract(self, carrier: Any, context: OtelContext | None = None, getter: Any = None) -> OtelContext:
+            seen.extend(getter.get(carrier, name) for name in ("long", "bytes", "null", "missing", "fits"))
+            return OtelContext() if context is None else context
+
+    before = propagate.get_global_textmap()
+    propagate.set_global_textmap(Looking())
+    try:
+        Propagation().extract([("long", b"x" * 8193), ("bytes", b"\xff"), ("null", None), ("fits", b"x" * 8192)])
+    finally:
+        propagate.set_global_textmap(before)
+
+    assert seen == [None, None, None, None, ["x" * 8192]]
 
 
 def test_the_last_header_of_a_name_counts() -> None:
