@@ -203,6 +203,13 @@ class Rebalance:
                 worker.interrupt()
         return ran_on
 
+    def wait_no_more(self) -> None:
+        """Let a drain end as if its time were over: nobody is left to run anything."""
+        for epoch in self.epochs:
+            for both in self._with_side(epoch):
+                if both.drained is not None:
+                    both.drained.set()
+
     def _with_side(self, epoch: Epoch) -> list[Epoch]:
         fetcher = self.fetchers.get(epoch.topic_partition)
         return fetcher.feed.with_side(epoch) if fetcher is not None else [epoch]

@@ -26,7 +26,7 @@ from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import StuckWatch, TimeoutWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
-from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TransportError
+from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
@@ -88,6 +88,8 @@ class Engine:
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
+        self._deserters = 0
+        """Workers that somebody else has cancelled."""
         self._ending: asyncio.Future[None] = loop.create_future()
         """Done when the app is told to end: a start that waits is over."""
         self._lost_id = Losses(self.clock)
@@ -174,6 +176,14 @@ class Engine:
         fields = self._fields("crashed", task=task)
         logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
         self.fail(error)
+        self._deserters += isinstance(error, TaskCancelledError)
+        if self._deserted:
+            self.rebalance.wait_no_more()
+
+    @property
+    def _deserted(self) -> bool:
+        """Whether all workers were cancelled from outside, as a loop that closes does: no run ends any more."""
+        return self._deserters >= len(self.workers) > 0
 
     def facts(self) -> Iterable[tuple[Hashable, object]]:
         """What the explanations ask for; see `facts_of`."""
@@ -366,9 +376,10 @@ class Engine:
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
         self.rebalance.stop_opening()
         epochs = self.rebalance.epochs
-        await self.rebalance.drain(epochs, timeout - reserve)
+        await self.rebalance.drain(epochs, 0.0 if self._deserted else timeout - reserve)
         late = dict.fromkeys(d for d in self._running_now() if d.epoch.gate is not Gate.ENDED)
-        await self.committer.flush(epochs, max(min(deadline - self.clock(), reserve), 0.1))
+        # With the workers, the commit coordinator has been cancelled.
+        await self.committer.flush(epochs, 0.1 if self._deserted else max(min(deadline - self.clock(), reserve), 0.1))
         enough = deadline - min(reserve, 1.0)
         # What was taken from us has been told to end, maybe just now: it is late only if it does not.
         while any(d not in late for d in self._running_now()) and self.clock() < enough:  # noqa: ASYNC110 - nothing tells

@@ -1,6 +1,7 @@
 """`App.drain`: the app ends its part in the group, and the process lives on."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -239,6 +240,27 @@ def test_a_handler_drains_the_app_in_a_task_of_its_own() -> None:
             assert client.committed("orders", 0) == 1
 
     run(test())
+
+
+def test_workers_that_a_closing_loop_has_cancelled_are_not_waited_for() -> None:
+    """`asyncio.run` cancels every task when a server is ended by force."""
+    slow = Slow(seconds=1_000.0)
+
+    async def test() -> None:
+        async with slow.client as client:
+            await publish(client, 10)
+            await until(lambda: len(slow.started) == 4)
+            began = asyncio.get_running_loop().time()
+            for task in asyncio.all_tasks():
+                if "worker" in task.get_name():
+                    task.cancel()
+            with contextlib.suppress(NotDrainedError):
+                await slow.app.drain()
+            assert asyncio.get_running_loop().time() - began < 3.0
+            assert client.committed("orders", 0) in {None, 0}
+
+    with contextlib.suppress(NotDrainedError):
+        run(test())
 
 
 def test_serve_goes_on_after_a_drain_until_it_is_stopped() -> None:

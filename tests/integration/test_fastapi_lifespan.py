@@ -1,0 +1,186 @@
+"""The lifespan of an app within FastAPI and Starlette, without a server: what is open when, and what is refused."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.applications import Starlette
+
+from aioshard import App, Record, lifecycle
+from aioshard.errors import HandlerError, StateError
+from aioshard.ports import Clients
+from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient
+from aioshard.testing.producer import InMemoryProducer
+from aioshard.testing.side_topics import InMemorySideTopics
+from aioshard.web.health import health_routes
+from tests.engine.running import engine_of
+
+
+class Shop:
+    """An app that says what happens, in order."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.app = App("billing", auto_offset_reset="earliest", resources=self.resources)
+
+        @self.app.consume("orders")
+        async def handle(record: Record) -> None: ...
+
+    @contextlib.asynccontextmanager
+    async def resources(self, _: App) -> AsyncIterator[str]:
+        self.said.append("resources")
+        yield "pool"
+        self.said.append("no resources")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, asgi_app: object) -> AsyncIterator[dict[str, str]]:
+        self.said.append(f"{type(asgi_app).__name__} begins")
+        yield {"greeting": "hello"}
+        self.said.append("ends")
+
+
+@pytest.fixture
+def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """Its app starts by itself, on a broker in memory."""
+    broker = InMemoryBroker()
+    clients = Clients(
+        lambda: InMemoryTransport(broker, "billing"),
+        lambda: InMemoryProducer(broker),
+        lambda: InMemorySideTopics(broker),
+    )
+    monkeypatch.setattr(lifecycle, "kafka_clients", lambda *_: clients)
+    return Shop()
+
+
+def client_of(api: Starlette) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://app")
+
+
+@pytest.mark.parametrize("framework", [FastAPI, Starlette])
+async def test_in_one_line_readiness_follows_the_lifespan(shop: Shop, framework: type[Starlette]) -> None:
+    api = framework(lifespan=shop.app.lifespan, routes=health_routes(shop.app))
+
+    async with client_of(api) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        async with api.router.lifespan_context(api) as state:
+            assert state is None
+            assert (await client.get("/readyz")).status_code == 200
+        assert (await client.get("/readyz")).status_code == 503
+    assert shop.said == ["resources", "no resources"]
+
+
+async def test_within_a_lifespan_of_ones_own_the_app_runs_inside_and_the_state_goes_through(shop: Shop) -> None:
+    api = FastAPI(lifespan=shop.app.embed(shop.lifespan))
+
+    async with api.router.lifespan_context(api) as state:
+        assert state == {"greeting": "hello"}
+        assert shop.app.statistics().state == "running"
+
+    assert shop.said == ["FastAPI begins", "resources", "no resources", "ends"]
+
+
+async def test_async_with_in_a_lifespan_of_ones_own_does_the_same(shop: Shop) -> None:
+    @contextlib.asynccontextmanager
+    async def lifespan(api: FastAPI) -> AsyncIterator[Any]:
+        async with shop.lifespan(api) as state, shop.app:
+            yield state
+
+    api = FastAPI(lifespan=lifespan)
+    async with api.router.lifespan_context(api) as state:
+        assert state == {"greeting": "hello"}
+
+    assert shop.said == ["FastAPI begins", "resources", "no resources", "ends"]
+
+
+async def test_a_generator_function_is_a_lifespan_as_fastapi_has_it(shop: Shop) -> None:
+    async def lifespan(_: FastAPI) -> AsyncIterator[str]:
+        yield "state"
+
+    async with shop.app.embed(lifespan)(FastAPI()) as state:
+        assert state == "state"
+
+
+async def test_an_app_that_does_not_start_lets_the_own_lifespan_end(shop: Shop) -> None:
+    async with shop.app:
+        with pytest.raises(StateError, match="already running"):
+            async with shop.app.embed(shop.lifespan)(FastAPI()):
+                raise AssertionError
+
+    assert shop.said == ["resources", "FastAPI begins", "no resources"]
+
+
+@pytest.mark.parametrize("lifespan", [3, "lifespan", contextlib.nullcontext()])
+def test_what_is_no_lifespan_is_refused_at_once(shop: Shop, lifespan: Any) -> None:
+    with pytest.raises(HandlerError, match="a lifespan was expected"):
+        shop.app.embed(lifespan)
+
+
+def test_a_coroutine_function_is_no_lifespan(shop: Shop) -> None:
+    async def lifespan(_: FastAPI) -> None: ...
+
+    with pytest.raises(HandlerError, match=r"decorated with @contextlib\.asynccontextmanager"):
+        shop.app.embed(lifespan)
+
+
+async def test_a_test_client_runs_the_app_and_the_lifespan_uses_it() -> None:
+    shop = Shop()
+    api = FastAPI(lifespan=shop.app.embed(shop.lifespan))
+
+    @api.get("/greeting")
+    async def greet() -> str:
+        await shop.app.publish("orders", b"")
+        return str(shop.app.state)
+
+    async with TestClient(shop.app) as kafka, api.router.lifespan_context(api), client_of(api) as client:
+        assert (await client.get("/greeting")).json() == "pool"
+        await kafka.settle()
+    assert shop.said == ["resources", "FastAPI begins", "ends", "no resources"]
+
+
+@pytest.mark.parametrize("stop_server", [False, True])
+async def test_a_failure_stops_a_server_that_handles_the_signal_and_only_when_asked_to(
+    shop: Shop, stop_server: bool
+) -> None:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    try:
+        async with shop.app.embed(stop_server=stop_server)(None):
+            engine_of(shop.app).fail(StateError("access was taken away"))
+            if stop_server:
+                async with asyncio.timeout(5):
+                    await told.wait()
+            await asyncio.sleep(0.05)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+    assert told.is_set() == stop_server
+
+
+async def test_a_process_that_handles_no_sigterm_is_left_alive(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with caplog.at_level(logging.ERROR):
+        async with shop.app.embed(stop_server=True)(None):
+            engine_of(shop.app).fail(StateError("access was taken away"))
+            await asyncio.sleep(0.05)
+
+    assert "the server is not stopped: nothing in this process handles SIGTERM" in caplog.messages
+
+
+async def test_a_server_that_stops_already_is_not_told_to(shop: Shop) -> None:
+    told: list[int] = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: told.append(1))
+    try:
+        async with shop.app.embed(stop_server=True)(None):
+            engine = engine_of(shop.app)
+        engine.fail(StateError("the last commit was refused"))
+        await asyncio.sleep(0.05)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+    assert told == []
