@@ -24,6 +24,8 @@ from aioshard.engine.flow.adapting import Adapting
 from aioshard.engine.flow.pacing import Pace, PacedBatchShards, PacedShards
 from aioshard.engine.flow.staffing import Staff
 from aioshard.engine.shards import Shards
+from aioshard.engine.tasks import TaskSet
+from aioshard.engine.watch import TimeoutWatch
 from aioshard.engine.worker import Invoke, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record, is_subscribed
@@ -130,6 +132,18 @@ class Running(NamedTuple):
     """Where it has rate limits."""
     adapting: Adapting | None
     """Where its concurrency is adaptive."""
+
+    def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
+        """Start its workers, and what watches and directs them; *clock* is loop time."""
+        name = self.spec.name
+        self.staff.start(tasks)
+        if self.spec.timeout is not None:
+            tasks.start(TimeoutWatch(self.workers, self.spec.timeout, clock).run(), f"{name} time-outs")
+        if self.adapting is not None:
+            tasks.start(self.adapting.run(self.staff, name), f"{name} adapts its concurrency")
+        if self.parking is not None:
+            tasks.start(self.parking.read(), f"{name} reads what is parked")
+            tasks.start(self.parking.replay(), f"{name} runs again what is parked")
 
 
 class Surroundings(NamedTuple):

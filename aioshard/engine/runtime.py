@@ -24,9 +24,9 @@ from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.options import Options
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import StuckWatch, TimeoutWatch, TroubleWatch, facts_of
+from aioshard.engine.watch import StuckWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
-from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
+from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
@@ -88,8 +88,6 @@ class Engine:
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
-        self._deserters = 0
-        """Workers that somebody else has cancelled."""
         self._ending: asyncio.Future[None] = loop.create_future()
         """Done when the app is told to end: a start that waits is over."""
         self._lost_id = Losses(self.clock)
@@ -176,14 +174,13 @@ class Engine:
         fields = self._fields("crashed", task=task)
         logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
         self.fail(error)
-        self._deserters += isinstance(error, TaskCancelledError)
         if self._deserted:
             self.rebalance.wait_no_more()
 
     @property
     def _deserted(self) -> bool:
-        """Whether all workers were cancelled from outside, as a loop that closes does: no run ends any more."""
-        return self._deserters >= len(self.workers) > 0
+        """Whether no worker lives, as when a loop that closes has cancelled them: no run ends any more."""
+        return {worker.name for worker in self.workers}.isdisjoint(self._tasks.names)
 
     def facts(self) -> Iterable[tuple[Hashable, object]]:
         """What the explanations ask for; see `facts_of`."""
@@ -206,8 +203,6 @@ class Engine:
             StartError: It was not complete within `start_timeout`, or the brokers refused us.
             AioshardError: What makes consuming impossible, such as `NoOffsetError`.
         """
-        for handler in self.handlers:
-            handler.staff.start(self._tasks)
         self._tasks.start(self._watch.run(), "stuck watch")
         if self.loop_watch is not None:
             self._tasks.start(self.loop_watch.run(), "loop watch")
@@ -215,15 +210,7 @@ class Engine:
         self._tasks.start(self.standstill.run(self.liveness.watch), "trouble watch")
         self._tasks.start(self.log_ends.run(), "log ends")
         for handler in self.handlers:
-            if handler.spec.timeout is not None:
-                watch = TimeoutWatch(handler.workers, handler.spec.timeout, self.clock)
-                self._tasks.start(watch.run(), f"{handler.spec.name} time-outs")
-            if handler.adapting is not None:
-                adapting = handler.adapting.run(handler.staff, handler.spec.name)
-                self._tasks.start(adapting, f"{handler.spec.name} adapts its concurrency")
-            if handler.parking is not None:
-                self._tasks.start(handler.parking.read(), f"{handler.spec.name} reads what is parked")
-                self._tasks.start(handler.parking.replay(), f"{handler.spec.name} runs again what is parked")
+            handler.start(self._tasks, self.clock)
         self._supervisor = self._tasks.start(self._supervise(), "client", lasts=True)
         if self.options.start_timeout is None:
             return
@@ -349,7 +336,9 @@ class Engine:
         self._stopping = True
         if self.state not in ("failed", "draining"):
             self.state = "draining"
-            logger.info("draining: nothing new is taken in; what runs ends and is committed")
+            running = len(self._running_now())
+            message = "draining: nothing new is taken in; %d record(s) run"
+            logger.info(message, running, extra=self._fields("draining", in_flight=running))
         if not self._ending.done():
             self._ending.set_result(None)
 
@@ -370,8 +359,6 @@ class Engine:
     async def _drain(self, deadline: float) -> list[str]:
         """End what runs and commit it; returns the records that did not end in time."""
         self.be_draining()
-        running = len(self._running_now())
-        logger.info("the app drains; %d record(s) run", running, extra=self._fields("draining", in_flight=running))
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
         self.rebalance.stop_opening()
