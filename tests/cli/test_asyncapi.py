@@ -217,6 +217,7 @@ def test_several_topics_and_patterns_have_a_channel_each() -> None:
 
     assert list(found["channels"]) == ["a", "b", r"c/.*", "all.dlt", "d"]
     assert found["channels"][r"c/.*"]["address"] is None
+    assert found["channels"]["all.dlt"]["address"] == "all.dlt"
     assert set(found["channels"]["all.dlt"]["messages"]) == {"handle", "other"}
     assert list(found["operations"]) == [
         "handle-a",
