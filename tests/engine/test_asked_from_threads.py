@@ -1,0 +1,181 @@
+"""Statistics and explanations are asked for from other threads, while the loop changes what they read."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import pytest
+
+from aioshard import App, Batch, Context, DeadLetter, Park, Record, Retry
+from aioshard.engine.insight import doctor, snapshot
+from aioshard.engine.insight.blocking import find_holder
+from aioshard.engine.loop_watch import LoopWatch
+from aioshard.testing import TestClient
+from tests.engine.running import engine_of
+
+SECONDS = 4.0
+RETRY = Retry(attempts=3, initial=0.001, maximum=0.01)
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns a hundred times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def make_app() -> App:
+    app = App(
+        "asked",
+        auto_offset_reset="earliest",
+        max_buffered_records=300,
+        stuck_after=0.5,
+        restart_when_stuck=True,
+        commit_interval=0.05,
+        drain_timeout=0.5,
+        shutdown_timeout=5.0,
+    )
+    _records_by_themselves(app)
+    _others(app)
+    return app
+
+
+def _records_by_themselves(app: App) -> None:
+    @app.consume("on-demand", concurrency=32, retry=RETRY, on_failure=DeadLetter("letters"))
+    async def on_demand(record: Record, context: Context) -> None:
+        if record.offset % 7 == 0 and context.attempt == 1:
+            raise ValueError("once")
+        if record.offset % 3 == 0:
+            await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0.0001))
+
+    @app.consume("fixed", shards=4, retry=RETRY, on_failure="skip")
+    async def fixed(record: Record) -> None:
+        if record.offset % 11 == 0:
+            raise ValueError("always")
+        await asyncio.sleep(0)
+
+    @app.consume("halts", retry=Retry(attempts=1))
+    async def halts(record: Record) -> None:
+        if record.offset % 40 == 0:
+            raise ValueError("for good")
+
+
+def _others(app: App) -> None:
+    @app.consume("batches", batch=Batch(max_records=20, linger=0.005), retry=RETRY, on_failure="skip")
+    async def batches(records: list[Record]) -> None:
+        if any(record.offset % 50 == 0 for record in records):
+            raise ValueError("one of them")
+
+    @app.consume("parked", retry=RETRY, on_failure=Park("parking", delay=0.05, attempts=2))
+    async def parked(record: Record) -> None:
+        if record.offset % 13 == 0:
+            raise ValueError("for a while")
+
+    @app.consume("threads", concurrency=4)
+    def threads(_: Record) -> None:
+        sum(range(2_000))
+
+
+TOPICS = ("on-demand", "fixed", "batches", "parked", "threads", "halts")
+
+
+async def use(app: App, client: TestClient) -> None:
+    """Have records come, partitions go and come back, and everything that can be told to an app be told."""
+    end = asyncio.get_running_loop().time() + SECONDS
+    number = 0
+    while asyncio.get_running_loop().time() < end:
+        for _ in range(40):
+            number += 1
+            topic = TOPICS[number % len(TOPICS)]
+            await client.publish(topic, "x", key=f"k{number % 97}", partition=number % 4)
+        await asyncio.sleep(0.002)
+        match number // 40 % 9:
+            case 0:
+                await client.revoke("on-demand", 1)
+                await client.assign("on-demand", 1)
+            case 1:
+                app.set_concurrency("on_demand", 8 + number % 40)
+            case 2:
+                app.pause_handler("fixed")
+            case 3:
+                app.resume_handler("fixed")
+            case 4:
+                app.pause_handler("batches")
+            case 5:
+                app.resume_handler("batches")
+            case 6:
+                await client.revoke("parked", 2)
+                await client.assign("parked", 2)
+            case _:
+                pass
+
+
+class Questions:
+    """Asks without pause, from a thread for each question."""
+
+    def __init__(self, *questions: Callable[[], object]) -> None:
+        self.asked = Counter[int]()
+        self.failures: list[BaseException] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=one) for one in enumerate(questions)]
+
+    def _ask(self, index: int, question: Callable[[], object]) -> None:
+        while not self._over.is_set():
+            try:
+                question()
+            except BaseException as error:  # noqa: BLE001 - shown by the test
+                self.failures.append(error)
+            self.asked[index] += 1
+
+    async def __aenter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_everything_can_be_asked_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_again: list[BaseException] = []
+
+    def steady(read: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return read()
+            except (RuntimeError, KeyError, IndexError) as error:
+                read_again.append(error)
+
+    monkeypatch.setattr(doctor, "steady", steady)
+    monkeypatch.setattr(snapshot, "steady", steady)
+    app = make_app()
+    async with (
+        TestClient(app) as client,
+        Questions(
+            lambda: json.dumps(app.statistics().asdict()),
+            lambda: json.dumps(app.diagnose().asdict()),
+            app.explain,
+            lambda: find_holder(engine_of(app), watch_of(app)),
+        ) as questions,
+    ):
+        await use(app, client)
+    assert questions.failures == []
+    assert all(questions.asked[index] > 50 for index in range(4)), questions.asked
+    # The oldest record of a partition cannot be looked at in one step; everything else is copied in one.
+    assert {str(error) for error in read_again} <= {"OrderedDict mutated during iteration"}
+    assert len(read_again) < questions.asked.total() / 100
+
+
+def watch_of(app: App) -> LoopWatch:
+    watch = engine_of(app).loop_watch
+    assert watch is not None
+    return watch

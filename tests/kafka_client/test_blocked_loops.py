@@ -1,0 +1,90 @@
+"""A handler that blocks: for how long a member keeps its place, with each of the clients."""
+
+import asyncio
+import re
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+
+from aioshard import App, Record
+from tests.kafka_client.members import PATIENCE
+from tests.support.shared_kafka import SharedKafka
+
+SESSION = 3.0
+RECORDS = 20
+
+AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
+CONFLUENT: dict[str, Any] = {"client": "confluent"}
+
+
+class Case(NamedTuple):
+    """A handler that blocks for some seconds, and what is promised of the member."""
+
+    client: dict[str, Any]
+    seconds: float
+    keeps_its_place: bool
+    in_a_thread: bool = False
+
+
+CASES = {
+    "aiokafka-shorter-than-the-session": Case(AIOKAFKA, 1.5, keeps_its_place=True),
+    "aiokafka-longer-than-the-session": Case(AIOKAFKA, 5.5, keeps_its_place=False),
+    "confluent-longer-than-the-session": Case(CONFLUENT, 5.5, keeps_its_place=True),
+    "aiokafka-longer-in-a-thread": Case(AIOKAFKA, 5.5, keeps_its_place=True, in_a_thread=True),
+}
+
+
+def make_app(kafka: SharedKafka, topic: str, group: str, case: Case) -> tuple[App, Counter[int]]:
+    app = App(
+        group,
+        bootstrap_servers=kafka.bootstrap,
+        auto_offset_reset="earliest",
+        session_timeout=SESSION,
+        heartbeat_interval=0.5,
+        commit_interval=0.2,
+        fetch_max_wait=0.05,
+        **case.client,
+    )
+    ran: Counter[int] = Counter()
+
+    def run(record: Record) -> None:
+        ran[record.offset] += 1
+        if record.offset == 0 and ran[0] == 1:
+            time.sleep(case.seconds)
+
+    if case.in_a_thread:
+        app.consume(topic, concurrency=4)(run)
+    else:
+
+        @app.consume(topic, concurrency=4)
+        async def handle(record: Record) -> None:
+            run(record)
+
+    return app, ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+async def test_a_member_keeps_its_place_for_as_long_as_its_client_can_beat(
+    kafka: SharedKafka, topic: str, group: str, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    await kafka.create_topic(topic, 1)
+    app, ran = make_app(kafka, topic, group, case)
+    async with app:
+        await kafka.produce(topic, [(b"%d" % number, b"") for number in range(RECORDS)])
+        async with asyncio.timeout(PATIENCE + case.seconds):
+            while [one.committed for one in app.statistics().partitions] != [RECORDS]:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(2.0)  # a few heartbeats more: a place that was lost would be noticed
+        statistics = app.statistics()
+
+    assert statistics.state == "running"
+    assert ran.keys() == set(range(RECORDS))
+    if case.keeps_its_place:
+        assert (statistics.rebalances, statistics.commit_failures, set(ran.values())) == (1, 0, {1})
+    else:
+        assert statistics.rebalances > 1
+    named = re.search(r"the event loop has not turned for .*: handler handle computes or blocks", caplog.text)
+    assert bool(named) == (not case.in_a_thread)
