@@ -69,7 +69,7 @@ class RunOptions:
         app = load_app(self.target, self.app_dir)
         given = {"bootstrap_servers": self.bootstrap_servers, "assign": self.assign}
         number, instance = os.environ.get(WORKER_VARIABLE), app.settings.group_instance_id
-        if number is not None and instance is not None:
+        if self.tether is not None and number is not None and instance is not None:
             given["group_instance_id"] = f"{instance}-{number}"  # a static member's id is one process's alone
         if given := {name: value for name, value in given.items() if value is not None}:
             app.configure(**given)

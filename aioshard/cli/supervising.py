@@ -167,7 +167,7 @@ class Supervisor:
                 logger.info("worker %s has caught up and ended with %d", worker.name, worker.code)
                 return
             if self._is_hopeless(worker, life):
-                logger.error("worker %s %s: starting it again would not help, all end", worker.name, _told(life.ending))
+                logger.error("worker %s %s: starting it again would not help, all end", worker.name, _told(life))
                 self._stopping.set()
                 return
             async with asyncio.TaskGroup() as group:
@@ -193,7 +193,7 @@ class Supervisor:
         if life.overdue:
             logger.error("worker %s did not end within %g s and was killed", worker.name, self._drains_within)
         elif life.ending.code:
-            logger.warning("worker %s %s", worker.name, _told(life.ending))
+            logger.warning("worker %s %s", worker.name, _told(life))
 
     def _is_hopeless(self, worker: _Worker, life: _Life) -> bool:
         """Whether another process would end in the same way."""
@@ -208,10 +208,10 @@ class Supervisor:
         worker.short = 0 if life.seconds >= _LASTING else worker.short + 1
         pause = min(_FIRST_PAUSE * 2 ** max(worker.short - 1, 0), _LONGEST_PAUSE)
         worker.restarts += 1
-        worker.trouble = f"{_told(life.ending)}; it is started again (number {worker.restarts})"
+        worker.trouble = f"{_told(life)}; it is started again (number {worker.restarts})"
         logger.warning(
             "worker %s %s; it is started again in %g s, for the %d. time",
-            *(worker.name, _told(life.ending), pause, worker.restarts),
+            *(worker.name, _told(life), pause, worker.restarts),
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
@@ -222,7 +222,11 @@ class Supervisor:
         """Start one process and wait for its end, which is asked for when all shall end or it is dead while it runs."""
         began = time.monotonic()
         arguments = [*self._arguments, *(["--health-socket", worker.socket] if self._asks else [])]
-        worker.child = child = await Child.start(arguments, {WORKER_VARIABLE: worker.name}, aside=True)
+        try:
+            worker.child = child = await Child.start(arguments, {WORKER_VARIABLE: worker.name}, aside=True)
+        except OSError as error:
+            refused = Ending(1, type(error).__name__, f"no process could be started: {error.strerror}")
+            return _Life(refused, 0.0, overdue=False, member="")
         logger.info("worker %s is process %d", worker.name, child.pid)
         ended = asyncio.create_task(child.ended(), name=f"end of worker {worker.name}")
         others: list[asyncio.Task[Any]] = [asyncio.create_task(self._stopping.wait(), name="stop")]
@@ -272,8 +276,11 @@ def _reasons(body: bytes) -> str:
     return "does not answer as a worker does"
 
 
-def _told(ending: Ending) -> str:
+def _told(life: _Life) -> str:
     """What became of a process, as the rest of a sentence about it."""
+    ending = life.ending
+    if life.overdue:
+        return "did not end in time when it was to, and was killed"
     if ending.code < 0:
         name = signal.Signals(-ending.code).name
         hint = ", maybe since memory was short" if name == "SIGKILL" else ""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Self
+from typing import NamedTuple, Self
 
 import click
 
@@ -56,7 +56,7 @@ class Tether:
         self.within = _IMPORTS_WITHIN
         """Seconds that a drain may take."""
 
-    def watch(self, on_end: Callable[[], None], leave: Callable[[], NoReturn]) -> None:
+    def watch(self, on_end: Callable[[], None], leave: Callable[[], object]) -> None:
         """Have a thread wait for the parent's wish, or its end: a handler may block the event loop.
 
         Args:
@@ -120,16 +120,23 @@ class Child:
             arguments: Behind `run`.
             variables: Added to the environment.
             aside: Away from the terminal: it hears no Ctrl-C and cannot read.
+
+        Raises:
+            OSError: The system starts no more processes now.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "aioshard", "run", *arguments, "--tether", str(theirs.fileno())),
-                env={**os.environ, **(variables or {})},
-                stdin=subprocess.DEVNULL if aside else None,
-                pass_fds=[theirs.fileno()],
-                process_group=0 if aside else None,
-            )
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "aioshard", "run", *arguments, "--tether", str(theirs.fileno())),
+                    env={**os.environ, **(variables or {})},
+                    stdin=subprocess.DEVNULL if aside else None,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0 if aside else None,
+                )
+        except BaseException:
+            ours.close()
+            raise
         ours.setblocking(False)  # noqa: FBT003 - positional only
         return cls(process, ours)
 
