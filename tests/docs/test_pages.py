@@ -135,7 +135,7 @@ def test_the_statistics_are_all_there(heading: str, kind: type) -> None:
 
 
 def test_the_health_paths_are_all_there() -> None:
-    named = [row[0].strip("`") for row in rows(DOCS / "operations.md", "path")]
+    named = [row[0].strip("`") for row in rows(DOCS / "health.md", "path")]
 
     assert sorted(named) == sorted(getattr(route, "path", "") for route in health_routes(App("documented")))
 

@@ -17,6 +17,7 @@ RECORDS = 20
 
 AIOKAFKA: dict[str, Any] = {"client": "aiokafka", "assignor": "sticky"}
 CONFLUENT: dict[str, Any] = {"client": "confluent"}
+SHORT_REBALANCE: dict[str, Any] = {"rebalance_timeout": 4.0, "drain_timeout": 1.0, "commit_timeout": 1.0}
 
 
 class Case(NamedTuple):
@@ -32,6 +33,7 @@ CASES = {
     "aiokafka-shorter-than-the-session": Case(AIOKAFKA, 1.5, keeps_its_place=True),
     "aiokafka-longer-than-the-session": Case(AIOKAFKA, 5.5, keeps_its_place=False),
     "confluent-longer-than-the-session": Case(CONFLUENT, 5.5, keeps_its_place=True),
+    "confluent-longer-than-a-rebalance": Case(CONFLUENT | SHORT_REBALANCE, 6.5, keeps_its_place=False),
     "aiokafka-longer-in-a-thread": Case(AIOKAFKA, 5.5, keeps_its_place=True, in_a_thread=True),
 }
 
