@@ -14,10 +14,13 @@ import yaml  # type: ignore[import-untyped]
 from starlette.applications import Starlette
 
 from aioshard import App
+from aioshard.core.assignment import ASSIGNORS, Assignment, Member
 from aioshard.settings import Settings, misspelled_variables
 from aioshard.telemetry.metrics import METRICS
 from tests.docs.tables import DOCS, PROJECT, context_of
 from tests.support.certificates import make_certificates
+from tests.support.kafka import KafkaBroker
+from tests.support.kafka_libs import BrokerUnavailableError
 from tests.support.provision import skip_or_fail
 
 DEPLOY = PROJECT / "deploy"
@@ -240,6 +243,31 @@ def test_an_autoscaler_asks_for_a_group_topic_and_metrics_that_exist() -> None:
     assert float(prometheus["threshold"]) == pytest.approx(0.8 * app.handlers[0].concurrency, abs=1)
 
 
+def test_fewer_partitions_move_when_the_new_pod_comes_first() -> None:
+    """12 partitions on 3 pods, with the default assignor."""
+
+    def moved(*memberships: tuple[str, ...]) -> int:
+        owned: Assignment = {}
+        count = 0
+        for names in memberships:
+            members = {
+                name: Member(topics=frozenset({"orders"}), owned=tuple(owned.get(name, ())), generation=1)
+                for name in names
+            }
+            given = ASSIGNORS[Settings().assignor](members, {"orders": range(12)})
+            before = {place: name for name, places in owned.items() for place in places}
+            after = {place: name for name, places in given.items() for place in places}
+            count += sum(before.get(place, name) != name for place, name in after.items())
+            owned = given
+        return count
+
+    old, surging = ("a", "b", "c"), ("a", "b", "c", "d")
+    page = " ".join((DOCS / "deploying.md").read_text().split())
+    assert f"3 pods, {moved(old, surging, ('b', 'c', 'd'))} move for each pod" in page
+    assert f"it is {moved(old, ('b', 'c'), ('b', 'c', 'd'))}, and" in page
+    assert WORKLOADS["deployment"]["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
 # The compose file ---------------------------------------------------------------------------
 
 
@@ -274,6 +302,37 @@ def test_the_compose_file_has_the_broker_that_the_tests_have() -> None:
     assert services["kafka"]["image"] == services["topics"]["image"] == f"apache/kafka:{tested[1]}"
     for service in services.values():
         assert service["image"] == "billing" or re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+
+
+@pytest.mark.slow
+@pytest.mark.kafka
+async def test_a_broker_starts_with_what_the_compose_file_says(tmp_path: Path) -> None:
+    """The image makes a property of each variable; ports and names are those of this machine here."""
+    environment = yaml.safe_load(COMPOSE.read_text())["services"]["kafka"]["environment"]
+    broker = KafkaBroker(tmp_path)
+    ports = broker._ports
+    here = {
+        r"//(kafka)?:19092": f"//127.0.0.1:{ports.plain}",
+        r"//(localhost)?:9092": f"//127.0.0.1:{ports.secure}",
+        r"(//|kafka):9093": rf"\g<1>127.0.0.1:{ports.controller}",
+        r"kafka(127.0.0.1)": r"\1",
+        r"/var/lib/kafka/data": str(tmp_path / "data"),
+    }
+    for name, value in environment.items():
+        for found, instead in here.items():
+            value = re.sub(found, instead, value)  # noqa: PLW2901  (one text after the other)
+        broker._extra[name.removeprefix("KAFKA_").lower().replace("_", ".")] = value
+    try:
+        await broker.start()
+    except BrokerUnavailableError as missing:
+        skip_or_fail("Kafka broker", str(missing))
+    try:
+        await broker.create_topic("orders", 12)
+        await broker.produce("orders", [(b"alice", b"{}")] * 10)
+        broker.bootstrap = f"127.0.0.1:{ports.secure}"  # the listener for the host
+        assert len(await broker.read("orders")) == 10
+    finally:
+        await broker.kill()
 
 
 def test_nothing_of_the_compose_file_is_open_to_the_network() -> None:
