@@ -21,7 +21,7 @@ from tests.support.cluster import POLL_INTERVAL, KafkaCluster
 from tests.support.provision import skip_or_fail
 
 DOCKERFILE = PROJECT / "deploy" / "Dockerfile"
-DEADLINE = 30.0
+DEADLINE = 60.0
 RECORDS = 200
 
 
@@ -119,7 +119,12 @@ async def healthy(image: Image, port: int, *more: str) -> int | None:
     """The exit code of the health check; without --live it asks whether the app is ready."""
     words = [word for word in image.healthcheck if word != "--live"]
     process = await start(image, [*words, *more], port)
-    await process.communicate()
+    try:
+        await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return process.returncode
 
 

@@ -16,7 +16,7 @@ from tests.support.provision import skip_or_fail
 
 PAGE = DOCS / "getting-started.md"
 INSTALLING = 180.0
-STEP = 40.0
+STEP = 60.0
 TERMINALS = ("first", "second", "third")
 
 
