@@ -340,7 +340,7 @@ class Controls:
         """
         engine = self._engine
         if engine is not None:
-            found = statistics(engine, self.group_id)
+            found = statistics(engine, self.group_id, self.settings.client)
             journal = self._journal
             return found if journal is None else dataclasses.replace(found, journal=journal.statistics())
         if self._last is not None:

@@ -339,7 +339,7 @@ class Lifecycle(Handlers, Controls):
                 raise
         finally:
             if engine is not None:
-                self._last = statistics(engine, self.group_id)
+                self._last = statistics(engine, self.group_id, self.settings.client)
             self._engine = None
             try:
                 if stack is not None:

@@ -20,10 +20,13 @@ __all__ = [
     "JournalStatistics",
     "PartitionDiagnosis",
     "PartitionStatistics",
+    "RebalanceKind",
+    "RebalanceKindStatistics",
     "RebalancePhase",
     "RebalanceReport",
     "Stack",
     "Statistics",
+    "TopicStatistics",
     "Verdict",
 ]
 
@@ -61,6 +64,28 @@ class PartitionStatistics:
     """Seconds since the oldest incomplete record came in; None when nothing is incomplete."""
     noted: float
     """How full the text is in which the last commit noted what is finished beyond it, from 0 to 1."""
+    fetched: int = 0
+    """Records taken in since this ownership began."""
+    in_flight: int = 0
+    """Records that workers run now."""
+    queued: int = 0
+    """Records in memory that no worker runs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicStatistics:
+    """What a handler did with one of its topics; it goes on across rebalances."""
+
+    topic: str
+    processed: int
+    retried: int
+    skipped: int
+    dead_lettered: int
+    parked: int
+    durations: HistogramCounts
+    """Seconds that attempts took, failed ones among them; of a handler that takes batches, the attempts of a batch."""
+    waits: HistogramCounts
+    """Seconds from the arrival of records to their first attempt; sampled where they are quick."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +110,12 @@ class HandlerStatistics:
     outliving: tuple[str, ...]
     """`topic/partition/offset` of runs that outlive their cancellation or epoch and hold their shard; of a batch, the
     first."""
+    by_topic: tuple[TopicStatistics, ...] = ()
+    """For each topic of which this process has had a partition."""
+    shard_capacity: int = 0
+    """How many records may wait in one shard."""
+    shard_depth: int = 0
+    """How many wait in the fullest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +132,20 @@ class JournalStatistics:
     """Finished ones."""
     trouble: str | None
     """Why nothing can be written now."""
+
+
+RebalanceKind = Literal["assigned", "revoked", "lost", "by_hand"]
+"""How it began: we were given partitions and lost none, some were taken away, the group had dropped us, or by hand."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RebalanceKindStatistics:
+    """The rebalances of one kind."""
+
+    kind: RebalanceKind
+    count: int
+    drains: HistogramCounts
+    """Seconds that the drains took."""
 
 
 RebalancePhase = Literal["drain", "commit", "join", "resume", "over"]
@@ -150,6 +195,7 @@ class RebalanceReport:
     """Until the group had said what is ours: the other members drain, join and are told."""
     resume_seconds: float = 0.0
     """Until the brokers had said where to go on."""
+    kind: RebalanceKind = "assigned"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,6 +236,13 @@ class Statistics:
     """Whether `ready_timeout` has passed and the group has not been joined yet: ready all the same."""
     restart_cures: tuple[str, ...] = ()
     """What is wrong that a restart of the process cures, in sentences; `/livez` is 503 while there is any."""
+    client: str = ""
+    """Which Kafka client; empty before the first start."""
+    rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
+    commit_durations: HistogramCounts | None = None
+    """Seconds until a commit request was acknowledged."""
+    commit_failure_durations: HistogramCounts | None = None
+    """Seconds until it was known that one would not be."""
 
     def asdict(self) -> dict[str, Any]:
         """The same as plain dictionaries and tuples, ready for JSON."""

@@ -61,6 +61,16 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += weight
         self._total += value * weight
 
+    def add_below(self, count: int, total: float) -> None:
+        """Count values that are not above the first bound, of which no more is known than their sum.
+
+        Args:
+            count: How many.
+            total: Their sum.
+        """
+        self._counts[0] += count
+        self._total += total
+
     def counts(self) -> HistogramCounts:
         """What it holds now. Safe from any thread."""
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)

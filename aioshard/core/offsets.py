@@ -43,21 +43,23 @@ class OffsetTracker(Generic[T]):
         (44, True, 46)
     """
 
-    __slots__ = ("_arrived", "_incomplete", "_position", "_watched")
+    __slots__ = ("_arrived", "_position", "incomplete", "watched")
 
     def __init__(self, start: int) -> None:
-        self._incomplete: OrderedDict[int, T] = OrderedDict()
+        self.incomplete: OrderedDict[int, T] = OrderedDict()
+        """The values by offset; nobody but an epoch's `complete` takes something out of it, to spare a call."""
         self._position = start
-        self._watched = -1
+        self.watched = -1
+        """What `watch` named."""
         self._arrived = 0
 
     def __len__(self) -> int:
         """How many records are incomplete."""
-        return len(self._incomplete)
+        return len(self.incomplete)
 
     def __contains__(self, offset: int) -> bool:
         """Whether the record at *offset* arrived and is incomplete."""
-        return offset in self._incomplete
+        return offset in self.incomplete
 
     @property
     def position(self) -> int:
@@ -67,12 +69,17 @@ class OffsetTracker(Generic[T]):
     @property
     def committable(self) -> int:
         """The offset to commit: the first one that a restarted consumer should read."""
-        return next(iter(self._incomplete), self._position)
+        return next(iter(self.incomplete), self._position)
+
+    @property
+    def arrived(self) -> int:
+        """How many records have arrived since the start."""
+        return self._arrived
 
     @property
     def completed(self) -> int:
         """How many records have completed since the start."""
-        return self._arrived - len(self._incomplete)
+        return self._arrived - len(self.incomplete)
 
     def finished(self) -> list[Run]:
         """What is finished between the committable offset and the position, holes included; ascending.
@@ -86,7 +93,7 @@ class OffsetTracker(Generic[T]):
             (False, [Run(start=41, end=44), Run(start=45, end=46)])
         """
         runs = []
-        ends = iter(self._incomplete)
+        ends = iter(self.incomplete)
         before = next(ends, self._position)
         for offset in ends:
             if offset > before + 1:
@@ -99,15 +106,15 @@ class OffsetTracker(Generic[T]):
     @property
     def oldest(self) -> T | None:
         """The value of the oldest incomplete record; None when nothing is incomplete."""
-        return next(iter(self._incomplete.values()), None)
+        return next(iter(self.incomplete.values()), None)
 
     def get(self, offset: int) -> T | None:
         """The value of an incomplete record; None when there is none at *offset*."""
-        return self._incomplete.get(offset)
+        return self.incomplete.get(offset)
 
     def values(self) -> Iterator[T]:
         """The values of the incomplete records, oldest first."""
-        return iter(self._incomplete.values())
+        return iter(self.incomplete.values())
 
     def track(self, offsets: Sequence[int], values: Iterable[T], next_offset: int) -> None:
         """Register one batch as incomplete and take over the position captured with it.
@@ -127,10 +134,10 @@ class OffsetTracker(Generic[T]):
                 raise OffsetRegressionError(offsets[0], self._position)
             if next_offset <= offsets[-1]:
                 raise OffsetRegressionError(next_offset, offsets[-1] + 1)
-            self._incomplete.update(zip(offsets, values, strict=True))
+            self.incomplete.update(zip(offsets, values, strict=True))
             self._arrived += len(offsets)
-            if self._watched < 0:
-                self._watched = offsets[0]
+            if self.watched < 0:
+                self.watched = offsets[0]
         elif next_offset < self._position:
             raise OffsetRegressionError(next_offset, self._position)
         self._position = next_offset
@@ -144,8 +151,8 @@ class OffsetTracker(Generic[T]):
         Raises:
             KeyError: If the record is not incomplete. A record completes once.
         """
-        del self._incomplete[offset]
-        return offset == self._watched
+        del self.incomplete[offset]
+        return offset == self.watched
 
     def watch(self) -> int:
         """Name the oldest incomplete offset, whose completion `complete` will report.
@@ -153,5 +160,5 @@ class OffsetTracker(Generic[T]):
         Returns:
             That offset, or -1 when nothing is incomplete: the next record that arrives is named then.
         """
-        self._watched = next(iter(self._incomplete), -1)
-        return self._watched
+        self.watched = next(iter(self.incomplete), -1)
+        return self.watched

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import anyio
 
+from aioshard.core.histogram import Histogram
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.notes import Due, Notes
 from aioshard.errors import AuthorizationError, CommitError, MetadataRefusedError, TransportError
@@ -58,6 +59,10 @@ class Committer:
         """
         self.commits = 0
         self.failures = 0
+        self.durations = Histogram()
+        """Seconds until requests were acknowledged."""
+        self.failure_durations = Histogram()
+        """Seconds until it was known that they would not be."""
         self.trouble: str | None = None
         """Why the last commit was not acknowledged; None when it was, or nothing is due."""
         self.trouble_since = 0.0
@@ -198,6 +203,7 @@ class Committer:
         """Send one request; shorter, and without any text in the end, when the broker does not store the texts."""
         while True:
             self.turns += 1
+            began = self._clock()
             ours = {epoch: due for epoch, due in request.items() if epoch in self._owned}
             try:
                 with anyio.fail_after(self._timeout):
@@ -206,21 +212,22 @@ class Committer:
             except MetadataRefusedError as error:
                 longest = max((len(due.committed.metadata) for due in ours.values()), default=0)
                 if not longest:
-                    self._failed(error)
+                    self._failed(error, began)
                     return False
                 self.notes.refused(longest)
                 request = {epoch: self.notes.due(epoch) for epoch in ours}
             except asyncio.CancelledError:
                 if _is_told_to_end():
                     raise
-                self._failed(CommitError("the Kafka client has cancelled it"))
+                self._failed(CommitError("the Kafka client has cancelled it"), began)
                 return False
             except (TransportError, TimeoutError) as error:
-                self._failed(error)
+                self._failed(error, began)
                 return False
             else:
                 break
         self.commits += 1
+        self.durations.add(self._clock() - began)
         if self.trouble is not None:
             lasted = self._clock() - self.trouble_since
             logger.info("commits are acknowledged again, after %.1f s", lasted, extra={"event": "commit_recovered"})
@@ -229,8 +236,9 @@ class Committer:
             self.notes.acknowledged(epoch, due)
         return True
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, began: float) -> None:
         self.failures += 1
+        self.failure_durations.add(self._clock() - began)
         reason = str(error) or f"no answer within commit_timeout={self._timeout:g} s"
         if self.trouble is None:
             self.trouble_since = self._clock()

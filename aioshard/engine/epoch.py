@@ -12,6 +12,7 @@ from aioshard.core.flow import Usage
 from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.counts import TopicCounts
 from aioshard.engine.outcomes import Detour, Untroubled
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
@@ -97,8 +98,17 @@ class Epoch:
         * After `end`, nothing changes any more.
     """
 
-    def __init__(self, topic_partition: TopicPartition, number: int, start: int, buffer: Buffer) -> None:
+    def __init__(
+        self,
+        topic_partition: TopicPartition,
+        number: int,
+        start: int,
+        buffer: Buffer,
+        counts: TopicCounts | None = None,
+    ) -> None:
         self.topic_partition = topic_partition
+        self.counts = TopicCounts() if counts is None else counts
+        """What happens to the records of its topic; of all its partitions, and across epochs."""
         self.number = number
         self.tracker: OffsetTracker[Delivery] = OffsetTracker(start)
         self.gate = Gate.CLOSED
@@ -255,7 +265,9 @@ class Epoch:
         buffer.countdown -= 1
         if not buffer.countdown:
             buffer.wake()
-        if self.tracker.complete(delivery.offset):
+        tracker, offset = self.tracker, delivery.offset
+        del tracker.incomplete[offset]  # as `OffsetTracker.complete`, without the call
+        if offset == tracker.watched:
             self._advanced()
         return True
 

@@ -14,19 +14,22 @@ from aioshard.engine.batches.batch_shards import BatchShards
 from aioshard.engine.batches.batch_worker import BatchWorker, InvokeBatch
 from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failing.parking import Parking
 from aioshard.engine.failing.probing import Probing
 from aioshard.engine.failing.recourse import DeadLettering, Halting, Publish, Skipping
-from aioshard.engine.failing.settling import Counters, Recourse, Settlement
+from aioshard.engine.failing.settling import Recourse, Settlement
 from aioshard.engine.feed import Feed
 from aioshard.engine.flow.adapting import Adapting
 from aioshard.engine.flow.pacing import Pace, PacedBatchShards, PacedShards
 from aioshard.engine.flow.staffing import Staff
+from aioshard.engine.record_worker import RecordWorker
 from aioshard.engine.shards import Shards
 from aioshard.engine.tasks import TaskSet
+from aioshard.engine.timing import precise
 from aioshard.engine.watch import TimeoutWatch
-from aioshard.engine.worker import Invoke, RecordWorker, Worker
+from aioshard.engine.worker import Invoke, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record, is_subscribed
 
@@ -231,6 +234,7 @@ def _worker(
     parking: Parking | None,
 ) -> Worker:
     divert = None if parking is None else parking.divert
+    clock = precise(around.clock)
     if spec.batched is not None:
         assert isinstance(shards, BatchShards)  # noqa: S101 - made so
         return BatchWorker(
@@ -238,7 +242,7 @@ def _worker(
             shards,
             invoke=spec.batched.invoke,
             settlement=settlement,
-            clock=around.clock,
+            clock=clock,
             timeout=spec.timeout,
             divert=divert,
             read=spec.batched.read,
@@ -250,7 +254,7 @@ def _worker(
         call=spec.call if parking is None else None,
         invoke=spec.invoke if parking is None else spec.attempt,
         settlement=settlement,
-        clock=around.clock,
+        clock=clock,
         timeout=spec.timeout,
         divert=divert,
     )

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from aioshard.engine.batches.batch_worker import InvokeBatch
 from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.worker import Invoke
@@ -37,10 +38,11 @@ class ObservedEpoch(Epoch):
         number: int,
         start: int,
         buffer: Buffer,
+        counts: TopicCounts,
         *,
         completed: Completed,
     ) -> None:
-        super().__init__(topic_partition, number, start, buffer)
+        super().__init__(topic_partition, number, start, buffer, counts)
         self._completed = completed
 
     def complete(self, delivery: Delivery) -> bool:

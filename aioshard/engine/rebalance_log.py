@@ -5,11 +5,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
+from aioshard.core.histogram import Histogram
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.log_fields import partition_fields
-from aioshard.observe import RebalancePhase, RebalanceReport
+from aioshard.observe import RebalanceKind, RebalanceKindStatistics, RebalancePhase, RebalanceReport
 
 __all__ = ["RebalanceLog", "tell_opened"]
 
@@ -56,6 +57,8 @@ class RebalanceLog:
         self._over: deque[RebalanceReport] = deque(maxlen=_KEPT)
         self._current: _Current | None = None
         self._count = 0
+        self._kinds: dict[RebalanceKind, int] = dict.fromkeys(get_args(RebalanceKind), 0)
+        self._drains = {kind: Histogram() for kind in self._kinds}
         self._replayed_then = 0
         """What that was when the latest one began."""
 
@@ -75,6 +78,12 @@ class RebalanceLog:
             return (*over[:-1], dataclasses.replace(over[-1], replayed=self._replayed() - self._replayed_then))
         return ()
 
+    def kinds(self) -> tuple[RebalanceKindStatistics, ...]:
+        """How many there were of each kind, also those that are not told of any more. Safe from any thread."""
+        return tuple(
+            RebalanceKindStatistics(kind, count, self._drains[kind].counts()) for kind, count in self._kinds.items()
+        )
+
     def doing(self) -> str | None:
         """What a rebalance that is under way is at, as a clause."""
         current = self._current
@@ -86,7 +95,7 @@ class RebalanceLog:
         """Partitions are being taken away, while so many of their records run."""
         self._finish()
         cause = "the group had dropped us" if lost else "members, topics or partitions of the group have changed"
-        current = self._begin(cause, "join" if lost else "drain")
+        current = self._begin(cause, "join" if lost else "drain", "lost" if lost else "revoked")
         current.report = dataclasses.replace(current.report, revoked=partitions, in_flight=in_flight)
         what = "lost, as the group had dropped us" if lost else "being taken away"
         fields = {"event": "lost" if lost else "revoked", "partitions": partitions, "in_flight": in_flight}
@@ -96,6 +105,7 @@ class RebalanceLog:
         """The drain is over; what had not ended was cancelled."""
         current = self._enter("commit")
         if current is not None:
+            self._drains[current.report.kind].add(current.report.drain_seconds)
             ended = max(current.report.in_flight - cancelled, 0)
             current.report = dataclasses.replace(current.report, drained=ended, cancelled=cancelled)
             fields = {"event": "drained", "drained": ended, "cancelled": cancelled}
@@ -109,7 +119,7 @@ class RebalanceLog:
     def assigned(self, partitions: int, untouched: int, generation: int, *, by_hand: bool = False) -> None:
         """The group, or a hand, has given us *partitions*, beside those that were never taken away."""
         cause = "the partitions were given by hand" if by_hand else "we have joined the group, or got more of it"
-        current = self._current or self._begin(cause, "join")
+        current = self._current or self._begin(cause, "join", "by_hand" if by_hand else "assigned")
         self._enter("resume")
         current.report = dataclasses.replace(current.report, assigned=partitions, kept=untouched, generation=generation)
 
@@ -133,13 +143,14 @@ class RebalanceLog:
 
     # Phases ---------------------------------------------------------------------------
 
-    def _begin(self, cause: str, phase: Literal["drain", "join"]) -> _Current:
+    def _begin(self, cause: str, phase: Literal["drain", "join"], kind: RebalanceKind) -> _Current:
         self._count += 1
+        self._kinds[kind] += 1
         if self._over:
             replayed = self._replayed() - self._replayed_then
             self._over[-1] = dataclasses.replace(self._over[-1], replayed=replayed)
         now = self._clock()
-        report = RebalanceReport(number=self._count, at=time.time(), cause=cause, phase=phase)
+        report = RebalanceReport(number=self._count, at=time.time(), cause=cause, phase=phase, kind=kind)
         self._replayed_then = self._replayed()
         self._current = _Current(report, now, now)
         return self._current

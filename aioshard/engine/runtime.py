@@ -139,10 +139,12 @@ class Engine:
 
     def make_epoch(self, topic_partition: TopicPartition, number: int, start: int) -> Epoch:
         """Make an epoch, closed; an observed one where outcomes are observed."""
+        handler = self.handler_of(topic_partition.topic)
+        counts = handler.counters.of(topic_partition.topic)
         if self._observe is None:
-            return Epoch(topic_partition, number, start, self.buffer)
-        completed = self._observe(self.handler_of(topic_partition.topic).spec)
-        return ObservedEpoch(topic_partition, number, start, self.buffer, completed=completed)
+            return Epoch(topic_partition, number, start, self.buffer, counts)
+        completed = self._observe(handler.spec)
+        return ObservedEpoch(topic_partition, number, start, self.buffer, counts, completed=completed)
 
     @property
     def replayed(self) -> int:

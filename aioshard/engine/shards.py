@@ -220,6 +220,13 @@ class Shards:
         """The deliveries that are halted, or wait for their next attempt."""
         return list(self._blocked)
 
+    @property
+    def depth(self) -> int:
+        """How many deliveries wait in the fullest shard; of a fixed shard, in it. Safe from any thread."""
+        if self._bounded is not None:
+            return self.unseen
+        return max((len(waiting) for waiting in tuple(self._occupied.values()) if waiting), default=0)
+
     def depths(self) -> list[tuple[int, Hashable]]:
         """How many deliveries wait behind each key that is occupied, and the key."""
         return [(len(waiting) if waiting else 0, key) for key, waiting in tuple(self._occupied.items())]

@@ -1,6 +1,6 @@
 """Prometheus metrics, read from `statistics()` at the moment of a scrape.
 
-Nothing is counted on the way of a record, and a revoked partition's series vanish by themselves.
+Nothing is counted on the way of a record for them, and a revoked partition's series vanish by themselves.
 (The limit: prometheus_client's multi-process mode takes no custom collectors; use one port per process.)
 """
 
@@ -10,88 +10,17 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from aioshard.observe import AppState, Statistics
+from aioshard.observe import AppState, HandlerStatistics, Statistics
+from aioshard.telemetry.exposition import SeriesFamily, Values
+from aioshard.telemetry.metric_table import METRICS
 
 __all__ = ["METRICS", "AppCollector", "Observed", "version"]
 
-METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "aioshard_state": ("gauge", "1 for the state that the app is in, 0 for the others.", ("state",)),
-    "aioshard_trouble": (
-        "gauge",
-        "1 while there is trouble: brokers away, access refused, commits not acknowledged, a topic missing.",
-        (),
-    ),
-    "aioshard_assigned_partitions": ("gauge", "Partitions that the group has given to this process.", ()),
-    "aioshard_buffered_records": ("gauge", "Records in memory, over all partitions.", ()),
-    "aioshard_buffered_bytes": ("gauge", "Their bytes, as they count against max_buffered_bytes.", ()),
-    "aioshard_rebalances": ("counter", "Rebalances that this process took part in.", ()),
-    "aioshard_commits": ("counter", "Commit requests that the broker acknowledged.", ()),
-    "aioshard_commit_failures": ("counter", "Commit requests that were not acknowledged.", ()),
-    "aioshard_replayed_records": ("counter", "Records that this process ran a second time.", ()),
-    "aioshard_client_losses": ("counter", "Clients that ended by themselves and were built anew.", ()),
-    "aioshard_journal_rows": ("counter", "Rows in finished files of the journal; absent where none is written.", ()),
-    "aioshard_journal_dropped_rows": ("counter", "Rows that the journal has lost: it never waits for a disk.", ()),
-    "aioshard_partition_position": ("gauge", "Next offset to take in.", ("topic", "partition")),
-    "aioshard_partition_committed_offset": (
-        "gauge",
-        "Last committed offset; absent while there is none.",
-        ("topic", "partition"),
-    ),
-    "aioshard_partition_committable_offset": (
-        "gauge",
-        "Offset of the oldest incomplete record, else the position.",
-        ("topic", "partition"),
-    ),
-    "aioshard_partition_end_offset": ("gauge", "End of the log, at most 15 s old.", ("topic", "partition")),
-    "aioshard_partition_lag_records": (
-        "gauge",
-        "End of the log minus the committed offset, in offsets.",
-        ("topic", "partition"),
-    ),
-    "aioshard_partition_lag_seconds": (
-        "gauge",
-        "Now minus the timestamp of the oldest incomplete record; absent while nothing of what is left is in hand.",
-        ("topic", "partition"),
-    ),
-    "aioshard_partition_incomplete_records": (
-        "gauge",
-        "Records taken in and not complete.",
-        ("topic", "partition"),
-    ),
-    "aioshard_partition_buffered_records": ("gauge", "Records in memory.", ("topic", "partition")),
-    "aioshard_partition_buffered_bytes": ("gauge", "Their bytes.", ("topic", "partition")),
-    "aioshard_partition_paused": (
-        "gauge",
-        "1 while nothing more of the partition is taken in.",
-        ("topic", "partition"),
-    ),
-    "aioshard_oldest_incomplete_record_age_seconds": (
-        "gauge",
-        "Age of the partition's oldest incomplete record, 0 without one; a commit that waits shows here.",
-        ("topic", "partition"),
-    ),
-    "aioshard_records_processed": ("counter", "Records that are complete, by how they ended.", ("handler", "outcome")),
-    "aioshard_retries": ("counter", "Attempts after a record's first.", ("handler",)),
-    "aioshard_halted_records": ("gauge", "Records that hold their shard, their attempts used up.", ("handler",)),
-    "aioshard_outliving_runs": (
-        "gauge",
-        "Runs that outlive their cancellation or their partition and hold their shard.",
-        ("handler",),
-    ),
-    "aioshard_busy_workers": ("gauge", "Workers that run the handler now.", ("handler",)),
-    "aioshard_concurrency": ("gauge", "Workers that the handler has.", ("handler",)),
-    "aioshard_shards": ("gauge", "Shards in use.", ("handler",)),
-}
-"""Type, help and labels of every metric; `group` comes first in the labels of each.
-Prometheus shows counters with `_total`."""
+_CLIENTS = {"aiokafka": "aiokafka", "confluent": "confluent-kafka"}
+"""The packages of the clients."""
 
 
 class Observed(Protocol):
@@ -109,11 +38,12 @@ class AppCollector(Collector):
         registry: Where to register, if anywhere.
 
     Example:
+        >>> from aioshard import App
         >>> from prometheus_client import CollectorRegistry
         >>> registry = CollectorRegistry()
-        >>> collector = AppCollector(registry=registry)
-        >>> registry.get_sample_value("aioshard_build_info", {"version": version()})
-        1
+        >>> collector = AppCollector(App("billing"), registry=registry)
+        >>> registry.get_sample_value("aioshard_engine_state", {"group": "billing", "state": "stopped"})
+        1.0
     """
 
     def __init__(self, *apps: Observed, registry: CollectorRegistry | None = None) -> None:
@@ -123,95 +53,109 @@ class AppCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The names, so that registering does not ask the apps."""
-        return [*_families().values(), InfoMetricFamily("aioshard_build", "")]
+        return [SeriesFamily(name) for name in METRICS]
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as of now."""
-        # Handlers of the same name are summed: a series that came twice would spoil the whole scrape.
-        sums: dict[tuple[str, tuple[str, ...]], float] = {}
+        values = Values()
         for app in self._apps:
-            for name, labels, value in _samples(app.statistics()):
-                sums[name, labels] = sums.get((name, labels), 0.0) + value
-        families = _families()
-        for (name, labels), value in sums.items():
-            families[name].add_metric(labels, value)
-        yield from families.values()
-        yield InfoMetricFamily("aioshard_build", "What runs here.", {"version": version()})
+            statistics = app.statistics()
+            _add_app(values, statistics)
+            _add_partitions(values, statistics)
+            for handler in statistics.handlers:
+                _add_handler(values, statistics.group_id, handler)
+        return values.families()
 
 
 @functools.cache  # a scrape must not read files
-def version() -> str:
-    """The version of the package, `unknown` when it runs from a source tree."""
+def version(package: str = "aioshard") -> str:
+    """The version of a package; `unknown` where it is not installed, as one that runs from a source tree."""
     try:
-        return importlib.metadata.version("aioshard")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
 
-def _families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
-    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-    return {
-        name: kinds[kind](name, documentation, labels=["group", *labels])
-        for name, (kind, documentation, labels) in METRICS.items()
-    }
+def _client(name: str) -> str:
+    return f"{name} {version(_CLIENTS[name])}" if name in _CLIENTS else name
 
 
-def _samples(statistics: Statistics) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    for name, labels, value in (
-        *_of_app(statistics),
-        *_of_partitions(statistics),
-        *_of_handlers(statistics),
-    ):
-        if value is not None:
-            yield f"aioshard_{name}", (statistics.group_id, *labels), float(value)
-
-
-_Values = Iterator[tuple[str, tuple[str, ...], float | None]]
-
-
-def _of_app(statistics: Statistics) -> _Values:
+def _add_app(values: Values, statistics: Statistics) -> None:
+    group = (statistics.group_id,)
+    values.add("aioshard_build", (*group, version(), _client(statistics.client)), 1.0)
     for state in get_args(AppState):
-        yield "state", (state,), statistics.state == state
-    yield "trouble", (), statistics.trouble is not None
-    yield "assigned_partitions", (), len(statistics.partitions)
-    yield "buffered_records", (), statistics.buffered_records
-    yield "buffered_bytes", (), statistics.buffered_bytes
-    yield "rebalances", (), statistics.rebalances
-    yield "commits", (), statistics.commits
-    yield "commit_failures", (), statistics.commit_failures
-    yield "replayed_records", (), statistics.replayed
-    yield "client_losses", (), statistics.client_losses
-    journal = statistics.journal
-    yield "journal_rows", (), None if journal is None else journal.written
-    yield "journal_dropped_rows", (), None if journal is None else journal.dropped
+        values.add("aioshard_engine_state", (*group, state), float(statistics.state == state))
+    values.add("aioshard_trouble", group, float(statistics.trouble is not None))
+    values.add("aioshard_assigned_partitions", group, len(statistics.partitions))
+    values.add("aioshard_buffered_records", group, statistics.buffered_records)
+    values.add("aioshard_buffered_bytes", group, statistics.buffered_bytes)
+    limited = [handler for handler in statistics.handlers if handler.shard_capacity]
+    if limited:
+        fullest = max(limited, key=lambda handler: handler.shard_depth / handler.shard_capacity)
+        values.add("aioshard_shard_queue_capacity", group, fullest.shard_capacity)
+        values.add("aioshard_shard_queue_depth_max", group, fullest.shard_depth)
+    values.add("aioshard_commits", (*group, "success"), statistics.commits)
+    values.add("aioshard_commits", (*group, "failure"), statistics.commit_failures)
+    values.add_histogram("aioshard_commit_duration_seconds", (*group, "success"), statistics.commit_durations)
+    values.add_histogram("aioshard_commit_duration_seconds", (*group, "failure"), statistics.commit_failure_durations)
+    for one in statistics.rebalance_kinds:
+        values.add("aioshard_rebalances", (*group, one.kind), one.count)
+        values.add_histogram("aioshard_rebalance_drain_duration_seconds", (*group, one.kind), one.drains)
+    values.add_histogram("aioshard_event_loop_delay_seconds", group, statistics.loop_delays)
+    values.add("aioshard_replayed_records", group, statistics.replayed)
+    values.add("aioshard_client_losses", group, statistics.client_losses)
+    if statistics.journal is not None:
+        values.add("aioshard_journal_rows", group, statistics.journal.written)
+        values.add("aioshard_journal_dropped_rows", group, statistics.journal.dropped)
 
 
-def _of_partitions(statistics: Statistics) -> _Values:
-    for partition in statistics.partitions:
-        labels = (partition.topic, str(partition.partition))
-        yield "partition_position", labels, partition.position
-        yield "partition_committed_offset", labels, partition.committed
-        yield "partition_committable_offset", labels, partition.committable
-        yield "partition_end_offset", labels, partition.end_offset
-        yield "partition_lag_records", labels, partition.lag
-        yield "partition_lag_seconds", labels, partition.lag_seconds
-        yield "partition_incomplete_records", labels, partition.incomplete
-        yield "partition_buffered_records", labels, partition.buffered_records
-        yield "partition_buffered_bytes", labels, partition.buffered_bytes
-        yield "partition_paused", labels, partition.paused is not None
-        yield "oldest_incomplete_record_age_seconds", labels, partition.oldest_incomplete_age or 0.0
+_OF_PARTITION = {
+    "aioshard_records_fetched": "fetched",
+    "aioshard_records_in_flight": "in_flight",
+    "aioshard_records_queued": "queued",
+    "aioshard_partition_lag_records": "lag",
+    "aioshard_partition_lag_seconds": "lag_seconds",
+    "aioshard_partition_committed_offset": "committed",
+    "aioshard_partition_committable_offset": "committable",
+    "aioshard_partition_position": "position",
+    "aioshard_partition_end_offset": "end_offset",
+    "aioshard_partition_incomplete_records": "incomplete",
+    "aioshard_partition_buffered_records": "buffered_records",
+    "aioshard_partition_buffered_bytes": "buffered_bytes",
+}
+"""Which attribute of a partition's statistics each metric shows; without a sample where that is None."""
 
 
-def _of_handlers(statistics: Statistics) -> _Values:
-    for handler in statistics.handlers:
-        yield "records_processed", (handler.name, "success"), handler.processed
-        yield "records_processed", (handler.name, "skipped"), handler.skipped
-        yield "records_processed", (handler.name, "dead_lettered"), handler.dead_lettered
-        yield "records_processed", (handler.name, "parked"), handler.parked
-        labels = (handler.name,)
-        yield "retries", labels, handler.retried
-        yield "halted_records", labels, handler.halted
-        yield "outliving_runs", labels, len(handler.outliving)
-        yield "busy_workers", labels, handler.busy
-        yield "concurrency", labels, handler.concurrency
-        yield "shards", labels, handler.shards
+def _add_partitions(values: Values, statistics: Statistics) -> None:
+    group, partitions = statistics.group_id, statistics.partitions
+    labels = [(group, partition.topic, str(partition.partition)) for partition in partitions]
+    for name, attribute in _OF_PARTITION.items():
+        series = values.series(name)
+        for key, partition in zip(labels, partitions, strict=True):
+            value = getattr(partition, attribute)
+            if value is not None:
+                series[key] = value
+    paused = values.series("aioshard_partition_paused")
+    ages = values.series("aioshard_oldest_incomplete_record_age_seconds")
+    for key, partition in zip(labels, partitions, strict=True):
+        paused[key] = float(partition.paused is not None)
+        ages[key] = partition.oldest_incomplete_age or 0.0
+
+
+def _add_handler(values: Values, group: str, handler: HandlerStatistics) -> None:
+    for topic in handler.by_topic:
+        labels = (group, topic.topic, handler.name)
+        values.add("aioshard_records_processed", (*labels, "success"), topic.processed)
+        values.add("aioshard_records_processed", (*labels, "skipped"), topic.skipped)
+        values.add("aioshard_records_processed", (*labels, "dead_lettered"), topic.dead_lettered)
+        values.add("aioshard_records_processed", (*labels, "parked"), topic.parked)
+        values.add("aioshard_retries", labels, topic.retried)
+        values.add("aioshard_dead_letters", labels, topic.dead_lettered)
+        values.add_histogram("aioshard_record_processing_duration_seconds", labels, topic.durations)
+        values.add_histogram("aioshard_record_queue_wait_seconds", (group, topic.topic), topic.waits)
+    of_handler = (group, handler.name)
+    values.add("aioshard_halted_records", of_handler, handler.halted)
+    values.add("aioshard_outliving_runs", of_handler, len(handler.outliving))
+    values.add("aioshard_busy_workers", of_handler, handler.busy)
+    values.add("aioshard_concurrency", of_handler, handler.concurrency)
+    values.add("aioshard_shards", of_handler, handler.shards)

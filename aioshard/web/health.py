@@ -19,10 +19,10 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from aioshard.errors import MissingExtraError
 from aioshard.observe import Diagnosis, Statistics
+from aioshard.telemetry.exposition import encode
 from aioshard.telemetry.metrics import AppCollector, Observed
 
 try:
@@ -177,8 +177,8 @@ class _Answers:
         return PlainTextResponse(self._app.explain(), headers=_FRESH)
 
     def metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._registry), headers={"content-type": content_type})
+        page, content_type = encode(self._registry, request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
 
 def _wants_json(request: Request) -> bool:

@@ -161,7 +161,7 @@ def check_metrics(text: str, group: str) -> None:
     assert len(headings) == len(set(headings))
     for number in "01":
         assert f'aioshard_worker_up{{group="{group}",worker="{number}"}} 1.0' in series
-        assert f'aioshard_state{{group="{group}",state="running",worker="{number}"}} 1.0' in series
+        assert f'aioshard_engine_state{{group="{group}",state="running",worker="{number}"}} 1.0' in series
     assert f'aioshard_worker_restarts_total{{group="{group}",worker="1"}} 1.0' in series
     of_processes = [line for line in series if line.startswith("process_resident_memory_bytes{")]
     assert len(of_processes) == 3

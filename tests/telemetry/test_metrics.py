@@ -1,14 +1,26 @@
 """Metrics: what a scrape shows of an app's statistics."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
-from aioshard.telemetry.metrics import METRICS, AppCollector
+from aioshard.core.histogram import DURATION_BOUNDS, HistogramCounts
+from aioshard.observe import (
+    HandlerStatistics,
+    JournalStatistics,
+    PartitionStatistics,
+    RebalanceKindStatistics,
+    Statistics,
+    TopicStatistics,
+)
+from aioshard.telemetry.exposition import encode
+from aioshard.telemetry.metrics import METRICS, AppCollector, version
 
 PARTITION = PartitionStatistics(
     topic="orders",
@@ -26,7 +38,23 @@ PARTITION = PartitionStatistics(
     paused="max_buffered_records=10000 is reached",
     oldest_incomplete_age=2.5,
     noted=0.25,
+    fetched=119,
+    in_flight=5,
+    queued=13,
 )
+DURATIONS = HistogramCounts(DURATION_BOUNDS, (900, 90, *(0,) * 12, 10), 150.0)
+WAITS = HistogramCounts(DURATION_BOUNDS, (0, 1_000, *(0,) * 13), 7.5)
+TOPIC = TopicStatistics(
+    topic="orders",
+    processed=1_000,
+    retried=11,
+    skipped=2,
+    dead_lettered=3,
+    parked=4,
+    durations=DURATIONS,
+    waits=WAITS,
+)
+NOTHING = HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
 HANDLER = HandlerStatistics(
     name="on_order",
     topics=("orders",),
@@ -40,6 +68,9 @@ HANDLER = HandlerStatistics(
     parked=4,
     halted=1,
     outliving=("orders/3/101",),
+    by_topic=(TOPIC,),
+    shard_capacity=10_000,
+    shard_depth=40,
 )
 STATISTICS = Statistics(
     state="running",
@@ -57,6 +88,14 @@ STATISTICS = Statistics(
     partitions=(PARTITION,),
     handlers=(HANDLER,),
     journal=JournalStatistics(written=900, waiting=100, dropped=5, files=2, trouble=None),
+    loop_delays=WAITS,
+    client="aiokafka",
+    rebalance_kinds=(
+        RebalanceKindStatistics("assigned", 1, NOTHING),
+        RebalanceKindStatistics("revoked", 2, DURATIONS),
+    ),
+    commit_durations=WAITS,
+    commit_failure_durations=NOTHING,
 )
 
 
@@ -95,6 +134,10 @@ class Scrape:
         ("aioshard_partition_buffered_records", 18),
         ("aioshard_partition_buffered_bytes", 9_000),
         ("aioshard_partition_paused", 1),
+        ("aioshard_partition_lag_seconds", 61.5),
+        ("aioshard_records_fetched_total", 119),
+        ("aioshard_records_in_flight", 5),
+        ("aioshard_records_queued", 13),
         ("aioshard_oldest_incomplete_record_age_seconds", 2.5),
     ],
 )
@@ -105,11 +148,17 @@ def test_a_partition(name: str, expected: float) -> None:
 @pytest.mark.parametrize(
     ("name", "labels", "expected"),
     [
-        ("aioshard_records_processed_total", {"outcome": "success"}, 1_000),
-        ("aioshard_records_processed_total", {"outcome": "skipped"}, 2),
-        ("aioshard_records_processed_total", {"outcome": "dead_lettered"}, 3),
-        ("aioshard_records_processed_total", {"outcome": "parked"}, 4),
-        ("aioshard_retries_total", {}, 11),
+        ("aioshard_records_processed_total", {"topic": "orders", "outcome": "success"}, 1_000),
+        ("aioshard_records_processed_total", {"topic": "orders", "outcome": "skipped"}, 2),
+        ("aioshard_records_processed_total", {"topic": "orders", "outcome": "dead_lettered"}, 3),
+        ("aioshard_records_processed_total", {"topic": "orders", "outcome": "parked"}, 4),
+        ("aioshard_retries_total", {"topic": "orders"}, 11),
+        ("aioshard_dead_letters_total", {"topic": "orders"}, 3),
+        ("aioshard_record_processing_duration_seconds_bucket", {"topic": "orders", "le": "0.01"}, 990),
+        ("aioshard_record_processing_duration_seconds_bucket", {"topic": "orders", "le": "10.0"}, 990),
+        ("aioshard_record_processing_duration_seconds_bucket", {"topic": "orders", "le": "+Inf"}, 1_000),
+        ("aioshard_record_processing_duration_seconds_sum", {"topic": "orders"}, 150),
+        ("aioshard_record_processing_duration_seconds_count", {"topic": "orders"}, 1_000),
         ("aioshard_halted_records", {}, 1),
         ("aioshard_outliving_runs", {}, 1),
         ("aioshard_busy_workers", {}, 5),
@@ -124,9 +173,9 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("aioshard_rebalances_total", 2),
-        ("aioshard_commits_total", 30),
-        ("aioshard_commit_failures_total", 1),
+        ("aioshard_shard_queue_capacity", 10_000),
+        ("aioshard_shard_queue_depth_max", 40),
+        ("aioshard_event_loop_delay_seconds_count", 1_000),
         ("aioshard_replayed_records_total", 6),
         ("aioshard_client_losses_total", 1),
         ("aioshard_journal_rows_total", 900),
@@ -144,7 +193,7 @@ def test_the_app(name: str, expected: float) -> None:
 def test_exactly_one_state_is_set() -> None:
     scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, state="draining")))
     states = {
-        state: scrape.value("aioshard_state", state=state)
+        state: scrape.value("aioshard_engine_state", state=state)
         for state in ("starting", "running", "draining", "stopped", "failed")
     }
     assert states == {"starting": 0, "running": 0, "draining": 1, "stopped": 0, "failed": 0}
@@ -189,15 +238,19 @@ def test_the_app_is_asked_once_per_scrape_and_not_when_registering() -> None:
 
 def test_several_apps_of_one_process_are_told_apart_by_group() -> None:
     scrape = Scrape(FakeApp(), FakeApp(dataclasses.replace(STATISTICS, group_id="audit", commits=5)))
-    assert scrape.value("aioshard_commits_total") == 30
-    assert scrape.value("aioshard_commits_total", group="audit") == 5
+    assert scrape.value("aioshard_commits_total", outcome="success") == 30
+    assert scrape.value("aioshard_commits_total", outcome="failure") == 1
+    assert scrape.value("aioshard_commits_total", group="audit", outcome="success") == 5
 
 
 def test_handlers_of_the_same_name_are_one_series() -> None:
     scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, handlers=(HANDLER, HANDLER))))
     text = generate_latest(scrape.registry).decode()
-    assert text.count('aioshard_retries_total{group="billing",handler="on_order"}') == 1
-    assert scrape.value("aioshard_retries_total", handler="on_order") == 22
+    assert text.count('aioshard_retries_total{group="billing",handler="on_order",topic="orders"}') == 1
+    labels = {"topic": "orders", "handler": "on_order"}
+    assert scrape.value("aioshard_retries_total", **labels) == 22
+    assert scrape.value("aioshard_record_processing_duration_seconds_sum", **labels) == 300
+    assert scrape.value("aioshard_record_processing_duration_seconds_bucket", **labels, le="0.01") == 1_980
 
 
 def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> None:
@@ -205,17 +258,90 @@ def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> N
     families = {
         family.name: family for family in text_string_to_metric_families(generate_latest(scrape.registry).decode())
     }
-    assert set(families) == {*METRICS, "aioshard_build_info"}
+    families["aioshard_build"] = families.pop("aioshard_build_info")
+    assert set(families) == set(METRICS)
     for name, (kind, documentation, labels) in METRICS.items():
-        assert families[name].type == kind
+        assert families[name].type == ("gauge" if kind == "info" else kind)
         assert families[name].documentation == documentation
-        assert {"group", *labels} == set(families[name].samples[0].labels)
+        assert {"group", *labels} == set(families[name].samples[0].labels) - {"le"}
         assert not name.endswith(("_total", "_ms")), "prometheus_client adds _total; base units only"
 
 
-def test_build_info_carries_the_version() -> None:
-    samples: list[Any] = [
-        sample for family in Scrape(FakeApp()).registry.collect() for sample in family.samples if "build" in sample.name
-    ]
-    assert [sample.name for sample in samples] == ["aioshard_build_info"]
-    assert samples[0].labels["version"]
+def test_build_info_carries_the_versions() -> None:
+    labels = {"version": version(), "client": f"aiokafka {version('aiokafka')}"}
+    assert Scrape(FakeApp()).value("aioshard_build_info", **labels) == 1
+
+
+def test_the_queue_waits_of_a_topic_are_those_of_its_handler() -> None:
+    assert Scrape(FakeApp()).value("aioshard_record_queue_wait_seconds_bucket", topic="orders", le="0.01") == 1_000
+
+
+def test_rebalances_and_their_drains_by_kind() -> None:
+    scrape = Scrape(FakeApp())
+    assert scrape.value("aioshard_rebalances_total", kind="assigned") == 1
+    assert scrape.value("aioshard_rebalances_total", kind="revoked") == 2
+    assert scrape.value("aioshard_rebalance_drain_duration_seconds_sum", kind="revoked") == 150
+
+
+PARTITION_LABELS, HANDLED = ("topic", "partition"), ("topic", "handler")
+DESIGNED = {
+    "records_fetched_total": ("counter", PARTITION_LABELS),
+    "records_processed_total": ("counter", (*HANDLED, "outcome")),
+    "record_processing_duration_seconds": ("histogram", HANDLED),
+    "record_queue_wait_seconds": ("histogram", ("topic",)),
+    "retries_total": ("counter", HANDLED),
+    "dead_letters_total": ("counter", HANDLED),
+    "records_in_flight": ("gauge", PARTITION_LABELS),
+    "records_queued": ("gauge", PARTITION_LABELS),
+    "shard_queue_capacity": ("gauge", ()),
+    "shard_queue_depth_max": ("gauge", ()),
+    "oldest_incomplete_record_age_seconds": ("gauge", PARTITION_LABELS),
+    "partition_lag_records": ("gauge", PARTITION_LABELS),
+    "partition_lag_seconds": ("gauge", PARTITION_LABELS),
+    "partition_committed_offset": ("gauge", PARTITION_LABELS),
+    "partition_position": ("gauge", PARTITION_LABELS),
+    "partition_paused": ("gauge", PARTITION_LABELS),
+    "commits_total": ("counter", ("outcome",)),
+    "commit_duration_seconds": ("histogram", ("outcome",)),
+    "rebalances_total": ("counter", ("kind",)),
+    "rebalance_drain_duration_seconds": ("histogram", ("kind",)),
+    "assigned_partitions": ("gauge", ()),
+    "engine_state": ("gauge", ("state",)),
+    "event_loop_delay_seconds": ("histogram", ()),
+    "build_info": ("info", ("version", "client")),
+}
+"""What dashboards and alerts of others rest on: renaming one of these breaks them."""
+
+
+@pytest.mark.parametrize("name", DESIGNED)
+def test_a_name_that_others_rest_on_has_its_type_and_labels(name: str) -> None:
+    kind, labels = DESIGNED[name]
+    info = METRICS[f"aioshard_{name.removesuffix('_total').removesuffix('_info')}"]
+    assert (info.kind, info.labels) == (kind, labels)
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text;version=1.0.0", "text/plain;version=1.0.0"])
+def test_the_quick_page_says_what_prometheus_client_would_say(accept: str) -> None:
+    hostile = dataclasses.replace(PARTITION, topic='or"ders\\\n', partition=4)
+    app = FakeApp(dataclasses.replace(STATISTICS, partitions=(PARTITION, hostile)))
+    registry = CollectorRegistry()
+    Gauge("of_the_handler", "A metric of the process's own.", registry=registry).set(3)
+    AppCollector(app, registry=registry)
+    encoder, expected_type = choose_encoder(accept)
+    parse = parse_open_metrics if "openmetrics" in accept else text_string_to_metric_families
+
+    page, content_type = encode(registry, accept)
+
+    assert content_type == expected_type
+    assert _read(parse(page.decode())) == _read(parse(encoder(registry).decode()))
+
+
+def _read(families: Iterable[Metric]) -> dict[str, object]:
+    return {
+        family.name: (
+            family.type,
+            family.documentation,
+            {(one.name, *sorted(one.labels.items())): one.value for one in family.samples},
+        )
+        for family in families
+    }

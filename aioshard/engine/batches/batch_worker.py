@@ -10,6 +10,7 @@ from aioshard.engine.batches.delivery_batch import DeliveryBatch
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.failing.settling import Settlement
 from aioshard.engine.outcomes import Detour, Outcome
+from aioshard.engine.timing import waited
 from aioshard.engine.worker import RUN_AHEAD, Asked, Divert, Worker
 from aioshard.errors import BatchError, CancelledRunError, HandlerError, SwallowedCancellationError
 from aioshard.records import Record
@@ -150,6 +151,8 @@ class BatchWorker(Worker):
         self._forget_what_the_handler_asked()
         if head.detour is not None:
             head.outcome = outcome
+        else:
+            head.epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
         self._ended(batch, (), outcome)
 
     async def _take_detour(self, delivery: Delivery, detour: Detour) -> Outcome:
@@ -165,6 +168,8 @@ class BatchWorker(Worker):
     def _start(self, batch: DeliveryBatch) -> None:
         """Take note that the deliveries of a batch start."""
         runs = batch.deliveries[0].detour is None
+        if runs:
+            waited(batch.deliveries[0], self.started)
         for delivery in batch.deliveries:
             epoch = delivery.epoch
             if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
@@ -188,16 +193,15 @@ class BatchWorker(Worker):
         """
         self._batch = self.delivery = self.running = None
         left: list[Delivery] = []
-        done = 0
-        for delivery in batch.deliveries:
-            if batch.plain and not failed:  # for most batches that is all
-                done += delivery.epoch.complete(delivery)
-            elif delivery in failed or (delivery.then is not None and delivery.detour is None):
-                if delivery.epoch.gate is not Gate.ENDED:
-                    left.append(delivery)
-            else:
-                done += delivery.epoch.complete(delivery)
-        self._settlement.counters.count(outcome, done)
+        if batch.plain and not failed and outcome is Outcome.PROCESSED:
+            _processed(batch.deliveries)  # for most batches that is all
+        else:
+            for delivery in batch.deliveries:
+                if delivery in failed or (delivery.then is not None and delivery.detour is None):
+                    if delivery.epoch.gate is not Gate.ENDED:
+                        left.append(delivery)
+                elif delivery.epoch.complete(delivery):
+                    delivery.epoch.counts.count(outcome)
         heads = self._shards.end(batch, left)
         for delivery in left:
             if delivery not in failed and delivery.then is not None:
@@ -219,7 +223,10 @@ class BatchWorker(Worker):
             self._put_back(batch, interrupted=ending.interrupted)
             if ending.fatal:
                 raise error
-        elif isinstance(ending.failure, BatchError) and batch.deliveries[0].detour is None:
+            return
+        if batch.deliveries[0].detour is None:
+            self._note_failed(batch.deliveries[0])
+        if isinstance(ending.failure, BatchError) and batch.deliveries[0].detour is None:
             self._failed_in_part(batch, ending.failure)
         else:
             self._failed(batch, ending.failure)
@@ -240,6 +247,7 @@ class BatchWorker(Worker):
             self._put_back(batch, interrupted=True)
         else:
             error = SwallowedCancellationError(self.timeout or 0.0)
+            self._note_failed(batch.deliveries[0])
             if len(batch.deliveries) > 1:
                 self._failed(batch, error)
             else:
@@ -287,3 +295,11 @@ class BatchWorker(Worker):
         for delivery in heads:
             if self._settlement.failed(delivery, failed[delivery], self._shards):
                 self._shards.go_on(delivery)
+
+
+def _processed(deliveries: Sequence[Delivery]) -> None:
+    """Complete what a handler has processed, and count it."""
+    for delivery in deliveries:
+        epoch = delivery.epoch
+        if epoch.complete(delivery):
+            epoch.counts.processed += 1

@@ -66,7 +66,7 @@ class Lot:
         """Where its parked records are kept."""
         self.generation = generation
         """Of the group, when the partition became ours; what is parked here is stored under it."""
-        self.replays = Epoch(stored_in, source.number, 0, buffer)
+        self.replays = Epoch(stored_in, source.number, 0, buffer, source.counts)
         """The epoch of what is run again."""
         self.keys = ParkedKeys()
         self.writing: set[int] = set()

@@ -4,8 +4,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aioshard.core.recourse import BudgetAccount, DeadLetter
+from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.settling import Counters, Halt, Pause, Verdict
+from aioshard.engine.failing.settling import Halt, Pause, Verdict
 from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.ports import Message
 from aioshard.serde.side_records import Failure, dead_letter

@@ -7,61 +7,23 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from aioshard.core.retry import Retry
+from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.outcomes import Block, Detour, FailureNote, Outcome
 from aioshard.engine.shards import Shards
 from aioshard.errors import HandlerError
 
-__all__ = ["Counters", "Halt", "Pause", "Recourse", "Settlement", "Verdict"]
+__all__ = ["Halt", "Pause", "Recourse", "Settlement", "Verdict"]
 
 logger = logging.getLogger("aioshard.engine.settling")
 
-_WARNING_INTERVAL = 1.0
-"""Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
 _SLOW_DETOUR = 1.0
 """Seconds; a side topic that works acknowledges in less."""
 _HELD_BACK = 0.5
 """Seconds until a detour that was held back is tried again."""
 _DETOUR_BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseException,))
 """When a detour that failed is taken again; never given up, because only a terminal outcome advances (I2)."""
-
-
-class Counters:
-    """What happened to the records of one handler; owned by the event loop, written by its workers."""
-
-    __slots__ = ("_warned_at", "dead_lettered", "parked", "processed", "replayed", "retried", "skipped")
-
-    def __init__(self) -> None:
-        self.processed = 0
-        self.skipped = 0
-        self.dead_lettered = 0
-        self.parked = 0
-        self.replayed = 0
-        """Runs of records that had run before and were cancelled."""
-        self.retried = 0
-        self._warned_at = -_WARNING_INTERVAL
-
-    def count(self, outcome: Outcome, records: int = 1) -> None:
-        """Count records that are complete."""
-        match outcome:
-            case Outcome.PROCESSED:
-                self.processed += records
-            case Outcome.SKIPPED:
-                self.skipped += records
-            case Outcome.DEAD_LETTERED:
-                self.dead_lettered += records
-            case Outcome.PARKED:
-                self.parked += records
-            case Outcome.RETURNED:
-                pass
-
-    def may_warn(self, now: float) -> bool:
-        """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""
-        if now - self._warned_at < _WARNING_INTERVAL:
-            return False
-        self._warned_at = now
-        return True
 
 
 class Halt(NamedTuple):
@@ -139,7 +101,7 @@ class Settlement:
         delay = self._retry.delay(error, delivery.failures, self._chance())
         if delay is None:
             return self.give_up(delivery, error, shards)
-        self.counters.retried += 1
+        delivery.epoch.counts.retried += 1
         shards.retry(delivery, Block(halted=False, error=str(note), since=self._clock()), delay)
         level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
         message = "record %r failed attempt %d and runs again in %.2f s (%s); failed attempts of its handler so far: %d"
@@ -162,7 +124,8 @@ class Settlement:
         """
         notes = [_note(delivery, error) for delivery in deliveries]
         note = notes[0]
-        self.counters.retried += len(deliveries)
+        for delivery in deliveries:
+            delivery.epoch.counts.retried += 1
         delay = self._retry.delay(error, deliveries[0].failures, self._chance()) or 0.0
         block = Block(halted=False, error=str(note), since=self._clock())
         for delivery in heads:
@@ -175,7 +138,7 @@ class Settlement:
     def failed_behind(self, delivery: Delivery, error: BaseException) -> None:
         """A record failed behind one of its shard that failed too: it runs again after that, whatever it was."""
         _note(delivery, error)
-        self.counters.retried += 1
+        delivery.epoch.counts.retried += 1
 
     def give_up(self, delivery: Delivery, error: BaseException, shards: Shards, *, keyed: bool = True) -> bool:
         """No attempt follows any more; returns whether a detour follows at once.

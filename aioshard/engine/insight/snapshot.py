@@ -2,24 +2,27 @@
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from aioshard.core.commit_metadata import MOST_UNITS
+from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
 from aioshard.engine.insight.liveness import ready_anyway, restart_cures
 from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
-from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics, TopicStatistics
 
 __all__ = ["explain", "explain_partition", "statistics"]
 
 
-def statistics(engine: Engine, group_id: str) -> Statistics:
+def statistics(engine: Engine, group_id: str, client: str = "") -> Statistics:
     """A snapshot; safe to call from any thread."""
     now, watch = engine.now(), engine.loop_watch
     blocked = None if watch is None else watch.blocked()
+    running = Counter(delivery.epoch for worker in engine.workers for delivery in worker.deliveries)
     transport = engine.transport
     member_id = transport.membership().member_id if transport is not None else ""
     return Statistics(
@@ -36,24 +39,29 @@ def statistics(engine: Engine, group_id: str) -> Statistics:
         client_losses=engine.client_losses,
         trouble=trouble_of(engine, now) or engine.liveness.watch.sentence(now) or blocked,
         partitions=tuple(
-            steady(functools.partial(_partition, engine, epoch, now))
+            steady(functools.partial(_partition, engine, epoch, now, running[epoch]))
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
         ),
-        handlers=tuple(_handler(running) for running in engine.handlers),
+        handlers=tuple(_handler(handler, engine.buffer.bounds.records) for handler in engine.handlers),
         rebalance_reports=engine.rebalance.log.reports(),
         loop_delays=None if watch is None else watch.delays.counts(),
         blocked=blocked,
         ready_anyway=ready_anyway(engine, now),
         restart_cures=tuple(restart_cures(engine, now)),
+        client=client,
+        rebalance_kinds=engine.rebalance.log.kinds(),
+        commit_durations=engine.committer.durations.counts(),
+        commit_failure_durations=engine.committer.failure_durations.counts(),
     )
 
 
-def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
+def _partition(engine: Engine, epoch: Epoch, now: float, running: int) -> PartitionStatistics:
     tracker = epoch.tracker
     committable = tracker.committable
     end = engine.log_ends.of(epoch)
     base = committable if epoch.acknowledged is None else epoch.acknowledged
     oldest = tracker.oldest
+    held = epoch.held_usage
     return PartitionStatistics(
         topic=epoch.topic_partition.topic,
         partition=epoch.topic_partition.partition,
@@ -65,11 +73,14 @@ def _partition(engine: Engine, epoch: Epoch, now: float) -> PartitionStatistics:
         lag=None if end is None else max(end - base, 0),
         lag_seconds=_lag_seconds(oldest, end, base),
         incomplete=len(tracker),
-        buffered_records=epoch.held_usage.records,
+        buffered_records=held.records,
         buffered_bytes=epoch.buffered_bytes,
         paused=_why_paused(engine, epoch, now),
         oldest_incomplete_age=None if oldest is None else max(now - oldest.arrived, 0.0),
         noted=epoch.note_length / MOST_UNITS,
+        fetched=tracker.arrived,
+        in_flight=running,
+        queued=max(held.records - running, 0),
     )
 
 
@@ -91,9 +102,9 @@ def _why_paused(engine: Engine, epoch: Epoch, now: float) -> str | None:
     return epoch.fault(now) or engine.admission.reason(epoch.topic_partition)
 
 
-def _handler(running: Running) -> HandlerStatistics:
+def _handler(running: Running, room: int) -> HandlerStatistics:
     shards = running.feed.shards
-    counters = running.counters
+    topics = tuple(_topic(topic, counts) for topic, counts in sorted(running.counters.topics.items()))
     busy = [worker for worker in running.workers if worker.deliveries]
     return HandlerStatistics(
         name=running.spec.name,
@@ -101,13 +112,29 @@ def _handler(running: Running) -> HandlerStatistics:
         concurrency=running.staff.concurrency,
         busy=len(busy),
         shards=len(shards) if running.spec.shards is not None else len(shards[0]),
-        processed=counters.processed,
-        retried=counters.retried,
-        skipped=counters.skipped,
-        dead_lettered=counters.dead_lettered,
-        parked=counters.parked,
+        processed=sum(topic.processed for topic in topics),
+        retried=sum(topic.retried for topic in topics),
+        skipped=sum(topic.skipped for topic in topics),
+        dead_lettered=sum(topic.dead_lettered for topic in topics),
+        parked=sum(topic.parked for topic in topics),
         halted=sum(len(part.halted) for part in shards),
         outliving=tuple(repr(first) for worker in busy for first in _outliving(worker)[:1]),
+        by_topic=topics,
+        shard_capacity=room if running.spec.shards is None else max(room // running.spec.shards, 1),
+        shard_depth=max(part.depth for part in shards),
+    )
+
+
+def _topic(topic: str, counts: TopicCounts) -> TopicStatistics:
+    return TopicStatistics(
+        topic=topic,
+        processed=counts.processed,
+        retried=counts.retried,
+        skipped=counts.skipped,
+        dead_lettered=counts.dead_lettered,
+        parked=counts.parked,
+        durations=counts.durations.counts(),
+        waits=counts.waits.counts(),
     )
 
 

@@ -1,0 +1,93 @@
+"""What happened to the records of one handler, in numbers: per topic, and how long it took."""
+
+from aioshard.core.histogram import Histogram
+from aioshard.engine.outcomes import Outcome
+
+__all__ = ["Counters", "TopicCounts"]
+
+_WARNING_INTERVAL = 1.0
+"""Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
+
+
+class TopicCounts:
+    """What happened to the records of one topic; owned by the event loop, written by workers, read from any thread.
+
+    Invariants:
+        * No number ever falls.
+    """
+
+    __slots__ = (
+        "dead_lettered",
+        "durations",
+        "noted",
+        "parked",
+        "processed",
+        "retried",
+        "skipped",
+        "waited",
+        "waits",
+    )
+
+    def __init__(self) -> None:
+        self.processed = 0
+        self.skipped = 0
+        self.dead_lettered = 0
+        self.parked = 0
+        self.retried = 0
+        self.durations = Histogram()
+        """Seconds that runs of the handler took, failed ones among them; those that were cancelled are not."""
+        self.waits = Histogram()
+        """Seconds from the arrival of records to the begin of their first run."""
+        self.noted = 0
+        """How many of `processed` are in `durations`; see `RunTimes`."""
+        self.waited = 0
+        """How many records `waits` stands for."""
+
+    def count(self, outcome: Outcome) -> None:
+        """Count a record that is complete."""
+        match outcome:
+            case Outcome.PROCESSED:
+                self.processed += 1
+            case Outcome.SKIPPED:
+                self.skipped += 1
+            case Outcome.DEAD_LETTERED:
+                self.dead_lettered += 1
+            case Outcome.PARKED:
+                self.parked += 1
+            case Outcome.RETURNED:
+                pass
+
+
+class Counters:
+    """What happened to the records of one handler, over all its topics; they go on across rebalances."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, TopicCounts] = {}
+        """Of every topic of which this process has had a partition."""
+        self.replayed = 0
+        """Runs of records that had run before and were cancelled."""
+        self._warned_at = -_WARNING_INTERVAL
+
+    def of(self, topic: str) -> TopicCounts:
+        """Those of a topic."""
+        counts = self.topics.get(topic)
+        if counts is None:
+            counts = self.topics[topic] = TopicCounts()
+        return counts
+
+    @property
+    def processed(self) -> int:
+        """Records that were processed."""
+        return sum(counts.processed for counts in tuple(self.topics.values()))
+
+    @property
+    def retried(self) -> int:
+        """Attempts after a record's first."""
+        return sum(counts.retried for counts in tuple(self.topics.values()))
+
+    def may_warn(self, now: float) -> bool:
+        """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""
+        if now - self._warned_at < _WARNING_INTERVAL:
+            return False
+        self._warned_at = now
+        return True

@@ -1,0 +1,264 @@
+"""Workers that run the handler for one record at a time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.failing.settling import Settlement
+from aioshard.engine.outcomes import Detour, Outcome
+from aioshard.engine.shards import Shards
+from aioshard.engine.timing import AT_ONCE, RunTimes
+from aioshard.engine.worker import RUN_AHEAD, Asked, Divert, Invoke, Worker
+from aioshard.errors import SwallowedCancellationError
+from aioshard.records import Record
+
+__all__ = ["RecordWorker"]
+
+
+class RecordWorker(Worker):
+    """Runs the handler for one record at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        *,
+        call: Callable[[Record], Awaitable[object]] | None,
+        invoke: Invoke,
+        settlement: Settlement,
+        clock: Callable[[], float],
+        timeout: float | None = None,
+        divert: Divert | None = None,
+    ) -> None:
+        """Make a worker; `run` is its task.
+
+        Args:
+            name: For logs and explanations.
+            shards: Where the deliveries are.
+            call: The handler itself where it takes nothing but the record, which spares a call; else None.
+            invoke: Runs an attempt in every other case.
+            settlement: What follows a failed attempt.
+            clock: Loop time.
+            timeout: Seconds that an attempt may take; somebody else watches them (`overdue`).
+            divert: Looks at each delivery first; None where nothing can be diverted before it has failed.
+        """
+        super().__init__(name, settlement=settlement, clock=clock, timeout=timeout)
+        self._shards = shards
+        self._call = call
+        self._invoke = invoke
+        self._divert = divert
+        self._times = RunTimes()
+
+    async def run(self) -> None:  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls
+        """Serve until cancelled, or retired."""
+        self._task = asyncio.current_task()
+        shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
+        take, next_after, times = shards.take, shards.next_after, self._times
+        assert self._task is not None  # noqa: S101 - this is a task
+        cancelling = self._task.cancelling
+        ahead = 0
+        epoch: Epoch | None = None
+        due = AT_ONCE
+        delivery = take()
+        while True:
+            if delivery is None:
+                times.close(epoch, self.started, clock())
+                due = AT_ONCE
+                if self.asked:  # to retire: between two runs, nothing else is asked
+                    return
+                await shards.wait()
+                delivery = self._take()
+                continue
+            now = clock()
+            if now >= due:
+                due = times.turn(epoch, self.started, now, delivery)
+            epoch = delivery.epoch
+            if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
+                epoch.highest_started = delivery.offset
+            if divert is not None:
+                divert(delivery)
+            if delivery.aside:
+                if delivery.detour is None:
+                    self._runs_again(delivery)
+                if delivery.aside:
+                    times.cut(now)
+                    due = AT_ONCE
+                    delivery = await self._take_aside(delivery)
+                    continue
+            delivery.starts += 1
+            self.delivery = delivery
+            self.started = now
+            try:
+                self.running = running = call(delivery.record) if call is not None else invoke(delivery)
+                await running
+            except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+                due = AT_ONCE
+                delivery = self._ended_badly(delivery, error)
+                continue
+            if self.asked:
+                due = AT_ONCE
+                delivery = self._returned_although_asked(delivery)
+                continue
+            if cancelling():
+                self._forget_what_the_handler_asked()
+            self.delivery = self.running = None
+            if epoch.complete(delivery):
+                epoch.counts.processed += 1
+            delivery = next_after(delivery)
+            ahead += 1
+            if ahead >= RUN_AHEAD:
+                ahead = 0
+                if delivery is not None:
+                    now = clock()
+                    if now >= due:
+                        due = times.turn(epoch, self.started, now, delivery)
+                    delivery = await self._let_the_loop_turn(delivery)
+                    away = clock() - now
+                    due += away
+                    times.since += away
+                    self.started += away  # as if the last run had begun later: what comes now is none of its time
+
+    async def _let_the_loop_turn(self, delivery: Delivery) -> Delivery | None:
+        """Yield with a delivery in hand, and give it back if its epoch closed meanwhile."""
+        self._shards.yielding += 1
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            self._shards.again(delivery)
+            raise
+        finally:
+            self._shards.yielding -= 1
+        if delivery.epoch.gate and not delivery.epoch.may_start(delivery):
+            self._shards.again(delivery)
+            return self._take()
+        return delivery
+
+    async def _take_aside(self, delivery: Delivery) -> Delivery | None:
+        """Do what is not just running the handler, and return what the worker does next."""
+        if delivery.detour is not None:
+            return await self._take_detour(delivery)
+        assert delivery.then is not None  # noqa: S101 - why it is still aside
+        return await self._run_and_then(delivery, delivery.then)
+
+    async def _take_detour(self, delivery: Delivery) -> Delivery | None:
+        """Do what comes in place of the handler, and return what the worker does next."""
+        assert delivery.detour is not None  # noqa: S101 - why we are here
+        settlement = self._settlement
+        if not settlement.begin_detour(delivery):
+            settlement.hold_back(delivery, self._shards)
+            return self._shards.take()
+        self.delivery = delivery
+        self.started = self._clock()
+        try:
+            self.running = running = delivery.detour.take(delivery)
+            outcome = await running
+        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            settlement.end_detour(delivery, succeeded=False)
+            return self._ended_badly(delivery, error)
+        settlement.end_detour(delivery, succeeded=True)
+        if self.asked & Asked.INTERRUPT:
+            return self._swallowed_cancellation(delivery)
+        return self._completed(delivery, outcome)
+
+    async def _run_and_then(self, delivery: Delivery, then: Detour) -> Delivery | None:
+        """Run the handler of a delivery that is complete only after a detour, and return what comes next: that."""
+        self.delivery = delivery
+        self.started = self._clock()
+        try:
+            self.running = running = self._invoke(delivery)
+            await running
+        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            return self._ended_badly(delivery, error)
+        if self.asked & (Asked.INTERRUPT | Asked.TIME_OUT):
+            return self._returned_although_asked(delivery)
+        self.delivery = self.running = None
+        self._times.alone(delivery.epoch.counts, self._clock() - self.started)
+        self._forget_what_the_handler_asked()
+        delivery.divert(then)
+        return delivery
+
+    def _completed(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+        self.delivery = self.running = None
+        delivery.outcome = outcome
+        if delivery.epoch.complete(delivery):
+            delivery.epoch.counts.count(outcome)
+        return self._next_after(delivery)
+
+    def _take(self) -> Delivery | None:
+        return None if self.asked else self._shards.take()
+
+    def _next_after(self, delivery: Delivery) -> Delivery | None:
+        if not self.asked:
+            return self._shards.next_after(delivery)
+        self._shards.release(delivery)
+        return None
+
+    # What is not success --------------------------------------------------------
+
+    def _ended_badly(self, delivery: Delivery, error: BaseException) -> Delivery | None:
+        """The handler raised: settle it, and return what the worker does next.
+
+        Raises:
+            BaseException: *error* itself, when it is the worker that is being cancelled, or the
+                interpreter that is asked to exit.
+        """
+        self.delivery = self.running = None
+        self._times.cut(self.started)
+        ending = self._judge(error)
+        if ending.failure is not None:
+            return self._failed(delivery, ending.failure)
+        if ending.interrupted:
+            delivery.cancelled = delivery.aside = True
+        self._shards.again(delivery)
+        if ending.fatal:
+            raise error
+        return self._take()
+
+    def _returned_although_asked(self, delivery: Delivery) -> Delivery | None:
+        if self.asked & Asked.INTERRUPT:
+            return self._swallowed_cancellation(delivery)
+        if self.asked & Asked.TIME_OUT:
+            return self._swallowed_time_out(delivery)
+        return self._completed(delivery, Outcome.PROCESSED)
+
+    def _swallowed_cancellation(self, delivery: Delivery) -> Delivery | None:
+        """The handler returned although its run was cancelled: that completes nothing (I8)."""
+        self._times.cut(self.started)
+        self.delivery = self.running = None
+        ending = self._take_back_requests()
+        delivery.cancelled = delivery.aside = True
+        self._settlement.outlived(delivery)
+        self._shards.again(delivery)
+        if ending:
+            raise asyncio.CancelledError
+        return self._take()
+
+    def _swallowed_time_out(self, delivery: Delivery) -> Delivery | None:
+        """The handler returned although its attempt had timed out: nobody knows what it did, so the shard halts."""
+        self._times.cut(self.started)
+        self._note_failed(delivery)
+        self.delivery = self.running = None
+        ending = self._take_back_requests()
+        if delivery.epoch.gate is Gate.ENDED:
+            self._shards.release(delivery)
+        else:
+            self._settlement.swallowed(delivery, SwallowedCancellationError(self.timeout or 0.0), self._shards)
+        if ending:
+            raise asyncio.CancelledError
+        return self._take()
+
+    def _runs_again(self, delivery: Delivery) -> None:
+        if delivery.cancelled:
+            self._settlement.counters.replayed += 1
+        delivery.cancelled = False
+        delivery.aside = delivery.then is not None
+
+    def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
+        """An attempt failed: another one later, or a detour, or the shard halts."""
+        if delivery.detour is None:
+            self._note_failed(delivery)
+        if delivery.epoch.gate is Gate.ENDED:
+            return self._next_after(delivery)
+        if self._settlement.failed(delivery, error, self._shards):
+            return delivery
+        return self._take()

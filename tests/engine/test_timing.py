@@ -1,0 +1,151 @@
+"""How long runs take and records wait: exact, although nobody looks at most of them."""
+
+import asyncio
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from aioshard.core.histogram import DURATION_BOUNDS, Histogram, HistogramCounts
+from aioshard.core.retry import Retry
+from aioshard.engine.counts import Counters, TopicCounts
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.failing.recourse import Skipping
+from aioshard.engine.failing.settling import Settlement
+from aioshard.engine.record_worker import RecordWorker
+from aioshard.engine.shards import Shards
+from aioshard.engine.timing import precise
+from aioshard.records import Record
+from tests.engine.deliveries import make_epoch
+
+QUICK, SLOW = 0.000_5, 0.030_000
+
+
+class Bench:
+    """Workers on a clock that stands still unless a handler moves it."""
+
+    def __init__(self, durations: list[float], *, fails: Callable[[int], bool] = lambda _: False) -> None:
+        self.now = 100.0
+        self.durations = durations
+        self.fails = fails
+        self.epoch, self.deliveries = make_epoch([None] * len(durations), arrived=self.now)
+        self.shards = Shards()
+        self.attempts = 0
+
+    @property
+    def counts(self) -> TopicCounts:
+        return self.epoch.counts
+
+    def clock(self) -> float:
+        return self.now
+
+    async def handle(self, record: Record) -> None:
+        self.attempts += 1
+        self.now += self.durations[record.offset]
+        if self.fails(record.offset):
+            raise ValueError("broken")
+
+    async def run(self) -> None:
+        """Serve all deliveries with one worker, which waits then."""
+
+        async def unused(_: Delivery) -> None:
+            pytest.fail("the handler takes nothing but the record")
+
+        settlement = Settlement(
+            Retry(attempts=1),
+            Skipping(),
+            counters=Counters(),
+            clock=self.clock,
+            paused=lambda _, why: pytest.fail(why),
+            workers=lambda: 1,
+        )
+        worker = RecordWorker(
+            "worker", self.shards, call=self.handle, invoke=unused, settlement=settlement, clock=self.clock
+        )
+        await self.shards.put(self.deliveries)
+        serving = asyncio.create_task(worker.run())
+        while len(self.epoch.tracker):  # noqa: ASYNC110 - nothing tells, and the clock stands still
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+def expected(durations: list[float]) -> HistogramCounts:
+    histogram = Histogram()
+    for duration in durations:
+        histogram.add(duration)
+    return histogram.counts()
+
+
+def check(found: HistogramCounts, durations: list[float]) -> None:
+    assert found.counts == expected(durations).counts
+    assert found.total == pytest.approx(sum(durations))
+
+
+@hypothesis.given(st.lists(st.sampled_from([0.0, 0.000_01, QUICK, 0.004, 0.005_1, SLOW, 0.7, 20.0]), max_size=400))
+@hypothesis.settings(max_examples=60)
+def test_every_run_is_in_its_bucket_whatever_ran_before_it(durations: list[float]) -> None:
+    bench = Bench(durations)
+    asyncio.run(bench.run())
+    check(bench.counts.durations.counts(), durations)
+
+
+async def test_failed_attempts_are_measured_beside_what_succeeds() -> None:
+    durations = [QUICK, SLOW, QUICK, 0.2, QUICK] * 20
+    bench = Bench(durations, fails=lambda offset: offset % 3 == 0)
+    await bench.run()
+    check(bench.counts.durations.counts(), durations)
+    assert bench.counts.skipped == len([n for n in range(100) if n % 3 == 0])
+    assert bench.counts.processed + bench.counts.skipped == len(durations)
+
+
+async def test_what_others_do_while_the_worker_lets_the_loop_turn_is_no_time_of_a_run() -> None:
+    durations = [0.000_01] * 1_000  # more than it runs without a pause
+    bench = Bench(durations)
+
+    async def meddle() -> None:
+        while True:
+            bench.now += 0.5
+            await asyncio.sleep(0)
+
+    meddling = asyncio.create_task(meddle())
+    await bench.run()
+    meddling.cancel()
+    check(bench.counts.durations.counts(), durations)
+
+
+async def test_waits_stand_for_the_records_that_nobody_looked_at() -> None:
+    bench = Bench([QUICK] * 999 + [SLOW])
+    await bench.run()
+    waits = bench.counts.waits.counts()
+    assert 980 <= sum(waits.counts) <= 1_000
+    assert waits.total / sum(waits.counts) == pytest.approx(0.25, rel=0.05)  # the last one waits for half a second
+    assert waits.counts[-1] == 0
+
+
+async def test_a_slow_handlers_waits_are_each_measured() -> None:
+    bench = Bench([SLOW] * 10)
+    await bench.run()
+    check(bench.counts.waits.counts(), [SLOW * number for number in range(10)])
+
+
+async def test_a_retry_has_not_waited_in_the_queue() -> None:
+    bench = Bench([SLOW])
+    delivery: Delivery = bench.deliveries[0]
+    delivery.starts = 1
+    await bench.run()
+    assert bench.counts.waits.counts() == HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
+
+
+async def test_a_loop_that_tells_whole_milliseconds_is_not_asked_for_run_times() -> None:
+    loop = asyncio.get_running_loop()
+    assert precise(loop.time) is not loop.time
+    assert abs(precise(loop.time)() - loop.time()) < 1.0
+
+    def virtual() -> float:
+        return 12.5
+
+    assert precise(virtual) is virtual
