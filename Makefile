@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench chaos coverage docs broker chromium connector postgresql screenshots clean
+.PHONY: help demo test test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## list the verbs
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
 
-test: $(VENV)/.dev broker connector postgresql chromium ## run the tests on a real broker; ARGS="-k order" chooses
+test: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests on a real broker; ARGS="-k order" chooses
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, import contracts and the documentation
@@ -41,7 +41,7 @@ chaos: $(VENV)/.dev broker postgresql chromium ## run the long tests that kill p
 
 test-slow: chaos ## the same as chaos
 
-coverage: $(VENV)/.dev broker connector postgresql chromium ## run the tests and show the lines and branches that none of them runs
+coverage: $(VENV)/.dev broker connector postgresql chromium prometheus ## run the tests and show the lines and branches that none of them runs
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
 	@$(BIN)/coverage combine -q
@@ -65,6 +65,9 @@ screenshots: $(VENV)/.dev chromium ## take the pictures of page and terminal tha
 
 postgresql: $(VENV)/.dev ## install PostgreSQL where it is missing; without it the tests that need it are skipped
 	@$(BIN)/python -m tests.support.postgresql
+
+prometheus: $(VENV)/.dev ## install Debian's Prometheus where it is missing; without it the tests that need it are skipped
+	@$(BIN)/python -m tests.support.prometheus
 
 clean: ## remove what the verbs made: environment, jars, caches, site
 	rm -rf $(VENV) build dist site .cache .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache \

@@ -111,11 +111,9 @@ class HandlerStatistics:
     """`topic/partition/offset` of runs that outlive their cancellation or epoch and hold their shard; of a batch, the
     first."""
     by_topic: tuple[TopicStatistics, ...] = ()
-    """For each topic of which this process has had a partition."""
     shard_capacity: int = 0
-    """How many records may wait in one shard."""
+    """How many records may wait in one shard; `shard_depth` is how many do in the fullest."""
     shard_depth: int = 0
-    """How many wait in the fullest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -56,14 +56,12 @@ class RecordWorker(Worker):
         take, next_after, times = shards.take, shards.next_after, self._times
         assert self._task is not None  # noqa: S101 - this is a task
         cancelling = self._task.cancelling
-        ahead = 0
+        ahead, due = 0, AT_ONCE
         epoch: Epoch | None = None
-        due = AT_ONCE
         delivery = take()
         while True:
             if delivery is None:
-                times.close(epoch, self.started, clock())
-                due = AT_ONCE
+                due = times.close(epoch, self.started, clock())
                 if self.asked:  # to retire: between two runs, nothing else is asked
                     return
                 await shards.wait()
@@ -81,8 +79,7 @@ class RecordWorker(Worker):
                 if delivery.detour is None:
                     self._runs_again(delivery)
                 if delivery.aside:
-                    times.cut(now)
-                    due = AT_ONCE
+                    due = times.cut(now)
                     delivery = await self._take_aside(delivery)
                     continue
             delivery.starts += 1
@@ -92,12 +89,10 @@ class RecordWorker(Worker):
                 self.running = running = call(delivery.record) if call is not None else invoke(delivery)
                 await running
             except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
-                due = AT_ONCE
-                delivery = self._ended_badly(delivery, error)
+                due, delivery = AT_ONCE, self._ended_badly(delivery, error)
                 continue
             if self.asked:
-                due = AT_ONCE
-                delivery = self._returned_although_asked(delivery)
+                due, delivery = AT_ONCE, self._returned_although_asked(delivery)
                 continue
             if cancelling():
                 self._forget_what_the_handler_asked()
@@ -113,10 +108,14 @@ class RecordWorker(Worker):
                     if now >= due:
                         due = times.turn(epoch, self.started, now, delivery)
                     delivery = await self._let_the_loop_turn(delivery)
-                    away = clock() - now
-                    due += away
-                    times.since += away
-                    self.started += away  # as if the last run had begun later: what comes now is none of its time
+                    due += self._back_after(now)
+
+    def _back_after(self, now: float) -> float:
+        """Seconds since the worker let the loop turn: as if the last run had begun later, they are none of its time."""
+        away = self._clock() - now
+        self._times.since += away
+        self.started += away
+        return away
 
     async def _let_the_loop_turn(self, delivery: Delivery) -> Delivery | None:
         """Yield with a delivery in hand, and give it back if its epoch closed meanwhile."""

@@ -79,10 +79,14 @@ class RunTimes:
         waited(delivery, now)
         return now + _QUICK
 
-    def close(self, ran: Epoch | None, started: float, now: float) -> None:
-        """The streak ends: what ran last, has ended just now. Does nothing between two streaks."""
+    def close(self, ran: Epoch | None, started: float, now: float) -> float:
+        """The streak ends: what ran last, has ended just now. Does nothing between two streaks.
+
+        Returns:
+            When `turn` is to be called: `AT_ONCE`.
+        """
         if self._counts is None or ran is None:
-            return
+            return AT_ONCE
         self._counts = None
         counts = ran.counts
         since = self.since
@@ -90,13 +94,19 @@ class RunTimes:
             self.alone(counts, now - started)
             now = started
         _add_quick(counts, now - since)
+        return AT_ONCE
 
-    def cut(self, now: float) -> None:
-        """The streak has ended at *now*, and all its runs were quick; what runs since then is measured elsewhere."""
+    def cut(self, now: float) -> float:
+        """The streak has ended at *now*, and all its runs were quick; what runs since then is measured elsewhere.
+
+        Returns:
+            When `turn` is to be called: `AT_ONCE`.
+        """
         counts = self._counts
         if counts is not None:
             self._counts = None
             _add_quick(counts, max(now - self.since, 0.0))
+        return AT_ONCE
 
     @staticmethod
     def alone(counts: TopicCounts, seconds: float) -> None:

@@ -69,16 +69,16 @@ class SeriesFamily(Metric):
         yield f"# TYPE {heading} {kind}\n"
         for labels, value in self._numbers.items():
             text = texts.get((self._names, labels)) or self._text(texts, labels)
-            yield f"{full}{{{text}}} {value}\n"
+            yield f"{full}{{{text}}} {float(value)}\n"
         for labels, counts in self._histograms.items():
             text = self._text(texts, labels)
             for le, count in _buckets(counts):
-                yield f'{self.name}_bucket{{{text},le="{le}"}} {count}\n'
+                yield f'{self.name}_bucket{{{text},le="{le}"}} {float(count)}\n'
             yield f"{self.name}_sum{{{text}}} {counts.total}\n"
-            yield f"{self.name}_count{{{text}}} {counts.count}\n"
+            yield f"{self.name}_count{{{text}}} {float(counts.count)}\n"
 
     def _text(self, texts: dict[tuple[Labels, Labels], str], labels: Labels) -> str:
-        pairs = zip(self._names, labels, strict=True)
+        pairs = sorted(zip(self._names, labels, strict=True))
         text = texts[self._names, labels] = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs)
         return text
 

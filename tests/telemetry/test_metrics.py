@@ -1,7 +1,10 @@
 """Metrics: what a scrape shows of an app's statistics."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -22,6 +25,8 @@ from aioshard.observe import (
 from aioshard.telemetry.exposition import encode
 from aioshard.telemetry.metrics import METRICS, AppCollector, version
 
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
 PARTITION = PartitionStatistics(
     topic="orders",
     partition=3,
@@ -345,3 +350,24 @@ def _read(families: Iterable[Metric]) -> dict[str, object]:
         )
         for family in families
     }
+
+
+@pytest.mark.parametrize("file", ["grafana/aioshard.json", "prometheus/aioshard.rules.yml"])
+def test_what_we_ship_asks_for_metrics_and_labels_that_exist(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    shown = {f"{name}{suffix}" for name, info in METRICS.items() for suffix in SUFFIXES.get(info.kind, ("",))}
+    asked = set(re.findall(r"\baioshard_\w+", text))
+    assert asked
+    assert asked <= shown
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    dashboard = json.loads((DEPLOY / "grafana/aioshard.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "group", "topic"}
+    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {"${datasource}"}
+    for row in {panel["gridPos"]["y"] for panel in panels}:
+        side_by_side = [panel["gridPos"] for panel in panels if panel["gridPos"]["y"] == row]
+        assert sum(place["w"] for place in side_by_side) <= 24
+        assert len({place["h"] for place in side_by_side}) == 1

@@ -1,0 +1,111 @@
+"""A real Prometheus on a real app: alerts fire, every panel shows something, the lag of what is paused grows."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from aioshard.telemetry.exposition import encode
+from aioshard.telemetry.metrics import AppCollector
+from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hurried, programs, promtool
+from tests.support.provision import skip_or_fail
+from tests.support.running import PROJECT, Running
+from tests.support.shared_kafka import SharedKafka
+from tests.telemetry.test_metrics import FakeApp
+
+RULES = PROJECT / "deploy/prometheus/aioshard.rules.yml"
+DASHBOARD = PROJECT / "deploy/grafana/aioshard.json"
+
+APP = """
+from aioshard import App, Record, Retry
+
+app = App({group!r}, bootstrap_servers={servers!r}, auto_offset_reset="earliest", stuck_after=1)
+
+
+@app.consume({topic!r}, retry=Retry(attempts=2, initial=0.1))
+async def on_order(record: Record) -> None:
+    if record.value == b"poison":
+        raise ValueError("no such customer")
+    if record.value == b"pause":
+        app.pause({topic!r}, 2, why="the ledger moves house")
+"""
+QUICK, POISONED, PAUSED = 0, 1, 2
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    try:
+        programs()
+    except PrometheusUnavailableError as missing:
+        skip_or_fail("Prometheus", str(missing))
+
+
+def test_the_configuration_and_the_rules_are_valid_and_each_alert_fires_when_it_should() -> None:
+    promtool("check", "config", PROJECT / "deploy/prometheus/prometheus.yml")
+    promtool("check", "rules", RULES)
+    assert "SUCCESS" in promtool("test", "rules", PROJECT / "deploy/prometheus/aioshard.rules.test.yml")
+
+
+def test_each_alert_has_a_test() -> None:
+    tested = (RULES.parent / "aioshard.rules.test.yml").read_text()
+    names = [line.split()[-1] for line in RULES.read_text().splitlines() if "- alert:" in line]
+    assert names
+    assert [name for name in names if tested.count(f"alertname: {name}\n") != 2] == []
+
+
+def test_the_page_follows_the_rules_of_prometheus() -> None:
+    registry = CollectorRegistry()
+    AppCollector(FakeApp(), registry=registry)
+    promtool("check", "metrics", page=encode(registry)[0])
+
+
+async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_grows(
+    kafka: SharedKafka, topic: str, group: str, tmp_path: Path
+) -> None:
+    await kafka.create_topic(topic, partitions=3)
+    (tmp_path / "shop.py").write_text(APP.format(group=group, servers=kafka.bootstrap, topic=topic))
+    running = await Running.start(tmp_path, "run", "shop:app", "--health-port", "0")
+    try:
+        async with await running.health() as health:
+            target = f"{health.base_url.host}:{health.base_url.port}"
+            async with Prometheus(tmp_path, target, hurried(RULES.read_text())) as prometheus:
+                await prometheus.until(f'aioshard_engine_state{{group="{group}",state="running"}} == 1')
+                await kafka.produce(topic, [(None, b"pause")] * 20, partition=QUICK)
+                await kafka.produce(topic, [(None, b"poison")], partition=POISONED)
+                await check_paused(kafka, prometheus, topic)
+                await check_poisoned(prometheus, health, topic)
+                await check_panels(prometheus, group, topic)
+    finally:
+        await running.kill()
+
+
+async def check_paused(kafka: SharedKafka, prometheus: Prometheus, topic: str) -> None:
+    paused = f'{{topic="{topic}",partition="{PAUSED}"}}'
+    await prometheus.until(f"aioshard_partition_paused{paused} == 1")
+    for produced, lag in ((100, 100), (150, 250)):
+        await kafka.produce(topic, [(None, b"later")] * produced, partition=PAUSED)
+        await prometheus.until(f"aioshard_partition_lag_records{paused} == {lag}")
+
+
+async def check_poisoned(prometheus: Prometheus, health: httpx.AsyncClient, topic: str) -> None:
+    stuck = await prometheus.firing("AioshardCommitStuck")
+    assert (stuck["topic"], stuck["partition"]) == (topic, str(POISONED))
+    halted = await prometheus.firing("AioshardRecordsHalted")
+    assert halted["handler"] == "on_order"
+    assert (await health.get("/livez")).status_code == httpx.codes.OK
+    assert "no such customer" in (await health.get("/explain")).text
+
+
+async def check_panels(prometheus: Prometheus, group: str, topic: str) -> None:
+    """Every query of the dashboard, with its variables filled as Grafana does it, gives a series."""
+    silent = []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            query = target["expr"].replace("$group", group).replace("$topic", topic)
+            query = query.replace("$__rate_interval", "20s")
+            assert "$" not in query
+            if not await prometheus.query(query):
+                silent.append((panel["title"], query))
+    assert silent == []
