@@ -82,7 +82,7 @@ def test_the_times_are_those_of_the_settings() -> None:
         f"{own.session_timeout:g} ≤ {own.rebalance_timeout:g}",
         f"0 + 1 + {own.shutdown_timeout:g} < 30",
         f"< {own.shutdown_timeout - own.commit_timeout:g} |",
-        f"{own.stuck_after:g} in the manifests",
+        f"≥ {own.stuck_after:g} in the manifest",
     ):
         assert line in text
     assert drained < own.rebalance_timeout
