@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import threading
@@ -15,10 +16,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aioshard import App, Record, Retry
-from aioshard.ports import Committed, InstanceIdTakenError, Membership
+from aioshard import App, DeadLetter, Record, Retry
+from aioshard.errors import NotDrainedError
+from aioshard.ports import Committed, InstanceIdTakenError, Membership, Message
 from aioshard.records import TopicPartition
-from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
+from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport, TestClient, run
 from aioshard.web.health import serve_health
 from tests.engine.running import engine_of, until
 from tests.support.kafka import KafkaBroker
@@ -180,7 +182,7 @@ class Silent(InMemoryTransport):
 
 
 @contextlib.asynccontextmanager
-async def _hangs(scene: Scene, call: str) -> AsyncIterator[None]:
+async def _hangs(scene: Scene, call: str, *, during_an_outage: bool = False) -> AsyncIterator[None]:
     app = scene.app()
     consumes(app, scene)
     async with app.started(lambda: Silent(scene.broker, "billing")):
@@ -189,10 +191,17 @@ async def _hangs(scene: Scene, call: str) -> AsyncIterator[None]:
         Silent.hangs = call
         try:
             scene.broker.publish("orders", b"x", partition=0)
+            scene.broker.available = not during_an_outage
             await asyncio.sleep(45.0)
             await scene.look(app)
+            if during_an_outage:
+                scene.broker.available = True
+                await asyncio.sleep(5.0)
+                assert app.statistics().restart_cures == (), "what waited for the brokers has its time anew"
         finally:
             Silent.hangs = None
+        await asyncio.sleep(5.0)
+        assert app.statistics().restart_cures == (), "it is over"
         yield
 
 
@@ -202,6 +211,10 @@ def a_fetcher_that_hangs(scene: Scene) -> AbstractAsyncContextManager[None]:
 
 def a_commit_coordinator_that_hangs(scene: Scene) -> AbstractAsyncContextManager[None]:
     return _hangs(scene, "commit")
+
+
+def a_fetcher_that_waits_for_brokers_that_are_away(scene: Scene) -> AbstractAsyncContextManager[None]:
+    return _hangs(scene, "poll", during_an_outage=True)
 
 
 @contextlib.asynccontextmanager
@@ -269,6 +282,32 @@ def a_halted_record(scene: Scene) -> AbstractAsyncContextManager[None]:
 
 def a_halted_record_where_a_stuck_one_asks_for_a_restart(scene: Scene) -> AbstractAsyncContextManager[None]:
     return _in_the_way(scene, "fail", restart_when_stuck=True)
+
+
+class NeverAcknowledged(InMemoryProducer):
+    """A producer that waits for its brokers."""
+
+    async def publish(self, message: Message) -> int:
+        await asyncio.sleep(1_000.0)
+        return await super().publish(message)
+
+
+@contextlib.asynccontextmanager
+async def a_dead_letter_that_is_not_acknowledged(scene: Scene) -> AsyncIterator[None]:
+    app = scene.app(restart_when_stuck=True)
+
+    @app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt"))
+    async def handle(_: Record) -> None:
+        message = "no such customer"
+        raise LookupError(message)
+
+    make_transport = functools.partial(InMemoryTransport, scene.broker, "billing")
+    with contextlib.suppress(NotDrainedError):
+        async with app.started(make_transport, lambda: NeverAcknowledged(scene.broker)):
+            scene.broker.publish("orders", b"x", partition=0)
+            await asyncio.sleep(5 * STUCK_AFTER)
+            await scene.look(app)
+    yield
 
 
 # The group and its brokers
@@ -360,7 +399,6 @@ def is_0(value: float) -> bool:
 
 
 TROUBLE: Sample = ("trouble", {}, is_1)
-NONE: Sample = ("trouble", {}, is_0)
 FAILED: Sample = ("state", {"state": "failed"}, is_1)
 
 
@@ -415,6 +453,14 @@ ROWS = [
         sample=TROUBLE,
         finding="the fetcher hangs",
         why_not_live="the fetcher hangs",
+    ),
+    Row(
+        a_fetcher_that_waits_for_brokers_that_are_away,
+        live=200,
+        ready=200,
+        log=NO_BROKER,
+        sample=TROUBLE,
+        finding=NO_BROKER,
     ),
     Row(
         a_commit_coordinator_that_hangs,
@@ -493,6 +539,14 @@ ROWS = [
         log="stuck: orders/0 has not advanced .*halted",
         sample=HALTED,
         finding="orders/0 has not advanced .* it halted 25",
+    ),
+    Row(
+        a_dead_letter_that_is_not_acknowledged,
+        live=200,
+        ready=200,
+        log="stuck: orders/0 has not advanced",
+        sample=OVERDUE,
+        finding="orders/0 has not advanced for 25.* it is in work for 25.* s: .*orders.dlt",
     ),
     Row(
         a_rebalance,
