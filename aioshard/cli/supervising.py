@@ -32,7 +32,7 @@ _LASTING = 60.0
 """Seconds after which a worker's end is no more taken for a start that failed."""
 _REFUSED = 2
 _NOT_DRAINED = 4
-_REMOVES_WITHIN = 5.0
+_REMOVES_WITHIN = 20.0
 _LOOKS_EVERY = 5.0
 _LOOKS_WITHIN = 2.0
 _MISSES = 3
@@ -120,6 +120,7 @@ class Supervisor:
             for number in range(options.workers or 1)
         ]
         self._stopping = asyncio.Event()
+        self._removing: set[asyncio.Task[None]] = set()
 
     # For the health server, from its thread -------------------------------------------
 
@@ -138,9 +139,12 @@ class Supervisor:
         """Run the workers to their end; the worst of their exit codes."""
         self._signals.before_leaving = self._kill
         self._signals.on_first(self._stopping.set)
-        async with asyncio.TaskGroup() as group:
-            for worker in self._workers:
-                group.create_task(self._keep(worker), name=f"worker {worker.name}")
+        async with asyncio.TaskGroup() as removals:
+            async with asyncio.TaskGroup() as keepers:
+                for worker in self._workers:
+                    keepers.create_task(self._keep(worker, removals), name=f"worker {worker.name}")
+            for removal in self._removing:
+                removal.cancel()
         return max(worker.code for worker in self._workers)
 
     def told(self) -> list[dict[str, Any]]:
@@ -155,7 +159,7 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.child.pid, signal.SIGKILL)
 
-    async def _keep(self, worker: _Worker) -> None:
+    async def _keep(self, worker: _Worker, removals: asyncio.TaskGroup) -> None:
         while not self._stopping.is_set():
             life = await self._live(worker)
             worker.code = _NOT_DRAINED if life.overdue else life.ending.code if life.ending.code >= 0 else 1
@@ -170,10 +174,11 @@ class Supervisor:
                 logger.error("worker %s %s: starting it again would not help, all end", worker.name, _told(life))
                 self._stopping.set()
                 return
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pause(worker, life), name=f"pause of worker {worker.name}")
-                if life.member and self._settings.group_instance_id is None:
-                    group.create_task(self._remove(life.member), name=f"removal of worker {worker.name}")
+            if life.member and self._settings.group_instance_id is None:
+                removal = removals.create_task(self._remove(life.member), name=f"removal of worker {worker.name}")
+                self._removing.add(removal)
+                removal.add_done_callback(self._removing.discard)
+            await self._pause(worker, life)
 
     async def _remove(self, member: str) -> None:
         """Have a member leave whose process is gone: the others need not wait until its session is over."""

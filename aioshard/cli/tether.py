@@ -26,7 +26,7 @@ MARGIN = 10.0
 _IMPORTS_WITHIN = 60.0
 _LONGEST = 64 * 1024
 _TELLS_WITHIN = 1.0
-_LOOKS_EVERY = 0.5
+_LOOKS_EVERY = 0.1
 
 
 class Ending(NamedTuple):
