@@ -96,6 +96,28 @@ def test_all_calls_and_the_end_of_the_app_wait_for_one_drain() -> None:
     run(test())
 
 
+def test_who_is_cancelled_while_the_app_ends_cuts_the_drain_short() -> None:
+    slow = Slow(seconds=1_000.0)
+
+    async def end() -> None:
+        async with slow.client as client:
+            await publish(client, 1)
+            await until(lambda: slow.started)
+
+    async def test() -> None:
+        ending = asyncio.create_task(end())
+        await until(lambda: slow.app.statistics().state == "draining")
+        began = asyncio.get_running_loop().time()
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert asyncio.get_running_loop().time() - began < 5.0
+        assert slow.app.statistics().state == "stopped"
+        assert slow.ended == []
+
+    run(test())
+
+
 def test_what_does_not_end_in_time_is_named_to_each_and_stays_uncommitted() -> None:
     slow = Slow(seconds=1_000, shutdown_timeout=2.0)
 
@@ -242,7 +264,8 @@ def test_a_handler_drains_the_app_in_a_task_of_its_own() -> None:
     run(test())
 
 
-def test_workers_that_a_closing_loop_has_cancelled_are_not_waited_for() -> None:
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_workers_that_a_closing_loop_has_cancelled_are_not_waited_for(later: float) -> None:
     """`asyncio.run` cancels every task when a server is ended by force."""
     slow = Slow(seconds=1_000.0)
 
@@ -252,8 +275,10 @@ def test_workers_that_a_closing_loop_has_cancelled_are_not_waited_for() -> None:
             await until(lambda: len(slow.started) == 4)
             began = asyncio.get_running_loop().time()
             for task in asyncio.all_tasks():
-                if "worker" in task.get_name():
+                if "worker" in task.get_name() or task.get_name() == "commit coordinator":
                     task.cancel()
+            if later:
+                await asyncio.sleep(later)
             with contextlib.suppress(NotDrainedError):
                 await slow.app.drain()
             assert asyncio.get_running_loop().time() - began < 3.0
