@@ -50,7 +50,7 @@ class Api:
         environment = {
             "MEMBER": json.dumps(described),
             "AIOSHARD_BOOTSTRAP_SERVERS": self._kafka.bootstrap,
-            "AIOSHARD_SESSION_TIMEOUT": "6",
+            "AIOSHARD_SESSION_TIMEOUT": "3",
             "AIOSHARD_HEARTBEAT_INTERVAL": "0.5",
             "AIOSHARD_START_TIMEOUT": "40",
         }
