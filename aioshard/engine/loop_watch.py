@@ -80,7 +80,6 @@ class LoopWatch:
         self.stand: _Stand | None = None
         """The latest one."""
         self.find_holder = find_holder
-        self._ahead = self.loop.time() - time.monotonic()
         self._cpu = 0.0
 
     async def run(self) -> None:
@@ -108,14 +107,9 @@ class LoopWatch:
         self.delays.add(delay)
         if delay > _NOTED_FROM and self.ticked is not None:
             self.stand = _Stand(self.ticked, delay, cpu - self._cpu)
-        self._ahead = self.loop.time() - now
         self.ticked, self._cpu = now, cpu
 
     # From any thread --------------------------------------------------------------------
-
-    def now(self) -> float:
-        """Loop time. What uvloop itself tells stands still for as long as the loop does."""
-        return max(self.loop.time(), time.monotonic() + self._ahead)
 
     def standing(self) -> float:
         """For how many seconds the loop has not ticked; 0 while it is not watched."""

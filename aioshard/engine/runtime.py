@@ -118,10 +118,6 @@ class Engine:
         self.liveness = Liveness(self.pump, self.committer, options, self)
         self.since = self.liveness.since
 
-    def now(self) -> float:
-        """Loop time, asked from any thread."""
-        return self.clock() if self.loop_watch is None else self.loop_watch.now()
-
     # What the rebalance asks ------------------------------------------------------------
 
     @property

@@ -116,7 +116,7 @@ def test_the_handler_and_its_line_are_named_while_it_lasts_and_in_the_log(new_lo
 
 
 @LOOPS
-def test_explanations_count_the_seconds_although_the_loops_clock_may_stand_still(new_loop: NewLoop) -> None:
+def test_explanations_count_the_seconds_although_the_loop_stands_still(new_loop: NewLoop) -> None:
     app = make_app()
     explained: list[tuple[str, float]] = []
     over = threading.Event()

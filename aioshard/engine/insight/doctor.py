@@ -51,7 +51,7 @@ def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
         engine: The running engine.
         show_keys: Whether record keys may be shown; they may be personal data.
     """
-    now = engine.now()
+    now = engine.clock()
     wards = {id(running): _ward(engine, running, now, show_keys=show_keys) for running in engine.handlers}
     partitions = [
         _examined(engine, epoch, now, wards[id(engine.handler_of(epoch.topic_partition.topic))])
@@ -67,7 +67,7 @@ def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
 
 def diagnose_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> PartitionDiagnosis:
     """Why one partition does not advance; as `diagnose`."""
-    now = engine.now()
+    now = engine.clock()
     running = engine.handler_of(epoch.topic_partition.topic)
     return _examined(engine, epoch, now, _ward(engine, running, now, show_keys=show_keys))
 

@@ -20,7 +20,7 @@ __all__ = ["explain", "explain_partition", "statistics"]
 
 def statistics(engine: Engine, group_id: str, client: str = "") -> Statistics:
     """A snapshot; safe to call from any thread."""
-    now, watch = engine.now(), engine.loop_watch
+    now, watch = engine.clock(), engine.loop_watch
     blocked = None if watch is None else watch.blocked()
     running = Counter(delivery.epoch for worker in engine.workers for delivery in worker.deliveries)
     transport = engine.transport
