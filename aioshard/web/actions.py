@@ -303,8 +303,8 @@ class Guard:
         Raises:
             RefusedError: It does not pass.
         """
-        origin = request.headers.get("origin")
-        if origin is not None and _place(origin) != _place(f"{request.url.scheme}://{request.headers.get('host', '')}"):
+        own = _place(f"{request.url.scheme}://{request.headers.get('host', '')}")
+        if any(_place(origin) != own for origin in request.headers.getlist("origin")):
             raise RefusedError(403, "the request comes from a page of another site: use the app's own page")
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not given:

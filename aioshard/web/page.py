@@ -195,9 +195,9 @@ def _content(path: Path) -> bytes:
 async def _for_these_hosts(
     hosts: Collection[str], answer: Callable[[Request], Awaitable[Response]], request: Request
 ) -> Response:
-    asked = request.headers.get("host", "").lower()
-    name = asked if asked.endswith("]") else asked.rpartition(":")[0] or asked
-    if name in hosts:
+    asked = [host.lower() for host in request.headers.getlist("host")]
+    names = [host if host.endswith("]") else host.rpartition(":")[0] or host for host in asked]
+    if names and all(name in hosts for name in names):
         return await answer(request)
     sentence = "the page is not asked for by this name: use http://localhost, or start the app with --host"
     return JSONResponse({"error": sentence}, status_code=403, headers=_SAFE)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, DeadLetter, Park, Record, Retry
+from aioshard.core.shown_keys import shown
 from aioshard.engine.insight.workload import Workload
 from aioshard.errors import StateError
 from aioshard.testing import TestClient, run
@@ -135,9 +136,9 @@ def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
             assert (retrying.state, retrying.attempts, retrying.most_attempts) == ("retrying", 1, 2)
             assert retrying.error == "ValueError: no such order"
             assert retrying.due == pytest.approx(20, abs=1)
-            await asyncio.sleep(15)
+            await asyncio.sleep(25)
             await client.publish("orders", b"", key="b", partition=1)
-            await asyncio.sleep(10)
+            await until(lambda: looked_at(app).failing == 2, timeout=10)
             halted, retrying = looked_at(app).failed
             assert (halted.state, halted.partition, halted.attempts, halted.due) == ("halted", 0, 2, None)
             assert (retrying.state, retrying.partition) == ("retrying", 1)
@@ -178,9 +179,10 @@ def test_each_kind_is_bounded_and_counted() -> None:
 
     async def scenario() -> None:
         async with TestClient(app) as client:
-            for number in range(160):
-                await client.publish("orders", b"", key=str(number % 80), partition=0)
+            for number in [*range(80), *range(80), 79]:
+                await client.publish("orders", b"", key=str(number), partition=0)
             await until(lambda: looked_at(app).deep == 80, timeout=10)
+            await until(lambda: [one.waiting for one in looked_at(app).shards[:2]] == [2, 1], timeout=10)
             found = looked_at(app)
             assert (found.busy, len(found.workers), len(found.shards)) == (80, 50, 50)
             over.set()
@@ -218,7 +220,7 @@ def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[
             assert (parked.topic, parked.partition, parked.offset) == ("orders", 1, 0)
             assert parked.stored_in == "orders.parked"
             assert parked.error == "ConnectionError: the account is locked"
-            assert parked.key is not None
+            assert parked.key == shown(b"a", show_keys=False), "named as everywhere else"
             assert not parked.running
             (load,) = looked_at(app).handlers
             assert (load.parked_keys, load.parked_records) == (1, 2)

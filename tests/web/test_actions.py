@@ -161,6 +161,15 @@ async def test_another_sites_page_is_refused_whatever_it_has(
     assert app.told == []
 
 
+async def test_one_of_two_origins_is_not_enough(client: httpx.AsyncClient, app: FakeApp) -> None:
+    given = [("authorization", f"Bearer {TOKEN}"), ("content-type", "application/json"), ("origin", "http://app:8080")]
+
+    answer = await client.post("/actions", json=PAUSE, headers=[*given, ("origin", "http://elsewhere.example")])
+
+    assert answer.status_code == 403
+    assert app.told == []
+
+
 @pytest.mark.parametrize(
     ("host", "origin"),
     [
@@ -327,6 +336,21 @@ async def test_a_body_is_bounded_whether_it_says_its_size_or_not(client: httpx.A
     assert chunked.headers["connection"] == "close"
     assert pulled <= LARGEST_BODY // 1024 + 2
     assert (await post(client, PAUSE | {"topic": "x" * 3900})).status_code == 200
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncClient) -> None:
+    pulled = 0
+
+    async def small() -> AsyncIterator[bytes]:
+        nonlocal pulled
+        pulled += 1
+        yield b"{}"
+
+    declared = {"content-length": str(LARGEST_BODY + 1), "content-type": "application/json"}
+    headers = {"authorization": f"Bearer {TOKEN}", **declared}
+    answer = await client.post("/actions", content=small(), headers=headers)
+
+    assert (answer.status_code, pulled) == (413, 0)
 
 
 async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, app: FakeApp) -> None:

@@ -4,14 +4,16 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from aioshard import App, Record
+from aioshard.observe import Diagnosis, PartitionDiagnosis, Verdict
 from aioshard.testing import InMemoryBroker, TestClient
 from aioshard.web import page, processes
 from aioshard.web.page import Source, dashboard, routes_of
@@ -149,7 +151,7 @@ async def test_the_document_has_statistics_diagnosis_and_workload_but_no_value()
     assert '"stuck"' not in text
 
 
-async def test_what_is_explained_is_bounded_and_the_worst_come_first() -> None:
+async def test_what_is_explained_is_bounded() -> None:
     app = App("billing")
     over = asyncio.Event()
     partitions = MOST_DIAGNOSED + 20
@@ -165,10 +167,31 @@ async def test_what_is_explained_is_bounded_and_the_worst_come_first() -> None:
         shown = process(app)
         over.set()
 
-    diagnosed = shown["diagnosis"]["partitions"]
-    assert len(diagnosed) == MOST_DIAGNOSED
+    assert len(shown["diagnosis"]["partitions"]) == MOST_DIAGNOSED
     assert shown["diagnosis"]["left_out"] == 20
-    assert [one["since"] for one in diagnosed] == sorted((one["since"] for one in diagnosed), reverse=True)
+
+
+class Standing(App):
+    """An app of which a test says which partitions wait."""
+
+    def diagnose(self) -> Diagnosis:
+        found = (("waiting", 3.0), ("up to date", None), ("stuck", 1.0), ("waiting", 9.0), ("advancing", None))
+        verdicts = cast("list[tuple[Verdict, float | None]]", found)
+        return Diagnosis("running", (), tuple(starmap(self._partition, enumerate(verdicts))), ())
+
+    def _partition(self, number: int, told: tuple[Verdict, float | None]) -> PartitionDiagnosis:
+        return PartitionDiagnosis("orders", number, told[0], told[1], "a sentence", None, (), 0, 0)
+
+
+def test_the_worst_is_explained_first_and_what_advances_not_at_all() -> None:
+    shown = process(Standing("billing"))
+
+    assert [(one["partition"], one["verdict"]) for one in shown["diagnosis"]["partitions"]] == [
+        (2, "stuck"),
+        (3, "waiting"),
+        (0, "waiting"),
+    ]
+    assert shown["diagnosis"]["left_out"] == 0
 
 
 # Several processes ------------------------------------------------------------------------
