@@ -102,6 +102,7 @@ def finished(app: Running) -> set[tuple[int, int]]:
 # Kept running -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
     kafka: SharedKafka, start: Start, group: str, topic: str
 ) -> None:
@@ -169,6 +170,7 @@ def check_metrics(text: str, group: str) -> None:
     assert any('worker="supervisor"' in line for line in of_processes)
 
 
+@pytest.mark.slow
 async def test_static_members_are_told_apart_and_a_killed_one_gets_its_partitions_back(
     kafka: SharedKafka, start: Start, topic: str
 ) -> None:
