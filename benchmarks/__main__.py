@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13
+from benchmarks import p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14
 from benchmarks.machine import described, machine
 from benchmarks.report import Report
 from benchmarks.stage import ContestantFailedError, Stage, stage
@@ -37,7 +37,9 @@ ON_A_BROKER: dict[str, Run] = {
     "p12": p12.run,
     "p13": p13.run,
 }
-NAMES = sorted([*ON_A_BROKER, "p7"], key=lambda name: int(name[1:]))
+ALONE = {"p7": p7.run, "p14": p14.run}
+"""Those that need no broker."""
+NAMES = sorted([*ON_A_BROKER, *ALONE], key=lambda name: int(name[1:]))
 
 
 @click.command(epilog="Exit codes: 0 every must is met, 1 it could not be measured, 2 usage, 3 a must is missed.")
@@ -47,7 +49,7 @@ NAMES = sorted([*ON_A_BROKER, "p7"], key=lambda name: int(name[1:]))
 @click.option("--quick", is_flag=True, help="Tiny inputs, to see that everything works; figures are not judged.")
 @click.option("--bootstrap-servers", metavar="HOST:PORT", help="Use this cluster instead of starting a broker.")
 def main(names: tuple[str, ...], *, as_json: bool, markdown: bool, quick: bool, bootstrap_servers: str | None) -> None:
-    """Measure aioshard and its peers on a real broker. NAMES are p1 to p13, or all, which is the default."""
+    """Measure aioshard and its peers on a real broker. NAMES are p1 to p14, or all, which is the default."""
     chosen = [name for name in NAMES if not names or "all" in names or name in names]
     progress = Console(stderr=True)
     before = machine()
@@ -75,8 +77,8 @@ async def _measure(names: list[str], bootstrap: str | None, *, quick: bool, prog
     async with contextlib.AsyncExitStack() as stack:
         where: Stage | None = None
         for name in names:
-            if name == "p7":
-                reports.append(await p7.run(quick=quick))
+            if name in ALONE:
+                reports.append(await ALONE[name](quick=quick))
                 continue
             if where is None:
                 where = await stack.enter_async_context(stage(bootstrap, quick=quick, progress=progress))

@@ -90,6 +90,13 @@ def test_importing_needs_no_broker_and_is_judged_by_what_is_loaded() -> None:
     assert [(verdict["judged"], verdict["passed"]) for verdict in report["verdicts"]] == [(False, True), (True, True)]
 
 
+def test_a_scrape_needs_no_broker() -> None:
+    report = _object(_benchmarks("p14", "--quick", "--json"))
+
+    assert [row["partitions"] for row in report["rows"]] == [1, 100, 1_000]
+    assert report["rows"][-1]["series"] > 14_000
+
+
 def test_several_benchmarks_are_listed_in_one_object(kafka: SharedKafka) -> None:
     found = _object(_benchmarks("p3", "p7", "--quick", "--json", "--bootstrap-servers", kafka.bootstrap))
 

@@ -399,7 +399,7 @@ def is_0(value: float) -> bool:
 
 
 TROUBLE: Sample = ("trouble", {}, is_1)
-FAILED: Sample = ("state", {"state": "failed"}, is_1)
+FAILED: Sample = ("engine_state", {"state": "failed"}, is_1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -595,7 +595,7 @@ ROWS = [
         live=200,
         ready=503,
         log="draining: nothing new is taken in",
-        sample=("state", {"state": "draining"}, is_1),
+        sample=("engine_state", {"state": "draining"}, is_1),
         body="the app is stopping: what runs is finished, nothing new is taken in",
         finding="the app is draining for .* and waits for 1 record.* to end first: orders/0/0",
     ),
@@ -604,7 +604,7 @@ ROWS = [
         live=200,
         ready=503,
         log="draining: nothing new is taken in",
-        sample=("state", {"state": "stopped"}, is_1),
+        sample=("engine_state", {"state": "stopped"}, is_1),
         finding=None,
         body="the app is stopped",
     ),
