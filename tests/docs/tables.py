@@ -57,7 +57,7 @@ def metrics() -> str:
         ("metric", "type", "labels beside `group`", "what it is"),
         (
             (
-                f"`{name}{'_total' if kind == 'counter' else ''}`",
+                f"`{name}{ {'counter': '_total', 'info': '_info'}.get(kind, '') }`",
                 kind,
                 ", ".join(f"`{label}`" for label in labels),
                 sentence,
