@@ -128,6 +128,8 @@ async def read_what_it_says(watched: Watched, topic: str) -> None:
     await expect(page.locator("#state")).to_have_text("running")
     await watched.moved("rate", 2)
     await watched.moved("lag", 1)
+    await watched.moved("time", 1)
+    await expect(page.locator("#plot-time .now")).to_have_text(re.compile(r"^[\d.]+ ms$"))
     assert float((await page.locator("#plot-rate .now").inner_text()).replace(",", "")) > 0
     stuck = page.locator("#findings > li").filter(has_text=f"{topic}/{HANGS}")
     await expect(stuck).to_contain_text("stuck", timeout=10_000)

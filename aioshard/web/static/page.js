@@ -663,20 +663,20 @@
     drawTimes(doc, all);
   }
 
+  // How long runs took that ended between two answers, of all handlers; a histogram tells it to about its buckets.
   function drawTimes(doc, all) {
-    const told = all.handlers.filter((row) => row.durations);
+    const told = all.handlers.flatMap((row) => (row.by_topic || []).map((one) => ({ key: `${row.worker}|${row.name}|${one.topic}`, ...one.durations })));
     $("plot-time").hidden = !told.length;
     if (!told.length) return;
-    const bounds = told[0].durations[0];
-    const counts = bounds.map(() => 0).concat(0);
-    for (const row of told) {
-      const key = `${row.worker}|${row.name}`;
-      const last = before.durations.get(key);
-      const now = row.durations[1]; // bounds, counts, sum
-      now.forEach((n, at) => { counts[at] += last ? Math.max(n - last[at], 0) : 0; });
-      before.durations.set(key, now);
+    const { bounds } = told[0];
+    const counts = [...bounds, 0].map(() => 0);
+    for (const one of told) {
+      const last = before.durations.get(one.key);
+      one.counts.forEach((n, at) => { counts[at] += last ? Math.max(n - last[at], 0) : 0; });
+      before.durations.set(one.key, one.counts);
     }
-    plots.time.add(doc.at, [quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99)]);
+    const [median, slowest] = [quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99)];
+    plots.time.add(doc.at, [median, slowest], slowest === null ? "" : `99 %: ${time(slowest)}`);
   }
 
   function drawFigures(all) {
