@@ -367,7 +367,7 @@
     rate: new Plot($("plot-rate"), { title: "Throughput", unit: "records/s", say: rate, tick: (n) => short.format(n) }),
     lag: new Plot($("plot-lag"), { title: "Lag", unit: "records", say: count, tick: (n) => short.format(n) }),
     age: new Plot($("plot-age"), { title: "Oldest record in hand", unit: "", say: time, tick: ticks }),
-    time: new Plot($("plot-time"), { title: "Run time", unit: "median", say: time, tick: ticks, lines: ["median", "99 %"] }),
+    time: new Plot($("plot-time"), { title: "Run time", unit: "", say: time, tick: ticks, lines: ["median", "99 %"] }),
   };
 
   function ticks(seconds) {
