@@ -262,7 +262,7 @@ class Controls:
 
         Args:
             handler: Its function, or the name of it.
-            concurrency: At least 1; `pause_handler` lets nothing start.
+            concurrency: 1 to 10,000; `pause_handler` lets nothing start.
 
         Raises:
             StateError: The app does not run, or has no such handler.

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -128,7 +129,7 @@ class _Run:
 
     async def serve(self) -> None:
         """Serve the app, and its health where that is asked for, until a signal or an error."""
-        async with _health(self._app, self._options), contextlib.AsyncExitStack() as stack:
+        async with _health(self._app, self._options, self._tether), contextlib.AsyncExitStack() as stack:
             if self._tether is not None:
                 telling = asyncio.create_task(self._tether.tell_member(self._member), name="tell the member id")
                 stack.push_async_callback(asyncio.wait, [telling])
@@ -185,7 +186,7 @@ class _Run:
 
 
 @contextlib.asynccontextmanager
-async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
+async def _health(app: App, options: RunOptions, tether: Tether | None) -> AsyncIterator[None]:
     page = options.page()
     if not options.answers and options.health_socket is None:
         yield
@@ -210,6 +211,10 @@ async def _health(app: App, options: RunOptions) -> AsyncIterator[None]:
             if page is not None:
                 logger.info("the page is at %s/", base_url(address, bound))
         yield
+    if options.health_socket is not None and tether is not None and tether.orphaned:
+        # The supervisor is gone without having tidied up: the last of its workers to end does it.
+        with contextlib.suppress(OSError):
+            Path(options.health_socket).parent.rmdir()
 
 
 def base_url(address: str, port: int) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -113,6 +114,7 @@ class Supervisor:
         self._drains_within = app.settings.shutdown_timeout + MARGIN
         self._arguments = options.arguments()
         self._signals = signals
+        self._sockets = sockets
         self._asks = sockets is not None
         self._once = options.until_caught_up
         self._workers = [
@@ -137,7 +139,7 @@ class Supervisor:
 
     async def supervise(self) -> int:
         """Run the workers to their end; the worst of their exit codes."""
-        self._signals.before_leaving = self._kill
+        self._signals.before_leaving = self._abandon
         self._signals.on_first(self._stopping.set)
         async with asyncio.TaskGroup() as removals:
             async with asyncio.TaskGroup() as keepers:
@@ -153,11 +155,14 @@ class Supervisor:
             {"worker": worker.name, "exit_code": worker.code, "restarts": worker.restarts} for worker in self._workers
         ]
 
-    def _kill(self) -> None:
+    def _abandon(self) -> None:
+        """Leave nothing behind: this process ends at once, and closes no context."""
         for worker in self._workers:
             if worker.child is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.child.pid, signal.SIGKILL)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def _keep(self, worker: _Worker, removals: asyncio.TaskGroup) -> None:
         while not self._stopping.is_set():

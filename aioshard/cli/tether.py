@@ -53,8 +53,14 @@ class Tether:
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # noqa: FBT003 - positional only
         self._socket = socket.socket(fileno=fd)
+        self._parent = os.getppid()
         self.within = _IMPORTS_WITHIN
         """Seconds that a drain may take."""
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the parent is gone."""
+        return os.getppid() != self._parent
 
     def watch(self, on_end: Callable[[], None], leave: Callable[[], object]) -> None:
         """Have a thread wait for the parent's wish, or its end: a handler may block the event loop.

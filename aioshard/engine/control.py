@@ -18,6 +18,7 @@ from aioshard.errors import HandlerError, StateError, TransportError
 from aioshard.records import TopicPartition
 
 __all__ = [
+    "MOST_WORKERS",
     "SeekTo",
     "answered",
     "assigned_partitions",
@@ -35,6 +36,8 @@ logger = logging.getLogger("aioshard.engine.control")
 
 T = TypeVar("T")
 
+MOST_WORKERS = 10_000
+"""Of a handler, when their number is changed while the app runs: a digit too many must not hold the process."""
 SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
 """An offset; a time, also as seconds since the epoch in a float; or an end of the log."""
 
@@ -137,13 +140,18 @@ def set_concurrency(running: Running, concurrency: int) -> None:
     """Have so many workers for a handler from now on.
 
     Raises:
-        HandlerError: It has fixed shards, or fewer than one worker was asked for.
+        HandlerError: It has fixed shards, or fewer than one worker or more than `MOST_WORKERS` were asked for.
     """
     name, shards = running.spec.name, running.spec.shards
     if type(concurrency) is not int or concurrency < 1:
         raise HandlerError(
             f"set_concurrency({name!r}, {concurrency!r}) was refused: expected a whole number of at least 1; "
             "pause_handler() lets nothing start"
+        )
+    if concurrency > MOST_WORKERS:
+        raise HandlerError(
+            f"set_concurrency({name!r}, {concurrency}) was refused: expected at most {MOST_WORKERS}, since each worker "
+            "is a task and the event loop stands still while they are made; concurrency= of the handler may be more"
         )
     if shards is not None:
         raise HandlerError(

@@ -26,7 +26,7 @@ import anyio
 from aioshard.errors import AioshardError, MissingExtraError, SettingsError
 
 try:
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
 except ImportError as error:
     raise MissingExtraError("the page", "web") from error
 
@@ -160,6 +160,8 @@ def parse(body: bytes) -> Action:
     fields = _FIELDS.get(name) if isinstance(name, str) else None
     if not isinstance(name, str) or fields is None:
         raise RefusedError(422, f'"action" is none that there is: expected one of {", ".join(_FIELDS)}')
+    if any(isinstance(value, str) and not _is_text(value) for value in asked.values()):
+        raise RefusedError(422, f"{name} was given half of a surrogate pair, which is no character: expected text")
     worker = asked.pop("worker", None)
     if worker is not None and not isinstance(worker, str):
         raise RefusedError(422, '"worker" is no text: expected the name of a process, as processes.json has it')
@@ -171,6 +173,11 @@ def parse(body: bytes) -> Action:
         if type(value) is not kind or (type(value) is int and value < 0):
             raise RefusedError(422, f'{name} needs "{field}", {_KINDS[kind]}')
     return Action(name, {field: asked[field] for field in fields}, worker)
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 has it: JSON can also write halves of surrogate pairs, which no answer could repeat."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def perform(app: Controlled, action: Action) -> str:
@@ -371,4 +378,6 @@ async def body_of(request: Request) -> bytes:
                     raise too_large
     except TimeoutError:
         raise RefusedError(408, f"the body did not come within {_BODY_TIMEOUT:g} s") from None
+    except ClientDisconnect:
+        raise RefusedError(400, "the connection was closed before the whole body had come") from None
     return bytes(body)

@@ -293,6 +293,29 @@ async def test_the_second_signal_kills_the_workers(kafka: SharedKafka, start: St
     await gone(pids)
 
 
+@pytest.mark.parametrize("way", ["killed", "second-signal"])
+async def test_the_directory_of_their_sockets_is_gone_however_the_supervisor_ended(
+    start: Start, tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "made").mkdir()
+    variables = {"TMPDIR": str(tmp_path / "made")}
+    tells = "import os\nprint('imported by', os.environ.get('AIOSHARD_WORKER'), flush=True)\n"
+    app = await start(NOWHERE, "--health-port", "0", before=tells, variables=variables, start_timeout=600)
+    for worker in "01":
+        await app.says(f"imported by {worker}")
+    pids = children_of(app)
+    (directory,) = (tmp_path / "made").glob("aioshard-*")
+    if way == "killed":
+        app.process.kill()
+    else:
+        app.send(signal.SIGTERM)
+        await app.warns("SIGTERM: draining")
+        app.send(signal.SIGTERM)
+    await gone(pids)
+    await app.ends()
+    assert not directory.exists()
+
+
 async def test_a_signal_to_all_of_them_at_once_is_one_signal(kafka: SharedKafka, start: Start, topic: str) -> None:
     """As systemd does it: the supervisor and the workers get it, and the workers are asked beside that."""
     await kafka.create_topic(topic, partitions=2)

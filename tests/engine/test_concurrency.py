@@ -295,6 +295,8 @@ def test_what_cannot_be_changed_is_refused() -> None:
             for number in (0, -1, 2.0, True, "3"):
                 with pytest.raises(HandlerError, match="whole number of at least 1"):
                     app.set_concurrency(handle, number)  # type: ignore[arg-type]
+            with pytest.raises(HandlerError, match="expected at most 10000"):
+                app.set_concurrency(handle, 10_001)
             with pytest.raises(HandlerError, match="shards=3, each with one worker"):
                 app.set_concurrency(fixed, 4)
             with pytest.raises(StateError, match="no handler"):

@@ -1,8 +1,9 @@
 """What the page may do: only with the token, from its own page, in few bytes, and every attempt is in the log."""
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from starlette.applications import Starlette
 
 from aioshard import App
 from aioshard.errors import HandlerError, SettingsError, StateError
+from aioshard.web import actions
 from aioshard.web.actions import LARGEST_BODY, Action, Guard, RefusedError, check_token, parse, perform
 from aioshard.web.page import LOOPBACK, dashboard, page_routes
 
@@ -185,6 +187,10 @@ async def test_the_own_page_and_who_is_no_browser_may(client: httpx.AsyncClient,
     assert (await post(client, origin=origin, host=host)).status_code == 200
 
 
+async def test_no_origin_is_not_that_of_a_page_without_a_host(client: httpx.AsyncClient) -> None:
+    assert (await post(client, origin="null", host="")).status_code == 403
+
+
 async def test_without_a_token_there_are_no_actions(app: FakeApp) -> None:
     transport = httpx.ASGITransport(app=dashboard(app))
     async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
@@ -276,6 +282,8 @@ async def test_each_action_reaches_the_app(
         (b'{"action": "pause", "topic": "t", "partition": -1}', 422),
         (b'{"action": "pause", "topic": ["t"], "partition": 0}', 422),
         (b'{"action": "pause", "topic": "t", "partition": 0, "why": "x"}', 422),
+        (rb'{"action": "pause", "topic": "\ud800", "partition": 0}', 422),
+        (rb'{"action": "check", "worker": "\udfff"}', 422),
         (b'{"action": "check", "worker": 0}', 422),
         (b'{"action": "check", "worker": "0"}', 409),
     ],
@@ -317,6 +325,44 @@ def test_an_app_that_does_not_answer_is_told_of(app: FakeApp) -> None:
 
 
 # Size -------------------------------------------------------------------------------------
+
+
+async def begun(app: FakeApp, then: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> int:
+    """Send half a body; *then* is what comes behind it. The status of the answer."""
+    headers = {b"authorization": f"Bearer {TOKEN}".encode(), b"content-type": b"application/json"}
+    scope = {"type": "http", "method": "POST", "path": "/actions", "query_string": b"", "headers": [*headers.items()]}
+    first: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": b'{"act', "more_body": True}]
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return first.pop() if first else await then()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await dashboard(app, token=TOKEN)(scope, receive, send)
+    status: int = sent[0]["status"]
+    return status
+
+
+async def test_a_body_that_breaks_off_is_refused_and_no_error(app: FakeApp, audit: Callable[[], list[str]]) -> None:
+    async def disconnect() -> MutableMapping[str, Any]:
+        return {"type": "http.disconnect"}
+
+    assert await begun(app, disconnect) == 400
+    assert "the connection was closed before the whole body had come" in audit()[0]
+    assert app.told == []
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(actions, "_BODY_TIMEOUT", 0.05)
+    async with asyncio.timeout(10):
+        assert await begun(app, never) == 408
+    assert app.told == []
 
 
 async def test_a_body_is_bounded_whether_it_says_its_size_or_not(client: httpx.AsyncClient) -> None:

@@ -220,6 +220,12 @@ async def test_who_asks_at_once_gets_one_look() -> None:
     assert one == {"worker": "0", "statistics": None, "diagnosis": None, "workload": None, "error": "it starts"}
 
 
+async def test_who_asks_later_gets_another_look(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "_LASTS", 0.0)
+    first, second = [(await client.get("/processes.json")).json()["at"] for _ in range(2)]
+    assert second > first
+
+
 def test_the_document_is_what_its_module_says() -> None:
     named = set(re.findall(r"`(\w+)`", processes.__doc__ or ""))
 
