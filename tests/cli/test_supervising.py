@@ -18,6 +18,8 @@ from aioshard.cli.running import Signals
 from aioshard.cli.supervising import Supervisor
 from aioshard.cli.tether import MARGIN, Child, Tether
 from aioshard.errors import SettingsError
+from aioshard.web import asking
+from aioshard.web.asking import NoAnswerError, WorkerAnswer
 
 DEADLINE = 30.0
 NOWHERE = "127.0.0.1:1"
@@ -101,6 +103,25 @@ async def test_where_no_process_can_be_started_it_is_tried_again(
         assert await supervising_task == 0
     assert "no process could be started: Resource temporarily unavailable" in trouble
     assert "it is started again" in trouble
+
+
+async def test_a_worker_is_given_up_only_after_several_looks_and_none_before_its_first_answer(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    well, ill = WorkerAnswer(200, {}, b"{}"), WorkerAnswer(503, {}, b'{"reasons": ["it hangs"]}')
+    looks = [None, None, None, None, well, None, ill, well, ill, ill, None, well]
+
+    async def ask(*_: Any, **__: Any) -> WorkerAnswer:
+        answer = looks.pop(0)
+        if answer is None:
+            raise NoAnswerError("no answer")
+        return answer
+
+    monkeypatch.setattr(asking, "ask_worker", ask)
+    monkeypatch.setattr(supervising, "_LOOKS_EVERY", 0.0)
+    async with asyncio.timeout(DEADLINE):
+        await supervisor._watch(supervisor._workers[0])
+    assert looks == [well]
 
 
 # The tie ------------------------------------------------------------------------------------

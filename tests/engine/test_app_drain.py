@@ -11,6 +11,7 @@ import pytest
 
 from aioshard import App, Context, Record
 from aioshard.errors import NotDrainedError, StateError
+from aioshard.lifecycle import _ended
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 from tests.engine.running import engine_of, publish, until
 
@@ -116,6 +117,17 @@ def test_who_is_cancelled_while_the_app_ends_cuts_the_drain_short() -> None:
         assert slow.ended == []
 
     run(test())
+
+
+async def test_who_waits_for_a_drain_is_cancelled_after_it_and_not_instead() -> None:
+    """`async with app` in a task that is cancelled: the task ends as cancelled, and the drain has ended by then."""
+    drain = asyncio.create_task(asyncio.Event().wait(), name="drain")
+    waiting = asyncio.create_task(_ended(drain), name="end")  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert drain.cancelled()
 
 
 def test_what_does_not_end_in_time_is_named_to_each_and_stays_uncommitted() -> None:

@@ -288,6 +288,17 @@ async def test_the_thread_lives_as_long_as_the_engine() -> None:
         await until(lambda: not threads(), 5.0)
 
 
+async def test_a_loop_that_is_not_watched_any_more_is_not_blocked() -> None:
+    watch = LoopWatch(lambda _: Holder("nobody", None))
+    running = asyncio.create_task(watch.run(), name="watch")
+    await asyncio.sleep(0)
+    assert watch.ticked is not None
+    running.cancel()
+    await asyncio.wait([running])
+    assert watch.standing() == 0.0
+    assert watch.blocked() is None
+
+
 def test_the_thread_ends_with_a_loop_that_is_thrown_away() -> None:
     async def main() -> None:
         task = asyncio.create_task(LoopWatch(lambda _: Holder("", None)).run(), name="loop watch")

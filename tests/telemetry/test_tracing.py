@@ -374,6 +374,23 @@ def test_what_a_handler_publishes_goes_on_in_its_trace() -> None:
     assert f"{span_id(send):016x}".encode() in context[1]
 
 
+def test_what_a_handler_publishes_one_after_the_other_hangs_side_by_side() -> None:
+    traced = Traced()
+    around: list[int] = []
+
+    @traced.app.consume("orders")
+    async def handle(_record: Record, context: Context) -> None:
+        for topic in ("invoices", "receipts"):
+            await context.publish(topic, "{}")
+            around.append(api.get_current_span().get_span_context().span_id)
+
+    traced.consume({"topic": "orders", "value": "{}"})
+
+    attempt = span_id(traced.spans.one("process"))
+    assert [parent_of(span) for span in traced.spans.of("send")] == [attempt, attempt]
+    assert around == [attempt, attempt]
+
+
 def test_what_the_app_publishes_belongs_to_the_span_around_the_call() -> None:
     traced = Traced()
     traced.app.consume("orders")(nothing)
