@@ -210,9 +210,24 @@ def test_baggage_of_a_record_is_that_of_its_attempt() -> None:
     async def handle(_record: Record) -> None:
         seen.append(baggage.get_baggage("tenant"))
 
-    traced.consume({"headers": [("baggage", "tenant=acme")], "key": "a"}, {"key": "a"})
+    alone, beside = [("baggage", "tenant=acme")], [TRACEPARENT, ("baggage", "tenant=acme")]
+    traced.consume({"headers": alone, "key": "a"}, {"key": "a"}, {"headers": beside, "key": "a"})
 
-    assert seen == ["acme", None]
+    assert seen == ["acme", None, "acme"]
+
+
+def test_baggage_that_a_message_has_is_not_added_to() -> None:
+    traced = Traced()
+
+    @traced.app.consume("orders")
+    async def handle(_record: Record, context: Context) -> None:
+        await context.publish("invoices", "{}", headers=[("baggage", "tenant=other")])
+
+    traced.consume({"headers": [("baggage", "tenant=acme")]})
+
+    (invoice,) = traced.broker.records("invoices")
+    assert [name for name, _ in invoice.headers] == ["baggage", "traceparent"]
+    assert invoice.headers[0] == ("baggage", b"tenant=other")
 
 
 def test_every_attempt_has_a_span_and_a_failed_one_says_why() -> None:
@@ -296,6 +311,7 @@ def test_a_run_that_a_rebalance_cancels_is_cancelled_and_the_next_one_is_no_retr
 
     cancelled, again = traced.spans.of("process")
     assert attributes(cancelled)["error.type"] == "asyncio.exceptions.CancelledError"
+    assert (cancelled.status.description, cancelled.events) == ("cancelled", ())
     assert "aioshard.attempt" not in attributes(again)
 
 
