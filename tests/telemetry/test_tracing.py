@@ -13,7 +13,7 @@ from opentelemetry import baggage, propagate
 from opentelemetry import trace as api
 from opentelemetry.context import Context as OtelContext
 from opentelemetry.propagators.textmap import TextMapPropagator
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -662,6 +662,26 @@ def test_a_sampler_that_raises_fails_nothing_and_is_told_of_once(
 
     assert len(seen) == 2
     assert len([line for line in caplog.records if line.name == "aioshard.telemetry.tracing"]) == 1
+
+
+def test_a_processor_that_raises_at_the_end_of_a_span_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise BufferError(span.name)
+
+    monkeypatch.setattr(Operation, "told", False)
+    traced = Traced()
+    traced.spans.provider.add_span_processor(Full())
+    processed: list[Record] = []
+
+    @traced.app.consume("orders", retry=ONCE)
+    async def handle(record: Record) -> None:
+        processed.append(record)
+
+    traced.consume({}, {})
+
+    assert [record.offset for record in processed] == [0, 1]
+    assert traced.app.statistics().handlers[0].halted == 0
 
 
 def test_what_is_not_sampled_is_processed_and_published_as_anything_else() -> None:
