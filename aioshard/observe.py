@@ -217,7 +217,7 @@ class Statistics:
     client_losses: int
     """How often a client was lost or could not connect, and the supervisor built a new one."""
     trouble: str | None
-    """What is wrong beyond single partitions, and since when: brokers away, access refused, commits not
+    """What is wrong beyond single partitions, and since when: brokers away, access refused, commits or messages not
     acknowledged, a topic missing, a task that hangs, an event loop that is blocked. None while there is nothing of
     the kind."""
     partitions: tuple[PartitionStatistics, ...]

@@ -26,7 +26,7 @@ from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import StuckWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
-from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TransportError
+from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
@@ -170,7 +170,10 @@ class Engine:
 
     def _crashed(self, task: str, error: BaseException) -> None:
         fields = self._fields("crashed", task=task)
-        logger.critical("the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
+        # A loop that closes cancels them all: that is told once.
+        again = self.failed.done() and isinstance(error, TaskCancelledError)
+        level, message = logging.DEBUG if again else logging.CRITICAL, "the task %r of the engine crashed; the app stops"
+        logger.log(level, message, task, exc_info=error, extra=fields)
         self.fail(error)
         if self._deserted:
             self.rebalance.wait_no_more()

@@ -218,6 +218,20 @@ def test_a_run_that_outlives_its_time_out(world: World) -> None:
     assert world.lines("outlives_time_out") == [{"topic": "orders", "partition": 1, "offset": 0}]
 
 
+def test_a_loop_that_closes_cancels_all_tasks_and_one_of_them_is_told(world: World) -> None:
+    world.app.consume("orders", concurrency=8)(nothing)
+
+    async def act(world: World, _: TestClient) -> None:
+        for task in asyncio.all_tasks():
+            if "worker" in task.get_name():
+                task.cancel()
+        await until(lambda: world.app.statistics().state == "failed")
+
+    world.run(act)
+
+    assert len(world.lines("crashed")) == 1
+
+
 def test_no_line_is_written_for_records_that_succeed(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.app.consume("orders")(nothing)
     said = []
