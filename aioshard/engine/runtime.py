@@ -172,8 +172,8 @@ class Engine:
         fields = self._fields("crashed", task=task)
         # A loop that closes cancels them all: that is told once.
         again = self.failed.done() and isinstance(error, TaskCancelledError)
-        level, message = logging.DEBUG if again else logging.CRITICAL, "the task %r of the engine crashed; the app stops"
-        logger.log(level, message, task, exc_info=error, extra=fields)
+        level = logging.DEBUG if again else logging.CRITICAL
+        logger.log(level, "the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
         self.fail(error)
         if self._deserted:
             self.rebalance.wait_no_more()

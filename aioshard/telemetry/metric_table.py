@@ -24,8 +24,8 @@ _APP = {
     "aioshard_engine_state": MetricInfo("gauge", "1 for the state that the app is in, 0 for the others.", ("state",)),
     "aioshard_trouble": MetricInfo(
         "gauge",
-        "1 while there is trouble: brokers away, access refused, commits or messages not acknowledged, a topic missing, "
-        "a task that hangs, an event loop that is blocked.",
+        "1 while there is trouble: brokers away, access refused, commits or messages not acknowledged, a topic "
+        "missing, a task that hangs, an event loop that is blocked.",
     ),
     "aioshard_assigned_partitions": MetricInfo("gauge", "Partitions that the group has given to this process."),
     "aioshard_buffered_records": MetricInfo("gauge", "Records in memory, over all partitions."),
