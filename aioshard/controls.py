@@ -24,12 +24,12 @@ from aioshard.engine.failing.recourse import skipping
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose
 from aioshard.engine.insight.snapshot import explain, statistics
-from aioshard.engine.insight.workload import Workload, workload
+from aioshard.engine.insight.workload import workload
 from aioshard.engine.outcomes import Detour
 from aioshard.engine.runtime import Engine
 from aioshard.errors import StateError
 from aioshard.handlers import Registration
-from aioshard.observe import Diagnosis, Statistics
+from aioshard.observe import Diagnosis, Statistics, Workload
 from aioshard.records import TopicPartition
 from aioshard.serde.messages import message
 

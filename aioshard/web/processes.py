@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from aioshard.engine.insight.workload import Workload
-from aioshard.observe import Diagnosis, PartitionDiagnosis, PartitionStatistics, Statistics
+from aioshard.observe import Diagnosis, PartitionDiagnosis, PartitionStatistics, Statistics, Workload
 
 __all__ = ["MOST_DIAGNOSED", "Shown", "document", "process", "unknown_process"]
 

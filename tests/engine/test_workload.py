@@ -7,8 +7,8 @@ import pytest
 
 from aioshard import App, Batch, DeadLetter, Park, Record, Retry
 from aioshard.core.shown_keys import shown
-from aioshard.engine.insight.workload import Workload
 from aioshard.errors import StateError
+from aioshard.observe import Workload
 from aioshard.testing import TestClient, run
 from tests.engine.running import engine_of, until
 

@@ -1,0 +1,61 @@
+"""What the engine tells the outside: frozen snapshots of its state."""
+
+from aioshard.observe.diagnosis import (
+    Diagnosis,
+    Finding,
+    Frame,
+    HeadOfLine,
+    HeadState,
+    PartitionDiagnosis,
+    Stack,
+    Verdict,
+)
+from aioshard.observe.statistics import (
+    AppState,
+    HandlerStatistics,
+    JournalStatistics,
+    PartitionStatistics,
+    RebalanceKind,
+    RebalanceKindStatistics,
+    RebalancePhase,
+    RebalanceReport,
+    Statistics,
+    TopicStatistics,
+)
+from aioshard.observe.workload import (
+    FailedRecord,
+    HandlerLoad,
+    HotShard,
+    ParkedKey,
+    Pause,
+    WorkerRun,
+    Workload,
+)
+
+__all__ = [
+    "AppState",
+    "Diagnosis",
+    "FailedRecord",
+    "Finding",
+    "Frame",
+    "HandlerLoad",
+    "HandlerStatistics",
+    "HeadOfLine",
+    "HeadState",
+    "HotShard",
+    "JournalStatistics",
+    "ParkedKey",
+    "PartitionDiagnosis",
+    "PartitionStatistics",
+    "Pause",
+    "RebalanceKind",
+    "RebalanceKindStatistics",
+    "RebalancePhase",
+    "RebalanceReport",
+    "Stack",
+    "Statistics",
+    "TopicStatistics",
+    "Verdict",
+    "WorkerRun",
+    "Workload",
+]
