@@ -1,6 +1,7 @@
 """A real Prometheus on a real app: alerts fire, every panel shows something, the lag of what is paused grows."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ DASHBOARD = PROJECT / "deploy/grafana/aioshard.json"
 APP = """
 from aioshard import App, Record, Retry
 
-app = App({group!r}, bootstrap_servers={servers!r}, auto_offset_reset="earliest", stuck_after=1)
+app = App({group!r}, bootstrap_servers={servers!r}, auto_offset_reset="earliest", stuck_after={stuck_after})
 
 
 @app.consume({topic!r}, retry=Retry(attempts=2, initial=0.1))
@@ -32,6 +33,7 @@ async def on_order(record: Record) -> None:
         app.pause({topic!r}, 2, why="the ledger moves house")
 """
 QUICK, POISONED, PAUSED = 0, 1, 2
+STUCK_AFTER = 1
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +67,10 @@ async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_g
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, partitions=3)
-    (tmp_path / "shop.py").write_text(APP.format(group=group, servers=kafka.bootstrap, topic=topic))
-    running = await Running.start(tmp_path, "run", "shop:app", "--health-port", "0")
+    (tmp_path / "shop.py").write_text(
+        APP.format(group=group, servers=kafka.bootstrap, topic=topic, stuck_after=STUCK_AFTER)
+    )
+    running = await Running.start(tmp_path, "run", "shop:app", "--web")
     try:
         async with await running.health() as health:
             target = f"{health.base_url.host}:{health.base_url.port}"
@@ -75,8 +79,9 @@ async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_g
                 await kafka.produce(topic, [(None, b"pause")] * 20, partition=QUICK)
                 await kafka.produce(topic, [(None, b"poison")], partition=POISONED)
                 await check_paused(kafka, prometheus, topic)
-                await check_poisoned(prometheus, health, topic)
+                await check_poisoned(prometheus, health, topic, tmp_path)
                 await check_panels(prometheus, group, topic)
+                await check_variables(prometheus, group, topic)
     finally:
         await running.kill()
 
@@ -89,13 +94,25 @@ async def check_paused(kafka: SharedKafka, prometheus: Prometheus, topic: str) -
         await prometheus.until(f"aioshard_partition_lag_records{paused} == {lag}")
 
 
-async def check_poisoned(prometheus: Prometheus, health: httpx.AsyncClient, topic: str) -> None:
+async def check_poisoned(prometheus: Prometheus, health: httpx.AsyncClient, topic: str, directory: Path) -> None:
+    """A record that halts, five times as long as it takes to be stuck: alerts fire, all name it, nobody restarts it."""
+    labels = f'{{topic="{topic}",partition="{POISONED}"}}'
+    await prometheus.until(f"aioshard_oldest_incomplete_record_age_seconds{labels} > {5 * STUCK_AFTER}")
     stuck = await prometheus.firing("AioshardCommitStuck")
     assert (stuck["topic"], stuck["partition"]) == (topic, str(POISONED))
     halted = await prometheus.firing("AioshardRecordsHalted")
     assert halted["handler"] == "on_order"
     assert (await health.get("/livez")).status_code == httpx.codes.OK
-    assert "no such customer" in (await health.get("/explain")).text
+    asking = await Running.start(directory, "explain", str(health.base_url))
+    assert await asking.ends() == 0, asking.errors
+    assert f"{topic}/{POISONED} has not advanced" in asking.output
+    assert "no such customer" in asking.output
+    (shown,) = (await health.get("/processes.json")).json()["processes"]
+    (found,) = [one for one in shown["diagnosis"]["partitions"] if one["partition"] == POISONED]
+    assert (found["verdict"], found["head"]["offset"]) == ("stuck", 0)
+    (failed,) = shown["workload"]["failed"]
+    assert (failed["topic"], failed["partition"], failed["offset"], failed["state"]) == (topic, POISONED, 0, "halted")
+    assert "no such customer" in failed["error"]
 
 
 async def check_panels(prometheus: Prometheus, group: str, topic: str) -> None:
@@ -109,3 +126,15 @@ async def check_panels(prometheus: Prometheus, group: str, topic: str) -> None:
             if not await prometheus.query(query):
                 silent.append((panel["title"], query))
     assert silent == []
+
+
+async def check_variables(prometheus: Prometheus, group: str, topic: str) -> None:
+    """What the dashboard offers to choose from: Grafana asks for the values of a label."""
+    offered = {}
+    for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
+        if variable["type"] == "query":
+            asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+            assert asked is not None, variable["query"]
+            series = await prometheus.query(asked[1].replace("$group", group))
+            offered[variable["name"]] = {one["metric"].get(asked[2]) for one in series}
+    assert offered == {"group": {group}, "topic": {topic}}

@@ -5,14 +5,15 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
-from playwright.async_api import Browser, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
 from starlette.types import ASGIApp
 
 from tests.support.chromium import browser
 
-__all__ = ["open_browser", "served"]
+__all__ = ["Watched", "open_browser", "served"]
 
 
 @contextlib.asynccontextmanager
@@ -50,3 +51,53 @@ async def served(application: ASGIApp) -> AsyncIterator[str]:
         server.should_exit = True
         await serving
         listener.close()
+
+
+MOVED = """([plot, wanted, drawn]) => {
+  const svg = document.querySelector(`#plot-${plot} svg`);
+  const now = svg.querySelector("path.line").getAttribute("d");
+  return Number(svg.dataset.points) >= wanted && now !== drawn && now.includes("L");
+}"""
+
+
+class Watched:
+    """A page, with all that it said and asked for.
+
+    Attributes:
+        address: Of the page, with the slash at its end; what is below it is the page's own.
+        troubles: Warnings and errors of the console, and exceptions that nobody caught.
+        asked: Every request.
+    """
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.address = address
+        self.troubles: list[str] = []
+        self.asked: list[Request] = []
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
+        page.on("request", self._asks)
+
+    def _asks(self, request: Request) -> None:
+        self.asked.append(request)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"}:
+            self.troubles.append(f"{message.type}: {message.text}")
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """What was asked of anybody but the page's own place."""
+        return [request.url for request in self.asked if not request.url.startswith(self.address)]
+
+    async def points(self, plot: str) -> int:
+        return int(await self.page.locator(f"#plot-{plot} svg").get_attribute("data-points") or "0")
+
+    async def moved(self, plot: str, by: int) -> None:
+        """Wait until a plot has so many points more, and its line is drawn anew through several."""
+        line = self.page.locator(f"#plot-{plot} svg path.line").first
+        given = [plot, await self.points(plot) + by, await line.get_attribute("d")]
+        await self.page.wait_for_function(MOVED, arg=given)
+
+    def row(self, table: str, text: str) -> Any:
+        return self.page.locator(f"#{table} tbody tr").filter(has_text=text)

@@ -22,6 +22,7 @@ from aioshard.ports import Committed, InstanceIdTakenError, Membership, Message
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemoryTransport, TestClient, run
 from aioshard.web.health import serve_health
+from aioshard.web.page import page_routes
 from tests.engine.running import engine_of, until
 from tests.support.kafka import KafkaBroker
 
@@ -39,6 +40,8 @@ class Found:
     metrics: str
     diagnosis: dict[str, Any]
     explanation: str
+    page: dict[str, Any]
+    """The process that the page shows."""
 
     def sample(self, name: str, **labels: str) -> float | None:
         values = [
@@ -49,13 +52,13 @@ class Found:
         ]
         return max(values, default=None)
 
-    @property
-    def findings(self) -> list[str]:
-        """The sentences of the diagnosis, those of each partition and of the record in front of it among them."""
-        sentences = [finding["sentence"] for finding in self.diagnosis["findings"]]
-        for partition in self.diagnosis["partitions"]:
-            sentences += [partition["sentence"], *(finding["sentence"] for finding in partition["findings"])]
-        return sentences
+
+def findings_of(diagnosis: dict[str, Any]) -> list[str]:
+    """The sentences of a diagnosis, those of each partition and of the record in front of it among them."""
+    sentences = [finding["sentence"] for finding in diagnosis["findings"]]
+    for partition in diagnosis["partitions"]:
+        sentences += [partition["sentence"], *(finding["sentence"] for finding in partition["findings"])]
+    return sentences
 
 
 def ask(address: str) -> Found:
@@ -70,6 +73,7 @@ def ask(address: str) -> Found:
             client.get("/metrics").text,
             client.get("/explain", params={"format": "json"}).json(),
             client.get("/explain").text,
+            *client.get("/processes.json").json()["processes"],
         )
 
 
@@ -98,7 +102,7 @@ class Scene:
 
     async def look(self, app: App) -> None:
         """Ask everything now."""
-        async with serve_health(app) as (host, port):
+        async with serve_health(app, routes=page_routes(app)) as (host, port):
             self.found = await asyncio.to_thread(ask, f"http://{host}:{port}")
 
 
@@ -140,7 +144,7 @@ async def _blocked(scene: Scene, at_least: float) -> AsyncIterator[None]:
         assert watch is not None
         return watch.standing()
 
-    async with scene.client(app) as client, serve_health(app) as (host, port):
+    async with scene.client(app) as client, serve_health(app, routes=page_routes(app)) as (host, port):
         looking = threading.Thread(target=look, args=(f"http://{host}:{port}",))
         looking.start()
         await client.publish("orders", "x", partition=0)
@@ -412,7 +416,7 @@ class Row:
     log: str
     sample: Sample
     finding: str | None
-    """Of `/explain`; None where an app that does not run tells nothing."""
+    """Of `/explain` and the page; None where an app that does not run tells nothing."""
     why_not_live: str | None = None
     body: str | None = None
     """Of `/readyz`, where it is not the finding; empty where it has neither reasons nor findings."""
@@ -645,7 +649,13 @@ def check(row: Row, found: Found, logged: Collection[str]) -> None:
     assert value is not None, found.metrics
     assert promised(value), (name, value)
     if row.finding is not None:
-        assert any(re.search(row.finding, one, re.DOTALL) for one in found.findings), found.findings
+        for place in (found.diagnosis, found.page["diagnosis"]):
+            sentences = findings_of(place)
+            assert any(re.search(row.finding, one, re.DOTALL) for one in sentences), sentences
+        # In the text a sentence begins with a capital letter.
+        assert re.search(row.finding, found.explanation, re.DOTALL | re.IGNORECASE), found.explanation
+    assert found.page["error"] is None
+    assert found.page["statistics"]["state"] == found.live_body["state"]
     pattern = row.finding if row.body is None else row.body
     told = found.ready_body["reasons"] + found.ready_body["findings"]
     if pattern:

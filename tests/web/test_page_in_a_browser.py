@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from playwright.async_api import Browser, ConsoleMessage, Page, Request, expect
+from playwright.async_api import Browser, expect
 
 from aioshard import App, Record, Retry
 from aioshard.web.page import dashboard
-from tests.support.browsing import open_browser, served
-from tests.support.chromium import ChromiumUnavailableError
-from tests.support.provision import in_ci
+from tests.support.browsing import Watched, served
 from tests.support.shared_kafka import SharedKafka
 
 TOKEN = "only-for-this-test"
@@ -23,42 +21,6 @@ SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = tru
 PARTITIONS = 4
 HANGS, HALTS, SLOW = 0, 1, 2
 """Partitions in which the first record does that."""
-
-
-class Watched:
-    """A page, with all that it said and asked for."""
-
-    def __init__(self, page: Page, address: str) -> None:
-        self.page = page
-        self.address = address
-        self.troubles: list[str] = []
-        self.asked: list[Request] = []
-        page.on("console", self._said)
-        page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
-        page.on("request", self._asks)
-
-    def _asks(self, request: Request) -> None:
-        self.asked.append(request)
-
-    def _said(self, message: ConsoleMessage) -> None:
-        if message.type in {"error", "warning"}:
-            self.troubles.append(f"{message.type}: {message.text}")
-
-    @property
-    def elsewhere(self) -> list[str]:
-        """What was asked of anybody but the page's own place."""
-        return [request.url for request in self.asked if not request.url.startswith(f"{self.address}/aioshard/")]
-
-    async def points(self, plot: str) -> int:
-        return int(await self.page.locator(f"#plot-{plot} svg").get_attribute("data-points") or "0")
-
-    async def moved(self, plot: str, by: int) -> None:
-        """Wait until a plot has so many points more."""
-        script = "([plot, wanted]) => Number(document.querySelector(`#plot-${plot} svg`).dataset.points) >= wanted"
-        await self.page.wait_for_function(script, arg=[plot, await self.points(plot) + by])
-
-    def row(self, table: str, text: str) -> Any:
-        return self.page.locator(f"#{table} tbody tr").filter(has_text=text)
 
 
 class Shop:
@@ -76,17 +38,6 @@ class Shop:
         if record.value == b"halts":
             raise LookupError(SCRIPT)
         await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    try:
-        async with open_browser() as opened:
-            yield opened
-    except ChromiumUnavailableError as missing:
-        if in_ci():
-            pytest.fail(f"no Chromium, which CI must have: {missing}", pytrace=False)
-        pytest.skip(f"no Chromium: {missing}")
 
 
 @contextlib.asynccontextmanager
@@ -158,7 +109,7 @@ async def act_with_the_token_alone(watched: Watched, app: App, topic: str) -> No
     row = watched.row("partitions", f"{topic}/{SLOW}")
     await expect(row.get_by_role("button", name="Pause")).to_have_count(0)
     refused = await page.request.post(
-        f"{watched.address}/aioshard/actions", data={"action": "pause", "topic": topic, "partition": SLOW}
+        f"{watched.address}actions", data={"action": "pause", "topic": topic, "partition": SLOW}
     )
     assert refused.status == 401
 
@@ -247,9 +198,9 @@ async def test_the_page_in_a_browser(
 ) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
     async with running(kafka, topic, group) as (app, address):
-        watched = Watched(await browser.new_page(viewport={"width": 1280, "height": 900}), address)
+        watched = Watched(await browser.new_page(viewport={"width": 1280, "height": 900}), f"{address}/aioshard/")
         watched.page.set_default_timeout(10_000)
-        await watched.page.goto(f"{address}/aioshard/")
+        await watched.page.goto(watched.address)
         await read_what_it_says(watched, topic)
         await see_a_script_as_text(watched, topic)
         for scheme in ("light", "dark"):
