@@ -3,6 +3,7 @@
 import gc
 import re
 import shutil
+import signal
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -35,6 +36,9 @@ hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has its background jobs ignore it, and so would the processes that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         begin_run()
 
