@@ -17,8 +17,9 @@ from aioshard.cli.publishing import Publisher
 from aioshard.errors import TransportError
 from aioshard.kafka.connecting import silence_client
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.kafka.history import HistoryBrokers
 from aioshard.loops import loop_factory
-from aioshard.records import Record
+from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 
 __all__ = ["Figures", "Flights", "command"]
@@ -215,21 +216,12 @@ class _Offsets(NamedTuple):
 
 async def _offsets(settings: Settings) -> _Offsets:
     """Ask the broker with a client of its own, which is no member of the group."""
-    from aiokafka import AIOKafkaConsumer, TopicPartition  # noqa: PLC0415 - imported on use
-
-    consumer = AIOKafkaConsumer(
-        bootstrap_servers=settings.require_bootstrap_servers(), group_id=_GROUP, enable_auto_commit=False
-    )
     partitions = [TopicPartition(_TOPIC, number) for number in range(_PARTITIONS)]
-    await consumer.start()
-    try:
-        consumer.assign(partitions)
-        begins = await consumer.beginning_offsets(partitions)
-        ends = await consumer.end_offsets(partitions)
-        committed = [await consumer.committed(partition) for partition in partitions]
-    finally:
-        await consumer.stop()
-    return _Offsets(sum(begins.values()), sum(offset or 0 for offset in committed), sum(ends.values()))
+    async with HistoryBrokers(settings) as brokers:
+        bounds = (await brokers.bounds(partitions)).values()
+        commits = (await brokers.group_commits(_GROUP, partitions)).values()
+    committed = sum(one.offset for one in commits if one is not None)
+    return _Offsets(sum(one.start for one in bounds), committed, sum(one.end for one in bounds))
 
 
 # What is told -------------------------------------------------------------------------

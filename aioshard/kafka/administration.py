@@ -18,6 +18,7 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.connecting import advertised_by, connected
+from aioshard.kafka.connections import close_client
 from aioshard.kafka.options import client_options
 from aioshard.kafka.translate import raise_for, reason, request_error
 from aioshard.ports import Committed
@@ -33,7 +34,6 @@ T = TypeVar("T")
 _PATIENCE = 30.0
 """Seconds in which what passes (a leader election, a coordinator that loads) is asked again."""
 _PAUSE = 0.2
-_CLOSE_TIMEOUT = 3.0
 
 
 class Administration:
@@ -238,9 +238,8 @@ async def _begin(client: Any) -> bool:
 
 
 async def _close(client: Any) -> None:
-    with contextlib.suppress(TimeoutError, kafka.KafkaError):
-        async with asyncio.timeout(_CLOSE_TIMEOUT):
-            await client.close()
+    # The client's own `close` swallows a cancellation.
+    await close_client(client, ())
 
 
 def _translated(error: BaseException, what: str, group_id: str, denied: str | None) -> TransportError:

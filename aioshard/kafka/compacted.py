@@ -8,6 +8,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from aioshard.errors import AuthorizationError, SideTopicError, TransportError
+from aioshard.kafka.connections import close_administrator
 from aioshard.kafka.reading import ReadingClient
 from aioshard.kafka.translate import reason
 
@@ -44,7 +45,7 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
         failed.retriable = bool(error.retriable)
         raise failed from error
     finally:
-        await admin.close()
+        await close_administrator(admin)
 
 
 async def _create(admin: Any, topic: str, partitions: int) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
 
-__all__ = ["CLOSE_GRACE", "close_client", "end_tasks", "is_connected", "pace_look_ups", "refuse_useless_connections"]
+__all__ = [
+    "CLOSE_GRACE",
+    "close_administrator",
+    "close_client",
+    "end_tasks",
+    "is_connected",
+    "pace_look_ups",
+    "refuse_useless_connections",
+]
 
 CLOSE_GRACE = 1.0
 """Seconds for tasks and connections to end once they were told to."""
@@ -76,6 +84,9 @@ def pace_look_ups(client: Any, pause: float) -> None:
 async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
     """End *tasks*, the client's own and every connection, whatever state they are in.
 
+    Used instead of aiokafka's own `close` and `stop` everywhere: those cancel a task of theirs, await it, and take a
+    cancellation of who called them for the end of that task. It is lost then, and a command goes on after SIGINT.
+
     Everything is told to end before the first await, so that even a second cancellation leaves nothing. Takes at most
     twice `CLOSE_GRACE`.
     """
@@ -97,6 +108,12 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
     for closed, transport in closing:
         if not closed.done() and transport is not None:
             transport.abort()
+
+
+async def close_administrator(admin: Any) -> None:
+    """End an `AIOKafkaAdminClient`; see `close_client`."""
+    admin._closed = True
+    await close_client(admin._client, ())
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

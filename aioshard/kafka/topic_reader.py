@@ -1,7 +1,6 @@
 """One topic read once, from its start to the end that it had when the reading began; without a group."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from types import TracebackType
@@ -27,7 +26,6 @@ __all__ = ["TopicReader"]
 _POLL_MS = 500
 _STALLED = 30.0
 """Seconds without progress after which we give up. The consumer itself tries for ever."""
-_CLOSE_TIMEOUT = 3.0
 
 
 class TopicReader:
@@ -162,9 +160,8 @@ async def _start(consumer: Any) -> bool:
 
 
 async def _stop(consumer: Any) -> None:
-    with contextlib.suppress(TimeoutError, kafka.KafkaError):
-        async with asyncio.timeout(_CLOSE_TIMEOUT):
-            await consumer.stop()
+    # The consumer's own `stop` swallows a cancellation.
+    await Internals(consumer, "").tear_down()
 
 
 class _Progress:

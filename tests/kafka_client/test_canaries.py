@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.admin import NewTopic
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
@@ -48,6 +48,7 @@ from tests.support.shared_kafka import SharedKafka
 Join = Callable[..., Member]
 
 ATTRIBUTES = {
+    "admin": {"_client", "_closed"},
     "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
     "client": {
         "_conns",
@@ -199,6 +200,13 @@ async def test_a_consumer_without_a_group_has_what_we_end(kafka: SharedKafka, to
 
         assert isinstance(consumer._coordinator, NoGroupCoordinator)
         assert isinstance(consumer._coordinator._reset_committed_task, asyncio.Task)
+
+
+async def test_an_administrator_has_what_we_end() -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers="127.0.0.1:9")
+
+    assert isinstance(admin._client, AIOKafkaClient)
+    assert admin._closed is False
 
 
 def test_their_partitions_are_ours_in_a_dictionary() -> None:

@@ -1,0 +1,83 @@
+"""Commands that are cancelled, as SIGINT does, at any moment: they end, and do not go on as if nothing had been."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+
+from aioshard import App
+from aioshard.cli import demo
+from aioshard.cli.flights import Flight
+from aioshard.kafka.connections import close_administrator
+from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.options import client_options
+from aioshard.kafka.topic_reader import TopicReader
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+from tests.support.cancelling import cancel_at_each_await
+
+PARTITIONS = [TopicPartition("flights", number) for number in range(demo._PARTITIONS)]
+GROUPS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[Settings]:
+    """Those of an embedded broker with some flights; its own loop stands still while others run."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        broker = EmbeddedBroker()
+        runner.run(broker.__aenter__())
+        runner.run(broker.create_topic("flights", demo._PARTITIONS))
+        settings = demo._settings(broker.bootstrap_servers)
+        runner.run(publish(settings))
+        yield settings
+        runner.run(broker.__aexit__(None, None, None))
+
+
+async def publish(settings: Settings) -> None:
+    await demo._publish(
+        [
+            Flight(b"N%d" % number, 0, 0, b'{"number": 0, "arrival_delay": 0, "departure_delay": 0}')
+            for number in range(100)
+        ],
+        settings,
+    )
+
+
+async def ask(settings: Settings) -> Any:
+    async with GroupBrokers(settings) as brokers:
+        return await brokers.bounds(PARTITIONS), await brokers.group_commits("delays", PARTITIONS)
+
+
+async def read(settings: Settings) -> list[bytes | None]:
+    async with TopicReader(settings, "flights", [0, 1, 2]) as reader:
+        return [record.value async for records in reader.read() for record in records]
+
+
+async def serve(settings: Settings) -> int:
+    app = App(f"group {next(GROUPS)}", settings=settings)
+    app.consume("flights")(demo.Flights().on_flight)
+    await app.serve(until_caught_up=True)
+    return sum(handler.processed for handler in app.statistics().handlers)
+
+
+async def administer(settings: Settings) -> None:
+    admin = AIOKafkaAdminClient(**client_options(settings, request_timeout=5))
+    try:
+        await admin.start()
+    finally:
+        await close_administrator(admin)
+
+
+# A connection of aiokafka's start is left to the garbage collector when that start is cancelled.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("make", [publish, demo._offsets, ask, read, administer, serve])
+def test_a_cancellation_is_not_lost_wherever_it_comes(settings: Settings, make: Any) -> None:
+    """aiokafka's own `stop` and `close` take the cancellation of who awaits them for one of their own."""
+    swept = cancel_at_each_await(lambda: make(settings))
+
+    assert swept.awaits > 3
+    assert swept.went_on == []
