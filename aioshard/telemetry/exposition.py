@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from aioshard.core.histogram import HistogramCounts
 from aioshard.telemetry.metric_table import METRICS
 
-__all__ = ["Labels", "SeriesFamily", "Values", "encode"]
+__all__ = ["Collected", "Labels", "SeriesFamily", "Values", "encode"]
 
 Labels = tuple[str, ...]
 """The values of the labels of one series, in the order of the table, that of `group` first."""
@@ -124,13 +124,14 @@ class Values:
             yield SeriesFamily(name, self._numbers[name], self._histograms[name])
 
 
-class _Rest:
-    """A collector of what others have collected."""
+class Collected(Collector):
+    """Metrics that were gathered already, as the collector that encoders take."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
+        """The metrics."""
         return self._metrics
 
 
@@ -156,7 +157,7 @@ def encode(registry: Collector, accept: str = "") -> tuple[bytes, str]:
             others.append(metric)
     texts: dict[tuple[Labels, Labels], str] = {}
     page = "".join(line for family in ours for line in family.lines(texts, open_metrics=open_metrics)).encode()
-    rest = encoder(_Rest(others))
+    rest = encoder(Collected(others))
     if open_metrics:
         return rest.removesuffix(_EOF) + page + _EOF, content_type
     return rest + page, content_type

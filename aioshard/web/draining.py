@@ -11,6 +11,8 @@ try:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
+
+    from aioshard.web.answers import FRESH
 except ImportError as error:
     raise MissingExtraError("the drain route", "web") from error
 
@@ -18,7 +20,6 @@ __all__ = ["Drained", "drain_route"]
 
 _LONGEST_WAIT = 600.0
 _SIGNS_OF_A_BROWSER = ("origin", "sec-fetch-site")
-_FRESH = {"cache-control": "no-store"}
 
 
 class Drained(Protocol):
@@ -56,13 +57,14 @@ def drain_route(app: Drained, path: str = "/drain") -> Route:
         wait = _seconds(text)
         if wait is None:
             return _answer(app, 400, [f"wait={text!r}: seconds were expected, from 0 to {_LONGEST_WAIT:g}"])
-        least = asyncio.create_task(asyncio.sleep(wait), name="the drain's answer waits")
+        clock = asyncio.get_running_loop().time
+        until = clock() + wait
         reasons = []
         try:
             await app.drain()
         except NotDrainedError as late:
             reasons = [str(late)]
-        await least
+        await asyncio.sleep(max(until - clock(), 0.0))
         return _answer(app, 503 if reasons else 200, reasons)
 
     return Route(path, drain, methods=["GET", "POST"])
@@ -78,4 +80,4 @@ def _seconds(text: str) -> float | None:
 
 def _answer(app: Drained, status: int, reasons: list[str]) -> Response:
     body = {"status": "unavailable" if reasons else "ok", "state": app.statistics().state, "reasons": reasons}
-    return JSONResponse(body, status_code=status, headers=_FRESH)
+    return JSONResponse(body, status_code=status, headers=FRESH)

@@ -16,8 +16,6 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
-import anyio
-import anyio.to_thread
 from prometheus_client import CollectorRegistry
 
 from aioshard.errors import MissingExtraError
@@ -31,17 +29,15 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import BaseRoute, Route
 
+    from aioshard.web.answers import FRESH, Threads, probe_answer, wants_json
     from aioshard.web.serving import PortError, serve_in_thread
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
 __all__ = ["Explained", "PortError", "findings", "health_routes", "serve_health"]
 
-_FRESH = {"cache-control": "no-store"}
 _OF_ALL = ("commit", "draining", "rebalancing")
 """Kinds of findings that concern all partitions, and are told once."""
-_AT_ONCE = 4
-"""Answers that are computed at the same time: a slow scrape must not hold up a probe."""
 
 
 class Explained(Observed, Protocol):
@@ -127,11 +123,11 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
         registry = CollectorRegistry()
         AppCollector(app, registry=registry)
     answers = _Answers(app, registry)
-    limiter = anyio.CapacityLimiter(_AT_ONCE)
+    threads = Threads()
 
     def in_thread(compute: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return await anyio.to_thread.run_sync(compute, request, limiter=limiter)
+            return await threads.run(compute, request)
 
         return answer
 
@@ -160,30 +156,19 @@ class _Answers:
         return self._answer(statistics, _not_ready(statistics))
 
     def _answer(self, statistics: Statistics, reasons: list[str]) -> Response:
-        body = {
-            "status": "unavailable" if reasons else "ok",
-            "state": statistics.state,
-            "reasons": reasons,
-            "findings": findings(statistics, self._app.diagnose()),
-        }
-        return JSONResponse(body, status_code=503 if reasons else 200, headers=_FRESH)
+        return probe_answer(statistics.state, reasons, findings(statistics, self._app.diagnose()))
 
     def statistics(self, _: Request) -> Response:
-        return JSONResponse(self._app.statistics().asdict(), headers=_FRESH)
+        return JSONResponse(self._app.statistics().asdict(), headers=FRESH)
 
     def explain(self, request: Request) -> Response:
-        if _wants_json(request):
-            return JSONResponse(self._app.diagnose().asdict(), headers=_FRESH)
-        return PlainTextResponse(self._app.explain(), headers=_FRESH)
+        if wants_json(request):
+            return JSONResponse(self._app.diagnose().asdict(), headers=FRESH)
+        return PlainTextResponse(self._app.explain(), headers=FRESH)
 
     def metrics(self, request: Request) -> Response:
         page, content_type = encode(self._registry, request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
-
-
-def _wants_json(request: Request) -> bool:
-    asked = request.query_params.get("format")
-    return asked == "json" if asked is not None else "application/json" in request.headers.get("accept", "")
 
 
 # Server -------------------------------------------------------------------------------

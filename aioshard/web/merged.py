@@ -1,13 +1,12 @@
 """Metrics of several processes as those of one: every series gets the label `worker`."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-__all__ = ["LABEL", "OPENMETRICS", "Collected", "labelled", "merged"]
+__all__ = ["LABEL", "OPENMETRICS", "labelled", "merged"]
 
 LABEL = "worker"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -57,14 +56,3 @@ def merged(exposed: Iterable[Sequence[Metric]]) -> list[Metric]:
             elif known.type == metric.type:
                 known.samples.extend(metric.samples)
     return list(families.values())
-
-
-class Collected(Collector):
-    """Metrics that were gathered, for the encoders of prometheus_client."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics."""
-        yield from self._metrics

@@ -16,13 +16,12 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import anyio
-import anyio.to_thread
+from typing import Any, NamedTuple, Protocol
 
 from aioshard.errors import MissingExtraError
-from aioshard.web.actions import Action, Controlled, Guard, RefusedError, body_of, parse, perform
+from aioshard.web.actions import Action, Controlled, RefusedError, parse, perform
+from aioshard.web.answers import Threads
+from aioshard.web.guard import Guard, body_of
 from aioshard.web.processes import Shown, document, process
 
 try:
@@ -56,9 +55,6 @@ _SAFE = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-T = TypeVar("T")
-
-_THREADS = 4
 _LASTS = 0.5
 """Seconds for which several pages get the same answer: each look costs the app's process its time."""
 
@@ -109,7 +105,7 @@ def page_routes(app: Dashboard, *, token: str | None = None, hosts: Collection[s
     Raises:
         SettingsError: As `dashboard`.
     """
-    threads = _Threads()
+    threads = Threads()
 
     async def look() -> dict[str, Any]:
         # In a thread: with a thousand partitions it takes long enough for the event loop to notice.
@@ -126,7 +122,7 @@ def page_routes(app: Dashboard, *, token: str | None = None, hosts: Collection[s
 
 def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str] | None = None) -> list[BaseRoute]:
     """The routes of a page that shows what *source* gives; for the rest see `page_routes`."""
-    threads = _Threads()
+    threads = Threads()
     latest = _Latest(source.look, threads)
 
     async def processes(_: Request) -> Response:
@@ -146,23 +142,10 @@ def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str
     return [*routes]
 
 
-class _Threads:
-    """Threads of the page's own: the application's may all be busy, just when somebody wants to know why."""
-
-    def __init__(self) -> None:
-        self._limiter: anyio.CapacityLimiter | None = None
-
-    async def run(self, function: Callable[..., T], *given: Any) -> T:
-        """Call *function* in one of them."""
-        if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(_THREADS)
-        return await anyio.to_thread.run_sync(function, *given, limiter=self._limiter)
-
-
 class _Latest:
     """The latest `processes.json`, for whoever asks within a moment."""
 
-    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]], threads: _Threads) -> None:
+    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]], threads: Threads) -> None:
         self._look = look
         self._threads = threads
         self._turn = asyncio.Lock()

@@ -17,15 +17,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from aioshard.telemetry.exposition import Collected, encode
+from aioshard.web.answers import FRESH, probe_answer, wants_json
 from aioshard.web.asking import NoAnswerError, WorkerAnswer, ask_worker
-from aioshard.web.merged import LABEL, OPENMETRICS, Collected, labelled, merged
+from aioshard.web.merged import LABEL, OPENMETRICS, labelled, merged
 from aioshard.web.workers import Supervised, WorkerState
 
 __all__ = ["SUPERVISOR", "supervised_application"]
@@ -33,7 +34,6 @@ __all__ = ["SUPERVISOR", "supervised_application"]
 SUPERVISOR = "supervisor"
 """The label `worker` of the supervisor's own process."""
 
-_FRESH = {"cache-control": "no-store"}
 _PROBES_WITHIN = 0.7
 """Seconds that workers get to answer a probe, which itself has one second as a rule."""
 _ANSWERS_WITHIN = 2.0
@@ -99,28 +99,24 @@ def _not_ready(told: Sequence[_Told]) -> Iterator[str]:
             yield from (f"{name}: {each}" for each in one.json.get("reasons") or ("it is not ready",))
 
 
-def _body(supervised: Supervised, told: Sequence[_Told], reasons: list[str]) -> dict[str, Any]:
+def _probe_answer(supervised: Supervised, told: Sequence[_Told], reasons: Sequence[str]) -> Response:
     states = [one.json.get("state", "starting") for one in told]
     others = [state for state in states if state != "running"]
-    return {
-        "status": "unavailable" if reasons else "ok",
-        "state": "draining" if supervised.draining else others[0] if others else "running",
-        "reasons": reasons,
-        "findings": _findings(told),
-    }
+    state = "draining" if supervised.draining else others[0] if others else "running"
+    return probe_answer(state, reasons, _findings(told))
 
 
 def _probes(supervised: Supervised) -> list[BaseRoute]:
     async def livez(_: Request) -> Response:
         told = await _all(supervised, "/livez", _PROBES_WITHIN)
-        return JSONResponse(_body(supervised, told, []), headers=_FRESH)
+        return _probe_answer(supervised, told, [])
 
     async def readyz(_: Request) -> Response:
         told = await _all(supervised, "/readyz", _PROBES_WITHIN)
         reasons = list(_not_ready(told))
         if supervised.draining:
             reasons.insert(0, "the workers are stopping: what runs is finished, nothing new is taken in")
-        return JSONResponse(_body(supervised, told, reasons), status_code=503 if reasons else 200, headers=_FRESH)
+        return _probe_answer(supervised, told, reasons)
 
     return [Route("/livez", livez), Route("/readyz", readyz)]
 
@@ -142,10 +138,10 @@ def _views(supervised: Supervised) -> list[BaseRoute]:
             }
             for one in told
         ]
-        return JSONResponse({"group_id": supervised.group_id, "workers": workers}, headers=_FRESH)
+        return JSONResponse({"group_id": supervised.group_id, "workers": workers}, headers=FRESH)
 
     async def explain(request: Request) -> Response:
-        if _wants_json(request):
+        if wants_json(request):
             told = await _all(supervised, "/explain?format=json")
             workers = [
                 {
@@ -155,17 +151,11 @@ def _views(supervised: Supervised) -> list[BaseRoute]:
                 }
                 for one in told
             ]
-            return JSONResponse({"workers": workers}, headers=_FRESH)
+            return JSONResponse({"workers": workers}, headers=FRESH)
         told = await _all(supervised, "/explain?format=text")
-        return PlainTextResponse("\n".join(map(_explained, told)), headers=_FRESH)
+        return PlainTextResponse("\n".join(map(_explained, told)), headers=FRESH)
 
     return [Route("/statistics.json", statistics), Route("/explain", explain)]
-
-
-def _wants_json(request: Request) -> bool:
-    """Whether the asker wants JSON rather than text."""
-    asked = request.query_params.get("format")
-    return asked == "json" if asked is not None else "application/json" in request.headers.get("accept", "")
 
 
 def _explained(told: _Told) -> str:
@@ -180,7 +170,7 @@ def _metrics(supervised: Supervised) -> list[BaseRoute]:
     own = CollectorRegistry()
     ProcessCollector(registry=own)
 
-    def gathered(told: Sequence[_Told]) -> CollectorRegistry:
+    def page(told: Sequence[_Told], accept: str) -> tuple[bytes, str]:
         exposed: list[Sequence[Metric]] = []
         up: dict[str, float] = {}
         for one in told:
@@ -195,15 +185,13 @@ def _metrics(supervised: Supervised) -> list[BaseRoute]:
             family.samples = [one._replace(labels={**one.labels, LABEL: SUPERVISOR}) for one in family.samples]
             exposed.append([family])
         exposed.append(_of_workers(supervised.group_id, told, up))
-        registry = CollectorRegistry()
-        registry.register(Collected(merged(exposed)))
-        return registry
+        return encode(Collected(merged(exposed)), accept)
 
     async def metrics(request: Request) -> Response:
         told = await _all(supervised, "/metrics", accept=OPENMETRICS)
-        registry = await asyncio.to_thread(gathered, told)  # it takes a while where there are many series
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        # In a thread: it takes a while where there are many series.
+        text, content_type = await asyncio.to_thread(page, told, request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     return [Route("/metrics", metrics)]
 

@@ -12,8 +12,9 @@ from starlette.applications import Starlette
 
 from aioshard import App
 from aioshard.errors import HandlerError, SettingsError, StateError
-from aioshard.web import actions
-from aioshard.web.actions import LARGEST_BODY, Action, Guard, RefusedError, check_token, parse, perform
+from aioshard.web import guard
+from aioshard.web.actions import Action, RefusedError, parse, perform
+from aioshard.web.guard import LARGEST_BODY, Guard, check_token
 from aioshard.web.page import LOOPBACK, dashboard, page_routes
 
 TOKEN = "correct-horse-battery"
@@ -359,7 +360,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(app: FakeApp, monkeyp
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(actions, "_BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(guard, "_BODY_TIMEOUT", 0.05)
     async with asyncio.timeout(10):
         assert await begun(app, never) == 408
     assert app.told == []

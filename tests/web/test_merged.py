@@ -6,7 +6,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from aioshard.web.merged import Collected, labelled, merged
+from aioshard.telemetry.exposition import Collected
+from aioshard.web.merged import labelled, merged
 
 
 def exposed(orders: float, **labels: str) -> str:
