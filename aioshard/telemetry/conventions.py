@@ -6,12 +6,9 @@ compares each with that package.
 
 from typing import Final
 
-__all__ = ["ATTRIBUTES", "DURATIONS", "METRICS", "SCHEMA_URL", "Attribute", "Metric"]
+__all__ = ["ATTRIBUTES", "METRICS", "SCHEMA_URL", "Attribute", "Metric"]
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
-
-DURATIONS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""Bounds of the buckets that the conventions advise for durations, in seconds."""
 
 
 class Attribute:

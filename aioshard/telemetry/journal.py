@@ -27,7 +27,7 @@ from aioshard.serde.results import encoded_result
 from aioshard.serde.side_headers import as_text
 from aioshard.telemetry.journal_files import JournalFiles
 from aioshard.telemetry.journal_rows import NO_RUN, ROW_WIDTH, Trouble, record_batch, warm_up
-from aioshard.telemetry.metrics import version
+from aioshard.telemetry.versions import version
 
 __all__ = ["Journal"]
 

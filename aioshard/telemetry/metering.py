@@ -1,15 +1,12 @@
 """OpenTelemetry's own metrics of messaging, for who collects them in place of Prometheus' or beside them."""
 
-from collections.abc import Mapping
-from typing import TypeAlias
-
 from opentelemetry.metrics import Counter, Histogram, MeterProvider
 
-from aioshard.telemetry.conventions import DURATIONS, METRICS, SCHEMA_URL, Attribute, Metric
+from aioshard.core.histogram import DURATION_BOUNDS
+from aioshard.telemetry.conventions import METRICS, SCHEMA_URL, Attribute, Metric
+from aioshard.telemetry.operations import Attributes
 
-__all__ = ["Attributes", "Metering"]
-
-Attributes: TypeAlias = Mapping[str, str | int | bool]
+__all__ = ["Metering"]
 
 _OF_METRICS = frozenset(
     {
@@ -35,7 +32,7 @@ class Metering:
 
         def histogram(name: str) -> Histogram:
             _, unit, meaning = METRICS[name]
-            return meter.create_histogram(name, unit, meaning, explicit_bucket_boundaries_advisory=DURATIONS)
+            return meter.create_histogram(name, unit, meaning, explicit_bucket_boundaries_advisory=DURATION_BOUNDS)
 
         def counter(name: str) -> Counter:
             _, unit, meaning = METRICS[name]
@@ -64,5 +61,5 @@ class Metering:
         self._sent.add(1, _kept(about))
 
 
-def _kept(about: Attributes, *others: str) -> dict[str, str | int | bool]:
+def _kept(about: Attributes, *others: str) -> Attributes:
     return {name: value for name, value in about.items() if name in _OF_METRICS or name in others}

@@ -4,8 +4,6 @@ Nothing is counted on the way of a record for them, and a revoked partition's se
 (The limit: prometheus_client's multi-process mode takes no custom collectors; use one port per process.)
 """
 
-import functools
-import importlib.metadata
 from collections.abc import Iterable, Iterator
 from typing import Protocol, get_args
 
@@ -16,8 +14,9 @@ from prometheus_client.registry import Collector
 from aioshard.observe import AppState, HandlerStatistics, Statistics
 from aioshard.telemetry.exposition import SeriesFamily, Values
 from aioshard.telemetry.metric_table import METRICS
+from aioshard.telemetry.versions import version
 
-__all__ = ["METRICS", "AppCollector", "Observed", "version"]
+__all__ = ["METRICS", "AppCollector", "Observed"]
 
 _CLIENTS = {"aiokafka": "aiokafka", "confluent": "confluent-kafka"}
 """The packages of the clients."""
@@ -65,15 +64,6 @@ class AppCollector(Collector):
             for handler in statistics.handlers:
                 _add_handler(values, statistics.group_id, handler)
         return values.families()
-
-
-@functools.cache  # a scrape must not read files
-def version(package: str = "aioshard") -> str:
-    """The version of a package; `unknown` where it is not installed, as one that runs from a source tree."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _client(name: str) -> str:

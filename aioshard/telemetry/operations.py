@@ -18,6 +18,7 @@ __all__ = ["NOWHERE", "Attributes", "Operation", "Plan", "error_type"]
 logger = logging.getLogger("aioshard.telemetry.tracing")
 
 Attributes = dict[str, str | int | bool]
+"""Of a span, and with fewer of them of what is measured."""
 
 NOWHERE = Context()
 """A context without a span: what begins in it is the root of a trace."""

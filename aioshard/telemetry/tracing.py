@@ -22,8 +22,8 @@ from opentelemetry.trace import TracerProvider
 
 from aioshard.telemetry.conventions import SCHEMA_URL
 from aioshard.telemetry.metering import Metering
-from aioshard.telemetry.metrics import version
 from aioshard.telemetry.spans import About, Spans
+from aioshard.telemetry.versions import version
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings

@@ -23,7 +23,8 @@ from aioshard.observe import (
     TopicStatistics,
 )
 from aioshard.telemetry.exposition import encode
-from aioshard.telemetry.metrics import METRICS, AppCollector, version
+from aioshard.telemetry.metrics import METRICS, AppCollector
+from aioshard.telemetry.versions import version
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}

@@ -15,7 +15,8 @@ from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.semconv.schemas import Schemas
 
 from aioshard import App, Batch, BatchContext, Context, Record, Retry
-from aioshard.telemetry.conventions import ATTRIBUTES, DURATIONS, METRICS, SCHEMA_URL, Attribute, Metric
+from aioshard.core.histogram import DURATION_BOUNDS
+from aioshard.telemetry.conventions import ATTRIBUTES, METRICS, SCHEMA_URL, Attribute, Metric
 from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.telemetry.traces import TRACEPARENT, Spans
@@ -167,7 +168,7 @@ def test_attempts_are_measured_as_their_spans_are(measured: Measured) -> None:
     assert len(spans) == sum(point.count for point in points) == 4
     lasted = sum((span.end_time or 0) - (span.start_time or 0) for span in spans) / 1e9
     assert sum(point.sum for point in points) == pytest.approx(lasted)
-    assert {tuple(point.explicit_bounds) for point in points} == {DURATIONS}
+    assert {tuple(point.explicit_bounds) for point in points} == {DURATION_BOUNDS}
     by_error = {dict(point.attributes or {}).get("error.type"): point.count for point in points}
     assert by_error == {None: 2, "ValueError": 2}
     assert {frozenset(dict(point.attributes or {})) - {"error.type"} for point in points} == {
