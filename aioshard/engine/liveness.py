@@ -1,6 +1,6 @@
 """What of an engine has stopped although nothing keeps it from going on: what a restart of the process cures."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Protocol
 
 from aioshard.engine.committer import Committer
@@ -30,9 +30,6 @@ class Outside(Protocol):
     def calm(self) -> bool:
         """Whether the brokers answer, as far as the client says."""
 
-    def facts(self) -> Iterable[tuple[Hashable, object]]:
-        """What the explanations ask for besides."""
-
 
 class Liveness:
     """Knows whether the fetcher and the commit coordinator still turn, and which records have run for too long.
@@ -42,19 +39,19 @@ class Liveness:
     does not turn for several times as long waits for what never comes. While brokers are away nothing is concluded.
     """
 
-    def __init__(self, pump: Pump, committer: Committer, options: Options, outside: Outside) -> None:
-        """Make one; `since` and `watch` are to be run.
+    def __init__(self, pump: Pump, committer: Committer, options: Options, since: SinceWatch, outside: Outside) -> None:
+        """Make one; `watch` is to be run.
 
         Args:
             pump: The fetcher.
             committer: The commit coordinator.
             options: Time-outs.
+            since: Looks at `facts`, among others.
             outside: The engine.
         """
-        self.since = SinceWatch(lambda: (*outside.facts(), *self._facts()), outside.clock)
-        """Since when things are as they are."""
         self.watch = TroubleWatch(self._what_hangs, outside.clock)
         """Tells the log when one of the two hangs, and when that is over."""
+        self._since = since
         self._pump = pump
         self._committer = committer
         self._pump_limit = max(_PATIENCE, _SEVERAL * options.fetch_max_wait)
@@ -63,7 +60,8 @@ class Liveness:
         self._overdue_after = options.stuck_after if options.restart_when_stuck else None
         self._outside = outside
 
-    def _facts(self) -> Iterator[tuple[Hashable, object]]:
+    def facts(self) -> Iterator[tuple[Hashable, object]]:
+        """What has to be noted since when it is so, for the sentences."""
         yield "calm", self._outside.calm
         yield "pump", self._pump.turns
         yield "committer", self._committer.turns if self._committer.owns else None
@@ -75,17 +73,17 @@ class Liveness:
                     yield ("overdue", worker), worker.started
 
     def _what_hangs(self) -> str | None:
-        calm = self.since.of("calm", fact=True)
+        calm = self._since.of("calm", fact=True)
         if calm is None:
             return None
         now = self._outside.clock()
-        asked = self.since.of("pump", self._pump.turns)
+        asked = self._since.of("pump", self._pump.turns)
         if asked is not None and now - max(asked, calm) > self._pump_limit:
             return (
                 f"the fetcher hangs: the client has not come back with records or without for {self._pump_limit:g} s, "
                 "although the brokers answer"
             )
-        looked = self.since.of("committer", self._committer.turns)
+        looked = self._since.of("committer", self._committer.turns)
         if self._committer.owns and looked is not None and now - max(looked, calm) > self._commit_limit:
             return (
                 f"the commit coordinator hangs: no commit has ended for {self._commit_limit:g} s, although each has a "
@@ -95,5 +93,5 @@ class Liveness:
 
     def overdue(self) -> list[Worker]:
         """The workers whose run is to be ended by a restart; safe from any thread."""
-        since = self.since
+        since = self._since
         return [worker for worker in self._outside.workers if since.of(("overdue", worker), worker.started) is not None]

@@ -24,7 +24,7 @@ from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.options import Options
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import StuckWatch, TroubleWatch, facts_of
+from aioshard.engine.watch import SinceWatch, StuckWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState
@@ -115,8 +115,8 @@ class Engine:
             self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.committer.notes
         )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
-        self.liveness = Liveness(self.pump, self.committer, options, self)
-        self.since = self.liveness.since
+        self.since = SinceWatch(self._facts, self.clock)
+        self.liveness = Liveness(self.pump, self.committer, options, self.since, self)
 
     # What the rebalance asks ------------------------------------------------------------
 
@@ -183,10 +183,11 @@ class Engine:
         """Whether no worker lives, as when a loop that closes has cancelled them: no run ends any more."""
         return {worker.name for worker in self.workers}.isdisjoint(self._tasks.names)
 
-    def facts(self) -> Iterable[tuple[Hashable, object]]:
-        """What the explanations ask for; see `facts_of`."""
+    def _facts(self) -> Iterable[tuple[Hashable, object]]:
+        """What the explanations ask for, and the watch of our own tasks."""
         rebalance, pauses = self.rebalance, self.pauses.items()
-        return facts_of(rebalance.epochs, self.workers, pauses, settled=rebalance.settled.is_set())
+        yield from facts_of(rebalance.epochs, self.workers, pauses, settled=rebalance.settled.is_set())
+        yield from self.liveness.facts()
 
     def _behind(self, delivery: Delivery) -> int:
         return self.feed_of(delivery.record.topic).shards_of(delivery).behind(delivery)

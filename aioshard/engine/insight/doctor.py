@@ -6,7 +6,7 @@ from typing import TypeVar
 from aioshard.engine.epoch import Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.head import Ward, for_seconds, stack_in_words
-from aioshard.engine.insight.liveness import of_the_process
+from aioshard.engine.insight.process import of_the_process
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
 from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict

@@ -1,4 +1,4 @@
-"""What is wrong that a restart of the process cures, in sentences."""
+"""What the process itself suffers from, and what of that a restart cures, in sentences."""
 
 from collections.abc import Iterator
 

@@ -10,7 +10,7 @@ from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
-from aioshard.engine.insight.liveness import ready_anyway, restart_cures
+from aioshard.engine.insight.process import ready_anyway, restart_cures
 from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
 from aioshard.observe import HandlerStatistics, PartitionStatistics, Statistics, TopicStatistics
