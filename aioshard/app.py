@@ -12,7 +12,6 @@ from aioshard.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
-    from aioshard.telemetry.tracing import Tracing
 
 __all__ = ["App"]
 
@@ -57,7 +56,7 @@ class App(Lifecycle):
             SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
                 another.
         """
-        super().__init__()
+        super().__init__(resources)
         if not str(group_id or "").strip():
             message = f"App({group_id!r}): a group id was expected, such as App('billing')"
             raise SettingsError(message)
@@ -66,7 +65,6 @@ class App(Lifecycle):
             overrides["bootstrap_servers"] = bootstrap_servers
         self._overrides = overrides
         self._given = settings
-        self._resources = resources
         self._settings = self._load()
 
     def _load(self) -> "Settings":
@@ -114,21 +112,6 @@ class App(Lifecycle):
         for handler in self:
             check_linger(handler.name, handler.batch, self._settings.stuck_after)
         check_assign(self._settings.assign, [(one.name, one.topics, one.pattern, one.on_failure) for one in self])
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether it makes spans when it runs."""
-        return self._tracing is not None
-
-    def traced_by(self, tracing: "Tracing | None") -> None:
-        """From the next start on, be traced so; for `aioshard.telemetry.tracing.trace`.
-
-        Raises:
-            StateError: The app runs.
-        """
-        if self._engine is not None:
-            raise StateError(f"app {self.group_id!r} runs: trace it before it is started")
-        self._tracing = tracing
 
     def include(self, handlers: Handlers) -> None:
         """Take over the handlers of another module.

@@ -47,12 +47,14 @@ _ANSWER_TIMEOUT = 10.0
 class Controls:
     """The part of an app that acts on its running engine, and looks into it.
 
-    Coroutines are for the app's event loop. The others may be called from any thread: they return when
-    the engine has done it.
+    Coroutines are for the app's event loop. The others may be called from any thread: they return when the engine has
+    done it. From another thread they raise `TimeoutError` where something holds that loop for 10 s; it may be done
+    later.
     """
 
     group_id: str
     _registrations: list[Registration]
+    # Set by the lifecycle alone, and only read here.
     _engine: Engine | None = None
     _draining: asyncio.Task[None] | None = None
     """Ends the engine; set from the first moment of that until the app has ended."""
@@ -303,13 +305,13 @@ class Controls:
             return act(engine)
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def answered() -> None:
+        def act_there() -> None:
             try:
                 answer.set_result(act(engine))
             except BaseException as error:  # noqa: BLE001 - raised where it was asked
                 answer.set_exception(error)
 
-        loop.call_soon_threadsafe(answered)
+        loop.call_soon_threadsafe(act_there)
         return answer.result(_ANSWER_TIMEOUT)
 
     def running_engine(self) -> Engine:

@@ -24,6 +24,7 @@ from aioshard.engine.insight.snapshot import explain_partition, statistics
 from aioshard.engine.observed import Observe
 from aioshard.engine.options import options_of
 from aioshard.engine.runtime import Engine
+from aioshard.engine.tasks import outlast
 from aioshard.errors import HandlerError, NotDrainedError, StateError
 from aioshard.handlers import Handlers
 from aioshard.loops import in_real_time, loop_factory
@@ -47,12 +48,15 @@ logger = logging.getLogger("aioshard.app")
 class Lifecycle(Handlers, Controls):
     """The part of an app that starts it, waits, and ends it; one start at a time."""
 
-    _resources: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None
-    _tracing: "Tracing | None" = None
+    def __init__(self, resources: Callable[[Any], AbstractAsyncContextManager[Any]] | None) -> None:
+        """Make what does not run yet.
 
-    def __init__(self) -> None:
-        """Make what does not run yet."""
+        Args:
+            resources: Made from the app; open from before its handlers run until the last of them has ended.
+        """
         super().__init__()
+        self._resources = resources
+        self._tracing: Tracing | None = None
         self._stop: asyncio.Event | None = None
         self._state: Any = None
         self._exit: contextlib.AsyncExitStack | None = None
@@ -64,6 +68,21 @@ class Lifecycle(Handlers, Controls):
     def state(self) -> Any:
         """What the app's `resources` yielded, as `Context.state` is; None while it does not run."""
         return self._state
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it makes spans when it runs."""
+        return self._tracing is not None
+
+    def traced_by(self, tracing: "Tracing | None") -> None:
+        """From the next start on, be traced so; for `aioshard.telemetry.tracing.trace`.
+
+        Raises:
+            StateError: The app runs.
+        """
+        if self._engine is not None:
+            raise StateError(f"app {self.group_id!r} runs: trace it before it is started")
+        self._tracing = tracing
 
     @abstractmethod
     def check(self) -> None:
@@ -333,7 +352,8 @@ class Lifecycle(Handlers, Controls):
         engine, stack = self._engine, self._exit
         try:
             if engine is not None:
-                await _ended(self._drained(engine))
+                # Whoever is cancelled here cuts the drain short.
+                await outlast(self._drained(engine), cut_short=True)
         except Exception:
             if not quietly:
                 raise
@@ -356,20 +376,3 @@ class Lifecycle(Handlers, Controls):
         assert self._exit is not None  # noqa: S101 - the app is being started
         self._exit.push_async_callback(side_topics.close)
         return side_topics
-
-
-async def _ended(drain: asyncio.Task[None]) -> None:
-    """Wait for a drain; whoever is cancelled meanwhile cuts it short, and is cancelled when everything has ended."""
-    cancelled: asyncio.CancelledError | None = None
-    while not drain.done():
-        try:
-            await asyncio.wait([drain])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            drain.cancel()
-    if cancelled is None:
-        drain.result()
-        return
-    if not drain.cancelled():
-        drain.exception()  # nobody is left to be told
-    raise cancelled

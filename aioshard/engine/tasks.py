@@ -6,7 +6,7 @@ from typing import Any
 
 from aioshard.errors import TaskCancelledError
 
-__all__ = ["TaskSet", "finish"]
+__all__ = ["TaskSet", "finish", "outlast"]
 
 
 async def finish(coroutine: Coroutine[Any, Any, object], name: str) -> None:
@@ -14,16 +14,30 @@ async def finish(coroutine: Coroutine[Any, Any, object], name: str) -> None:
 
     For what gives things back and is bounded by itself: closing connections, ending tasks.
     """
-    task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    await outlast(asyncio.get_running_loop().create_task(coroutine, name=name))
+
+
+async def outlast(task: asyncio.Task[Any], *, cut_short: bool = False) -> None:
+    """Wait for *task* to its end although the caller is cancelled meanwhile; the cancellation is raised after it.
+
+    Args:
+        task: What it raises is raised where the caller was not cancelled.
+        cut_short: Whether each cancellation of the caller cancels *task* too; then nobody is told what it raises.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
+            if cut_short:
+                task.cancel()
+    if cancelled is None:
+        task.result()
+        return
+    if cut_short and not task.cancelled():
+        task.exception()  # else asyncio complains that nobody was told
+    raise cancelled
 
 
 class TaskSet:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from aioshard import App, Context, Record
+from aioshard.engine.tasks import outlast
 from aioshard.errors import NotDrainedError, StateError
-from aioshard.lifecycle import _ended
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 from tests.engine.running import engine_of, publish, until
 
@@ -122,7 +122,7 @@ def test_who_is_cancelled_while_the_app_ends_cuts_the_drain_short() -> None:
 async def test_who_waits_for_a_drain_is_cancelled_after_it_and_not_instead() -> None:
     """`async with app` in a task that is cancelled: the task ends as cancelled, and the drain has ended by then."""
     drain = asyncio.create_task(asyncio.Event().wait(), name="drain")
-    waiting = asyncio.create_task(_ended(drain), name="end")  # type: ignore[arg-type]
+    waiting = asyncio.create_task(outlast(drain, cut_short=True), name="end")
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
