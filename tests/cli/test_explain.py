@@ -13,49 +13,22 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from aioshard.observe import Diagnosis, Finding, PartitionDiagnosis, PartitionStatistics, Statistics
+from aioshard.observe import Diagnosis, Finding, PartitionDiagnosis
 from aioshard.web.health import health_routes, serve_health
+from tests.support import told
+from tests.support.told import PARTITION, Told
 
 Aioshard = Callable[..., Awaitable[Any]]
 
 NOWHERE = "http://127.0.0.1:1"
 """An address where nobody listens."""
 
-PARTITION = PartitionStatistics(
-    topic="orders",
-    partition=0,
-    epoch=1,
-    position=120,
-    committed=100,
-    committable=101,
-    end_offset=150,
-    lag=50,
-    lag_seconds=61.5,
-    incomplete=19,
-    buffered_records=18,
-    buffered_bytes=9_000,
-    paused=None,
-    oldest_incomplete_age=2.5,
-    noted=0.25,
-)
-SLOW = dataclasses.replace(PARTITION, partition=1, oldest_incomplete_age=61.0)
-PAUSED = dataclasses.replace(PARTITION, partition=2, oldest_incomplete_age=None, paused="the buffer is full")
-IDLE = dataclasses.replace(PARTITION, partition=3, incomplete=0, oldest_incomplete_age=None)
-STATISTICS = Statistics(
-    state="running",
-    group_id="billing",
-    member_id="m-1",
-    rebalances=2,
-    commits=30,
-    commit_failures=1,
-    replayed=6,
-    already_done=7,
-    buffered_records=18,
-    buffered_bytes=9_000,
-    client_losses=1,
-    trouble="the brokers are away",
-    partitions=(PARTITION, SLOW, PAUSED, IDLE),
-    handlers=(),
+FIRST = dataclasses.replace(PARTITION, partition=0)
+SLOW = dataclasses.replace(FIRST, partition=1, oldest_incomplete_age=61.0)
+PAUSED = dataclasses.replace(FIRST, partition=2, oldest_incomplete_age=None, paused="the buffer is full")
+IDLE = dataclasses.replace(FIRST, partition=3, incomplete=0, oldest_incomplete_age=None)
+STATISTICS = dataclasses.replace(
+    told.STATISTICS, trouble="the brokers are away", partitions=(FIRST, SLOW, PAUSED, IDLE), handlers=()
 )
 STUCK = PartitionDiagnosis(
     topic="orders",
@@ -77,30 +50,13 @@ DIAGNOSIS = Diagnosis(
 EXPLANATION = "The app is running.\norders/1: it waits for record 101.\n"
 
 
-class FakeApp:
-    """An app whose state a test sets."""
-
-    def __init__(self) -> None:
-        self.current = STATISTICS
-        self.diagnosis = DIAGNOSIS
-
-    def statistics(self) -> Statistics:
-        return self.current
-
-    def explain(self) -> str:
-        return EXPLANATION
-
-    def diagnose(self) -> Diagnosis:
-        return self.diagnosis
+@pytest.fixture
+def app() -> Told:
+    return Told(STATISTICS, DIAGNOSIS, EXPLANATION)
 
 
 @pytest.fixture
-def app() -> FakeApp:
-    return FakeApp()
-
-
-@pytest.fixture
-async def url(app: FakeApp) -> AsyncIterator[str]:
+async def url(app: Told) -> AsyncIterator[str]:
     async with serve_health(app, host="127.0.0.1", port=0) as (address, port):
         yield f"http://{address}:{port}"
 
@@ -151,7 +107,7 @@ async def test_an_address_may_lack_its_scheme_and_have_a_slash(aioshard: Aioshar
     assert ended.output == EXPLANATION
 
 
-async def test_routes_that_are_mounted_under_a_path_are_found(aioshard: Aioshard, app: FakeApp) -> None:
+async def test_routes_that_are_mounted_under_a_path_are_found(aioshard: Aioshard, app: Told) -> None:
     mounted = Starlette(routes=[Mount("/aioshard", routes=health_routes(app))])
     server = uvicorn.Server(uvicorn.Config(mounted, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -272,7 +228,7 @@ async def test_a_ready_app_is_healthy(aioshard: Aioshard, url: str) -> None:
 
 
 async def test_strictly_an_app_at_which_somebody_should_look_is_not_healthy(
-    aioshard: Aioshard, app: FakeApp, url: str
+    aioshard: Aioshard, app: Told, url: str
 ) -> None:
     for which in ((), ("--live",)):
         ended = await aioshard("health", url, "--strict", *which)
@@ -285,7 +241,7 @@ async def test_strictly_an_app_at_which_somebody_should_look_is_not_healthy(
     assert await aioshard("health", url, "--strict") == (0, "ready (the app is running)\n", "")
 
 
-async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app: FakeApp, url: str) -> None:
+async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app: Told, url: str) -> None:
     app.current = dataclasses.replace(STATISTICS, state="draining", trouble=None, partitions=())
     app.diagnosis = Diagnosis("draining", (), (), ())
 
@@ -300,7 +256,7 @@ async def test_an_app_that_drains_is_alive_and_not_ready(aioshard: Aioshard, app
     )
 
 
-async def test_a_program_reads_the_health(aioshard: Aioshard, app: FakeApp, url: str) -> None:
+async def test_a_program_reads_the_health(aioshard: Aioshard, app: Told, url: str) -> None:
     app.current = dataclasses.replace(STATISTICS, state="failed", partitions=())
     app.diagnosis = dataclasses.replace(DIAGNOSIS, partitions=())
 

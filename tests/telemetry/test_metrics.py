@@ -15,38 +15,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aioshard.core.histogram import DURATION_BOUNDS, HistogramCounts
 from aioshard.observe import (
-    HandlerStatistics,
     JournalStatistics,
-    PartitionStatistics,
     RebalanceKindStatistics,
-    Statistics,
     TopicStatistics,
 )
 from aioshard.telemetry.exposition import encode
 from aioshard.telemetry.metrics import METRICS, AppCollector
 from aioshard.telemetry.versions import version
+from tests.support import told
+from tests.support.told import Told
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
-PARTITION = PartitionStatistics(
-    topic="orders",
-    partition=3,
-    epoch=1,
-    position=120,
-    committed=100,
-    committable=101,
-    end_offset=150,
-    lag=50,
-    lag_seconds=61.5,
-    incomplete=19,
-    buffered_records=18,
-    buffered_bytes=9_000,
-    paused="max_buffered_records=10000 is reached",
-    oldest_incomplete_age=2.5,
-    noted=0.25,
-    fetched=119,
-    in_flight=5,
-    queued=13,
+PARTITION = dataclasses.replace(
+    told.PARTITION, paused="max_buffered_records=10000 is reached", fetched=119, in_flight=5, queued=13
 )
 DURATIONS = HistogramCounts(DURATION_BOUNDS, (900, 90, *(0,) * 12, 10), 150.0)
 WAITS = HistogramCounts(DURATION_BOUNDS, (0, 1_000, *(0,) * 13), 7.5)
@@ -61,36 +43,11 @@ TOPIC = TopicStatistics(
     waits=WAITS,
 )
 NOTHING = HistogramCounts(DURATION_BOUNDS, (0,) * 15, 0.0)
-HANDLER = HandlerStatistics(
-    name="on_order",
-    topics=("orders",),
-    concurrency=64,
-    busy=5,
-    shards=7,
-    processed=1_000,
-    retried=11,
-    skipped=2,
-    dead_lettered=3,
-    parked=4,
-    halted=1,
-    outliving=("orders/3/101",),
-    by_topic=(TOPIC,),
-    shard_capacity=10_000,
-    shard_depth=40,
+HANDLER = dataclasses.replace(
+    told.HANDLER, halted=1, outliving=("orders/3/101",), by_topic=(TOPIC,), shard_capacity=10_000, shard_depth=40
 )
-STATISTICS = Statistics(
-    state="running",
-    group_id="billing",
-    member_id="m-1",
-    rebalances=2,
-    commits=30,
-    commit_failures=1,
-    replayed=6,
-    already_done=7,
-    buffered_records=18,
-    buffered_bytes=9_000,
-    client_losses=1,
-    trouble=None,
+STATISTICS = dataclasses.replace(
+    told.STATISTICS,
     partitions=(PARTITION,),
     handlers=(HANDLER,),
     journal=JournalStatistics(written=900, waiting=100, dropped=5, files=2, trouble=None),
@@ -105,22 +62,10 @@ STATISTICS = Statistics(
 )
 
 
-class FakeApp:
-    """Statistics that a test sets."""
-
-    def __init__(self, statistics: Statistics = STATISTICS) -> None:
-        self.current = statistics
-        self.asked = 0
-
-    def statistics(self) -> Statistics:
-        self.asked += 1
-        return self.current
-
-
 class Scrape:
     """An app's metrics, asked by name."""
 
-    def __init__(self, *apps: FakeApp) -> None:
+    def __init__(self, *apps: Told) -> None:
         self.registry = CollectorRegistry()
         AppCollector(*apps, registry=self.registry)
 
@@ -148,7 +93,7 @@ class Scrape:
     ],
 )
 def test_a_partition(name: str, expected: float) -> None:
-    assert Scrape(FakeApp()).value(name, topic="orders", partition="3") == expected
+    assert Scrape(Told(STATISTICS)).value(name, topic="orders", partition="3") == expected
 
 
 @pytest.mark.parametrize(
@@ -173,7 +118,7 @@ def test_a_partition(name: str, expected: float) -> None:
     ],
 )
 def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
-    assert Scrape(FakeApp()).value(name, handler="on_order", **labels) == expected
+    assert Scrape(Told(STATISTICS)).value(name, handler="on_order", **labels) == expected
 
 
 @pytest.mark.parametrize(
@@ -193,11 +138,11 @@ def test_a_handler(name: str, labels: dict[str, str], expected: float) -> None:
     ],
 )
 def test_the_app(name: str, expected: float) -> None:
-    assert Scrape(FakeApp()).value(name) == expected
+    assert Scrape(Told(STATISTICS)).value(name) == expected
 
 
 def test_exactly_one_state_is_set() -> None:
-    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, state="draining")))
+    scrape = Scrape(Told(dataclasses.replace(STATISTICS, state="draining")))
     states = {
         state: scrape.value("aioshard_engine_state", state=state)
         for state in ("starting", "running", "draining", "stopped", "failed")
@@ -217,7 +162,7 @@ def test_what_is_unknown_is_absent_and_not_zero() -> None:
         paused=None,
         oldest_incomplete_age=None,
     )
-    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, partitions=(unknown,))))
+    scrape = Scrape(Told(dataclasses.replace(STATISTICS, partitions=(unknown,))))
     labels = {"topic": "orders", "partition": "3"}
     for name in ("position", "committed_offset", "committable_offset", "end_offset", "lag_records"):
         assert scrape.value(f"aioshard_partition_{name}", **labels) is None
@@ -226,7 +171,7 @@ def test_what_is_unknown_is_absent_and_not_zero() -> None:
 
 
 def test_a_revoked_partition_vanishes_and_trouble_shows() -> None:
-    app = FakeApp()
+    app = Told(STATISTICS)
     scrape = Scrape(app)
     assert scrape.value("aioshard_partition_lag_records", topic="orders", partition="3") == 50
     app.current = dataclasses.replace(STATISTICS, partitions=(), trouble="no broker answers")
@@ -235,7 +180,7 @@ def test_a_revoked_partition_vanishes_and_trouble_shows() -> None:
 
 
 def test_the_app_is_asked_once_per_scrape_and_not_when_registering() -> None:
-    app = FakeApp()
+    app = Told(STATISTICS)
     scrape = Scrape(app)
     assert app.asked == 0
     generate_latest(scrape.registry)
@@ -243,14 +188,14 @@ def test_the_app_is_asked_once_per_scrape_and_not_when_registering() -> None:
 
 
 def test_several_apps_of_one_process_are_told_apart_by_group() -> None:
-    scrape = Scrape(FakeApp(), FakeApp(dataclasses.replace(STATISTICS, group_id="audit", commits=5)))
+    scrape = Scrape(Told(STATISTICS), Told(dataclasses.replace(STATISTICS, group_id="audit", commits=5)))
     assert scrape.value("aioshard_commits_total", outcome="success") == 30
     assert scrape.value("aioshard_commits_total", outcome="failure") == 1
     assert scrape.value("aioshard_commits_total", group="audit", outcome="success") == 5
 
 
 def test_handlers_of_the_same_name_are_one_series() -> None:
-    scrape = Scrape(FakeApp(dataclasses.replace(STATISTICS, handlers=(HANDLER, HANDLER))))
+    scrape = Scrape(Told(dataclasses.replace(STATISTICS, handlers=(HANDLER, HANDLER))))
     text = generate_latest(scrape.registry).decode()
     assert text.count('aioshard_retries_total{group="billing",handler="on_order",topic="orders"}') == 1
     labels = {"topic": "orders", "handler": "on_order"}
@@ -260,7 +205,7 @@ def test_handlers_of_the_same_name_are_one_series() -> None:
 
 
 def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> None:
-    scrape = Scrape(FakeApp())
+    scrape = Scrape(Told(STATISTICS))
     families = {
         family.name: family for family in text_string_to_metric_families(generate_latest(scrape.registry).decode())
     }
@@ -275,15 +220,17 @@ def test_every_declared_metric_appears_with_its_help_and_the_naming_rules() -> N
 
 def test_build_info_carries_the_versions() -> None:
     labels = {"version": version(), "client": f"aiokafka {version('aiokafka')}"}
-    assert Scrape(FakeApp()).value("aioshard_build_info", **labels) == 1
+    assert Scrape(Told(STATISTICS)).value("aioshard_build_info", **labels) == 1
 
 
 def test_the_queue_waits_of_a_topic_are_those_of_its_handler() -> None:
-    assert Scrape(FakeApp()).value("aioshard_record_queue_wait_seconds_bucket", topic="orders", le="0.01") == 1_000
+    assert (
+        Scrape(Told(STATISTICS)).value("aioshard_record_queue_wait_seconds_bucket", topic="orders", le="0.01") == 1_000
+    )
 
 
 def test_rebalances_and_their_drains_by_kind() -> None:
-    scrape = Scrape(FakeApp())
+    scrape = Scrape(Told(STATISTICS))
     assert scrape.value("aioshard_rebalances_total", kind="assigned") == 1
     assert scrape.value("aioshard_rebalances_total", kind="revoked") == 2
     assert scrape.value("aioshard_rebalance_drain_duration_seconds_sum", kind="revoked") == 150
@@ -329,7 +276,7 @@ def test_a_name_that_others_rest_on_has_its_type_and_labels(name: str) -> None:
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text;version=1.0.0", "text/plain;version=1.0.0"])
 def test_the_quick_page_says_what_prometheus_client_would_say(accept: str) -> None:
     hostile = dataclasses.replace(PARTITION, topic='or"ders\\\n', partition=4)
-    app = FakeApp(dataclasses.replace(STATISTICS, partitions=(PARTITION, hostile)))
+    app = Told(dataclasses.replace(STATISTICS, partitions=(PARTITION, hostile)))
     registry = CollectorRegistry()
     Gauge("of_the_handler", "A metric of the process's own.", registry=registry).set(3)
     AppCollector(app, registry=registry)

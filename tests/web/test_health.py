@@ -18,65 +18,15 @@ from aioshard.observe import (
     Diagnosis,
     Finding,
     Frame,
-    HandlerStatistics,
     HeadOfLine,
     PartitionDiagnosis,
-    PartitionStatistics,
     Stack,
     Statistics,
 )
 from aioshard.telemetry.metrics import AppCollector
 from aioshard.testing import TestClient, run
 from aioshard.web.health import Explained, findings, health_routes
-
-PARTITION = PartitionStatistics(
-    topic="orders",
-    partition=3,
-    epoch=1,
-    position=120,
-    committed=100,
-    committable=101,
-    end_offset=150,
-    lag=50,
-    lag_seconds=61.5,
-    incomplete=19,
-    buffered_records=18,
-    buffered_bytes=9_000,
-    paused=None,
-    oldest_incomplete_age=2.5,
-    noted=0.25,
-)
-HANDLER = HandlerStatistics(
-    name="on_order",
-    topics=("orders",),
-    concurrency=64,
-    busy=5,
-    shards=7,
-    processed=1_000,
-    retried=11,
-    skipped=2,
-    dead_lettered=3,
-    parked=4,
-    halted=0,
-    outliving=(),
-)
-STATISTICS = Statistics(
-    state="running",
-    group_id="billing",
-    member_id="m-1",
-    rebalances=2,
-    commits=30,
-    commit_failures=1,
-    replayed=6,
-    already_done=7,
-    buffered_records=18,
-    buffered_bytes=9_000,
-    client_losses=1,
-    trouble=None,
-    partitions=(PARTITION,),
-    handlers=(HANDLER,),
-)
-
+from tests.support.told import HANDLER, STATISTICS, Told
 
 HEAD = HeadOfLine(
     topic="orders",
@@ -115,21 +65,8 @@ DIAGNOSED = PartitionDiagnosis(
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(DIAGNOSED,), outliving=())
 
 
-class FakeApp:
-    """An app whose state a test sets."""
-
-    def __init__(self, statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> None:
-        self.current = statistics
-        self.diagnosis = diagnosis
-
-    def statistics(self) -> Statistics:
-        return self.current
-
-    def explain(self) -> str:
-        return "orders/3 waits for record 101 (key #1f2e)"
-
-    def diagnose(self) -> Diagnosis:
-        return self.diagnosis
+def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) -> Told:
+    return Told(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
 
 
 def client_of(app: Explained) -> httpx.AsyncClient:
@@ -152,7 +89,7 @@ def client_of(app: Explained) -> httpx.AsyncClient:
     ],
 )
 async def test_status_of_each_state(state: AppState, live: int, ready: int) -> None:
-    async with client_of(FakeApp(dataclasses.replace(STATISTICS, state=state))) as client:
+    async with client_of(told(dataclasses.replace(STATISTICS, state=state))) as client:
         for path, expected in (("/livez", live), ("/readyz", ready)):
             response = await client.get(path)
             assert response.status_code == expected, path
@@ -169,7 +106,7 @@ async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> 
         Finding("nothing assigned", "", None, None),
     )
     diagnosis = dataclasses.replace(DIAGNOSIS, findings=findings, partitions=())
-    async with client_of(FakeApp(rebalancing, diagnosis)) as client:
+    async with client_of(told(rebalancing, diagnosis)) as client:
         for path in ("/livez", "/readyz"):
             response = await client.get(path)
             assert response.status_code == 200
@@ -178,13 +115,13 @@ async def test_an_outage_or_a_rebalance_changes_neither_answer_but_is_told() -> 
 
 async def test_a_start_that_hangs_says_on_what() -> None:
     starting = dataclasses.replace(STATISTICS, state="starting", trouble="connection refused by 127.0.0.1:1")
-    async with client_of(FakeApp(starting)) as client:
+    async with client_of(told(starting)) as client:
         response = await client.get("/readyz")
         assert response.json()["reasons"] == ["the group has not been joined yet: connection refused by 127.0.0.1:1"]
 
 
 async def test_statistics_explanation_and_metrics() -> None:
-    async with client_of(FakeApp()) as client:
+    async with client_of(told()) as client:
         assert (await client.get("/statistics.json")).json() == json.loads(json.dumps(STATISTICS.asdict()))
         explanation = await client.get("/explain")
         assert explanation.text == "orders/3 waits for record 101 (key #1f2e)"
@@ -200,7 +137,7 @@ async def test_statistics_explanation_and_metrics() -> None:
 async def test_a_registry_of_the_user_shows_its_own_metrics_too() -> None:
     registry = prometheus_client.CollectorRegistry()
     prometheus_client.Counter("orders_paid", "The user's own.", registry=registry).inc()
-    app = FakeApp()
+    app = told()
     AppCollector(app, registry=registry)
     transport = httpx.ASGITransport(app=Starlette(routes=health_routes(app, registry=registry)))
     async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
@@ -210,7 +147,7 @@ async def test_a_registry_of_the_user_shows_its_own_metrics_too() -> None:
 
 
 async def test_the_routes_fit_a_fastapi_application() -> None:
-    application = FastAPI(routes=health_routes(FakeApp()))
+    application = FastAPI(routes=health_routes(told()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=application), base_url="http://app") as client:
         assert (await client.get("/readyz")).status_code == 200
 
@@ -229,7 +166,7 @@ async def test_the_routes_fit_a_fastapi_application() -> None:
     ],
 )
 async def test_the_explanation_can_be_had_for_programs(query: str, accept: str, *, for_programs: bool) -> None:
-    async with client_of(FakeApp()) as client:
+    async with client_of(told()) as client:
         response = await client.get(f"/explain{query}", headers={"accept": accept})
     if not for_programs:
         assert response.text.startswith("orders/3 waits")
