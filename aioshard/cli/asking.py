@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-__all__ = ["UNHEALTHY", "Answer", "HealthServer", "NoAnswerError", "timeout", "url"]
-
-UNHEALTHY = 3
-"""Exit code of a command that asked and got a bad answer, or none."""
+__all__ = ["Answer", "HealthServer", "NoAnswerError", "timeout", "url"]
 
 url = click.argument("url", metavar="URL")
 

@@ -5,7 +5,8 @@ import json
 import click
 
 from aioshard.cli import asking, options
-from aioshard.cli.asking import UNHEALTHY, HealthServer, NoAnswerError
+from aioshard.cli.asking import HealthServer, NoAnswerError
+from aioshard.cli.exit_codes import UNHEALTHY
 
 __all__ = ["command"]
 

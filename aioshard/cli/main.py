@@ -1,15 +1,4 @@
-"""The entry of the command line: commands loaded on use, errors as sentences, exit codes.
-
-| code | meaning |
-| --- | --- |
-| 0 | clean |
-| 1 | crashed: the brokers, or an unexpected error |
-| 2 | usage: wrong options, unknown module or app, a setting, a handler or a plan refused |
-| 3 | unhealthy: halted records in the way, failed dead letters, an app that is not ready, a wrong figure or run |
-| 4 | records still ran when the time to stop was over; the group is busy, has moved or is leased |
-| 5 | records that were to be read are not in the log any more |
-| 130 | interrupted, or left at a second signal |
-"""
+"""The entry of the command line: commands loaded on use, errors as sentences, exit codes."""
 
 import sys
 from collections.abc import Sequence
@@ -18,25 +7,11 @@ from typing import NoReturn
 import click
 
 from aioshard import __version__
+from aioshard.cli.exit_codes import INTERRUPTED, exit_code
 from aioshard.cli.groups import LazyCommand, LazyGroup
-from aioshard.errors import (
-    AioshardError,
-    DataLossError,
-    GroupBusyError,
-    GroupMovedError,
-    HaltedError,
-    HandlerError,
-    LeasedError,
-    MissingExtraError,
-    NotDrainedError,
-    NotVerifiedError,
-    PlanError,
-    SettingsError,
-)
+from aioshard.errors import AioshardError
 
-__all__ = ["COMMANDS", "INTERRUPTED", "cli", "exit_code", "main"]
-
-INTERRUPTED = 130
+__all__ = ["COMMANDS", "cli", "main"]
 
 COMMANDS = {
     "run": LazyCommand("aioshard.cli.run", "Run an app until a signal ends it."),
@@ -64,21 +39,6 @@ COMMANDS = {
 @click.version_option(__version__, prog_name="aioshard")
 def cli() -> None:
     """Consume each Kafka partition in parallel inside one asyncio process."""
-
-
-def exit_code(error: AioshardError) -> int:
-    """The exit code that an error ends the process with."""
-    match error:
-        case SettingsError() | HandlerError() | MissingExtraError() | PlanError():
-            return 2
-        case HaltedError() | NotVerifiedError():
-            return 3
-        case NotDrainedError() | GroupBusyError() | GroupMovedError() | LeasedError():
-            return 4
-        case DataLossError():
-            return 5
-        case _:
-            return 1
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from aioshard.cli.exit_codes import NOT_DRAINED
 from aioshard.cli.run_options import RunOptions
 from aioshard.cli.running import Signals
 from aioshard.cli.tether import MARGIN, Child, Ending
@@ -18,7 +19,6 @@ __all__ = ["run_reloading"]
 logger = logging.getLogger("aioshard.cli")
 
 _DRAINS_WITHIN = 60.0 + MARGIN
-_NOT_DRAINED = 4
 _SHOWN = 3
 _NO_STALE_CODE = {"PYTHONDONTWRITEBYTECODE": "1"}
 """Compiled code counts as that of a file of the same second and size, and edits may come as quickly."""
@@ -93,7 +93,7 @@ class _Reloading:
             child.kill()
         ending: Ending = await ended
         self._child = None
-        return _NOT_DRAINED if ending.code == _NOT_DRAINED else 0
+        return NOT_DRAINED if ending.code == NOT_DRAINED else 0
 
     def _kill(self) -> None:
         if self._child is not None:

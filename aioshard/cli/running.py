@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 import click
 
 from aioshard.app import App
-from aioshard.cli.main import INTERRUPTED, exit_code
+from aioshard.cli.exit_codes import INTERRUPTED, NOT_DRAINED, exit_code
 from aioshard.cli.run_options import RunOptions
 from aioshard.cli.tether import Tether
 from aioshard.errors import AioshardError, NotDrainedError, StateError
@@ -27,8 +27,6 @@ from aioshard.settings import misspelled_variables
 __all__ = ["Signals", "base_url", "leave", "run_here"]
 
 logger = logging.getLogger("aioshard.cli")
-
-_NOT_DRAINED = 4
 
 
 def run_here(options: RunOptions) -> int:
@@ -41,7 +39,7 @@ def run_here(options: RunOptions) -> int:
     signals = Signals()
     tether = None if options.tether is None else Tether(options.tether)
     if tether is not None:
-        tether.watch(signals.ask, lambda: leave(_NOT_DRAINED))
+        tether.watch(signals.ask, lambda: leave(NOT_DRAINED))
     try:
         app = options.app()
         if tether is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from aioshard.cli import options
-from aioshard.cli.main import INTERRUPTED
+from aioshard.cli.exit_codes import INTERRUPTED
 from aioshard.cli.progress import Progress
 from aioshard.cli.spark_session import session
 from aioshard.spark.draining.drain import Progress as DrainProgress

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aioshard.cli.main import INTERRUPTED
+from aioshard.cli.exit_codes import INTERRUPTED
 from aioshard.errors import SettingsError
 from aioshard.spark.session import check_packages, local_session
 

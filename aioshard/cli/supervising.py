@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import click
 
 from aioshard.app import App
+from aioshard.cli.exit_codes import CRASHED, DATA_LOST, INTERRUPTED, NOT_DRAINED, REFUSED, UNHEALTHY
 from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
 from aioshard.cli.running import Signals, base_url
 from aioshard.cli.tether import MARGIN, Child, Ending
@@ -31,8 +32,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a worker is started again; each time twice as many."""
 _LASTING = 60.0
 """Seconds after which a worker's end is no more taken for a start that failed."""
-_REFUSED = 2
-_NOT_DRAINED = 4
 _REMOVES_WITHIN = 20.0
 _LOOKS_EVERY = 5.0
 _LOOKS_WITHIN = 2.0
@@ -43,12 +42,12 @@ _LONGEST_PATH = 90
 
 _MEANINGS = {
     0: "ended by itself",
-    1: "crashed",
-    _REFUSED: "was refused",
-    3: "found records in its way that have halted",
-    _NOT_DRAINED: "was not drained in time",
-    5: "missed records that are not in the log any more",
-    130: "left at a second signal",
+    CRASHED: "crashed",
+    REFUSED: "was refused",
+    UNHEALTHY: "found records in its way that have halted",
+    NOT_DRAINED: "was not drained in time",
+    DATA_LOST: "missed records that are not in the log any more",
+    INTERRUPTED: "left at a second signal",
 }
 
 
@@ -167,11 +166,11 @@ class Supervisor:
     async def _keep(self, worker: _Worker, removals: asyncio.TaskGroup) -> None:
         while not self._stopping.is_set():
             life = await self._live(worker)
-            worker.code = _NOT_DRAINED if life.overdue else life.ending.code if life.ending.code >= 0 else 1
+            worker.code = NOT_DRAINED if life.overdue else life.ending.code if life.ending.code >= 0 else CRASHED
             if self._stopping.is_set():
                 self._tell_end(worker, life)
                 return
-            if self._once and worker.code in {0, 3}:
+            if self._once and worker.code in {0, UNHEALTHY}:
                 worker.trouble = None
                 logger.info("worker %s has caught up and ended with %d", worker.name, worker.code)
                 return
@@ -212,7 +211,7 @@ class Supervisor:
         if life.ending.error == "InstanceIdTakenError":
             # The brokers may keep the id of a member that was killed until its session is over.
             return time.monotonic() - worker.killed_at > 2 * self._settings.session_timeout
-        return life.ending.code == _REFUSED
+        return life.ending.code == REFUSED
 
     async def _pause(self, worker: _Worker, life: _Life) -> None:
         worker.short = 0 if life.seconds >= _LASTING else worker.short + 1
@@ -235,7 +234,7 @@ class Supervisor:
         try:
             worker.child = child = await Child.start(arguments, {WORKER_VARIABLE: worker.name}, aside=True)
         except OSError as error:
-            refused = Ending(1, type(error).__name__, f"no process could be started: {error.strerror}")
+            refused = Ending(CRASHED, type(error).__name__, f"no process could be started: {error.strerror}")
             return _Life(refused, 0.0, overdue=False, member="")
         logger.info("worker %s is process %d", worker.name, child.pid)
         ended = asyncio.create_task(child.ended(), name=f"end of worker {worker.name}")

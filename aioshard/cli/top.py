@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from aioshard.cli import options
-from aioshard.cli.asking import UNHEALTHY, HealthServer
+from aioshard.cli.asking import HealthServer
+from aioshard.cli.exit_codes import UNHEALTHY
 from aioshard.cli.top_state import Frame, History, ask
 
 __all__ = ["command"]

@@ -320,7 +320,10 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
-    assert done.stdout.splitlines()[-1] == "['aioshard.cli', 'aioshard.cli.groups', 'aioshard.cli.main']"
+    assert (
+        done.stdout.splitlines()[-1]
+        == "['aioshard.cli', 'aioshard.cli.exit_codes', 'aioshard.cli.groups', 'aioshard.cli.main']"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -14,7 +14,8 @@ from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hur
 from tests.support.provision import skip_or_fail
 from tests.support.running import PROJECT, Running
 from tests.support.shared_kafka import SharedKafka
-from tests.telemetry.test_metrics import FakeApp
+from tests.support.told import Told
+from tests.telemetry.test_metrics import STATISTICS
 
 RULES = PROJECT / "deploy/prometheus/aioshard.rules.yml"
 DASHBOARD = PROJECT / "deploy/grafana/aioshard.json"
@@ -59,7 +60,7 @@ def test_each_alert_has_a_test() -> None:
 
 def test_the_page_follows_the_rules_of_prometheus() -> None:
     registry = CollectorRegistry()
-    AppCollector(FakeApp(), registry=registry)
+    AppCollector(Told(STATISTICS), registry=registry)
     promtool("check", "metrics", page=encode(registry)[0])
 
 

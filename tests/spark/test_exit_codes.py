@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioshard.cli.main import exit_code
+from aioshard.cli.exit_codes import exit_code
 from aioshard.errors import (
     AioshardError,
     DataLossError,
