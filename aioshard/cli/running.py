@@ -197,9 +197,7 @@ async def _health(app: App, options: RunOptions, tether: Tether | None) -> Async
     # The process's own registry: what handlers count themselves is on the same page.
     registry = prometheus_client.REGISTRY
     AppCollector(app, registry=registry)
-    # Over its socket a worker is asked by its supervisor alone.
-    name = options.host if options.health_socket is None else "localhost"
-    routes = [] if page is None else page.routes(app, name)
+    routes = [] if page is None else page.routes(app)
     port = options.health_port or 0
     async with serve_health(
         app, host=options.host, port=port, uds=options.health_socket, registry=registry, routes=routes

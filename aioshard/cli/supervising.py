@@ -20,7 +20,6 @@ from aioshard.cli.exit_codes import CRASHED, DATA_LOST, INTERRUPTED, NOT_DRAINED
 from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
 from aioshard.cli.running import Signals, base_url
 from aioshard.cli.tether import MARGIN, Child, Ending
-from aioshard.cli.web import hosts_of
 from aioshard.errors import AioshardError
 from aioshard.web.workers import WorkerState
 
@@ -309,7 +308,7 @@ async def _served(supervisor: Supervisor, options: RunOptions) -> AsyncIterator[
     from aioshard.web.supervised_page import supervised_page  # noqa: PLC0415
 
     page = options.page()
-    routes = [] if page is None else supervised_page(supervisor, token=page.token, hosts=hosts_of(options.host))
+    routes = [] if page is None else supervised_page(supervisor, token=page.token)
     application = supervised_application(supervisor, routes)
     async with serve_in_thread(application, host=options.host, port=options.health_port or 0) as (address, bound):
         logger.info("health server listens on %s", base_url(address, bound))

@@ -1,6 +1,5 @@
 """The page of `aioshard run --web`: its options, its token and its routes."""
 
-import ipaddress
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
     from aioshard.web.page import Dashboard
 
-__all__ = ["TOKEN_VARIABLE", "Page", "hosts_of", "web_options"]
+__all__ = ["TOKEN_VARIABLE", "Page", "web_options"]
 
 TOKEN_VARIABLE = "AIOSHARD_WEB_TOKEN"  # noqa: S105 - a name
 
@@ -38,15 +37,15 @@ class Page(NamedTuple):
         except (OSError, UnicodeDecodeError) as error:
             raise click.UsageError(f"--token-file {token_file} cannot be read: {error}") from None
 
-    def routes(self, app: "Dashboard", host: str) -> "list[BaseRoute]":
-        """Its routes, for a server that listens on *host*.
+    def routes(self, app: "Dashboard") -> "list[BaseRoute]":
+        """Its routes.
 
         Raises:
             SettingsError: The token is too short, or cannot be sent in a header.
         """
         from aioshard.web.page import page_routes  # noqa: PLC0415 (needs the extra `web`)
 
-        return page_routes(app, token=self.token, hosts=hosts_of(host))
+        return page_routes(app, token=self.token)
 
 
 def web_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,18 +61,3 @@ def web_options(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Serve a page that shows the app, at / of the health server; without --health-port on a free port.",
     )(command)
-
-
-def hosts_of(host: str) -> frozenset[str] | None:
-    """Under which names a page may be asked for that is served on *host*; None for any.
-
-    What listens on this machine alone is asked for by a name of this machine. A page of another site could else have
-    its own name lead here, and read what this one shows.
-    """
-    from aioshard.web.page import LOOPBACK  # noqa: PLC0415 (needs the extra `web`)
-
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    return LOOPBACK | {f"[{host}]" if ":" in host else host} if local else None

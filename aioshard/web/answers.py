@@ -14,10 +14,31 @@ try:
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
-__all__ = ["FRESH", "Threads", "probe_answer", "wants_json"]
+__all__ = ["MISSING", "SAFE", "Threads", "probe_answer", "wants_json"]
 
-FRESH = {"cache-control": "no-store"}
-"""Headers of what is true only now."""
+SAFE = {
+    "cache-control": "no-store",
+    "content-security-policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+"""Headers of every answer: it is true only now, and no page of another site may have it."""
+
+
+async def _missing(_: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    sentence = "there is nothing at this path" if status == 404 else "this path does not take that method"  # noqa: PLR2004
+    headers = {**SAFE, **(getattr(error, "headers", None) or {})}
+    return JSONResponse({"error": sentence}, status_code=status, headers=headers)
+
+
+MISSING = {404: _missing, 405: _missing}
+"""Exception handlers of an application, for paths and methods that there are not."""
 
 _THREADS = 4
 """Answers that are computed at the same time: a slow scrape must not hold up a probe."""
@@ -47,7 +68,7 @@ def probe_answer(state: str, reasons: Sequence[str], findings: Sequence[str]) ->
     """
     status = "unavailable" if reasons else "ok"
     body = {"status": status, "state": state, "reasons": list(reasons), "findings": list(findings)}
-    return JSONResponse(body, status_code=503 if reasons else 200, headers=FRESH)
+    return JSONResponse(body, status_code=503 if reasons else 200, headers=SAFE)
 
 
 def wants_json(request: Request) -> bool:

@@ -12,7 +12,7 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    from aioshard.web.answers import FRESH
+    from aioshard.web.answers import SAFE
 except ImportError as error:
     raise MissingExtraError("the drain route", "web") from error
 
@@ -80,4 +80,4 @@ def _seconds(text: str) -> float | None:
 
 def _answer(app: Drained, status: int, reasons: list[str]) -> Response:
     body = {"status": "unavailable" if reasons else "ok", "state": app.statistics().state, "reasons": reasons}
-    return JSONResponse(body, status_code=status, headers=FRESH)
+    return JSONResponse(body, status_code=status, headers=SAFE)

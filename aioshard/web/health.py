@@ -29,7 +29,7 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import BaseRoute, Route
 
-    from aioshard.web.answers import FRESH, Threads, probe_answer, wants_json
+    from aioshard.web.answers import MISSING, SAFE, Threads, probe_answer, wants_json
     from aioshard.web.serving import PortError, serve_in_thread
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
@@ -159,16 +159,16 @@ class _Answers:
         return probe_answer(statistics.state, reasons, findings(statistics, self._app.diagnose()))
 
     def statistics(self, _: Request) -> Response:
-        return JSONResponse(self._app.statistics().asdict(), headers=FRESH)
+        return JSONResponse(self._app.statistics().asdict(), headers=SAFE)
 
     def explain(self, request: Request) -> Response:
         if wants_json(request):
-            return JSONResponse(self._app.diagnose().asdict(), headers=FRESH)
-        return PlainTextResponse(self._app.explain(), headers=FRESH)
+            return JSONResponse(self._app.diagnose().asdict(), headers=SAFE)
+        return PlainTextResponse(self._app.explain(), headers=SAFE)
 
     def metrics(self, request: Request) -> Response:
         page, content_type = encode(self._registry, request.headers.get("accept", ""))
-        return Response(page, headers={"content-type": content_type})
+        return Response(page, headers={**SAFE, "content-type": content_type})
 
 
 # Server -------------------------------------------------------------------------------
@@ -203,6 +203,6 @@ async def serve_health(
     Raises:
         PortError: The address is in use or is not ours.
     """
-    application = Starlette(routes=[*routes, *health_routes(app, registry=registry)])
+    application = Starlette(routes=[*routes, *health_routes(app, registry=registry)], exception_handlers=MISSING)
     async with serve_in_thread(application, host=host, port=port, uds=uds) as bound:
         yield bound

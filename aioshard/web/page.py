@@ -14,13 +14,13 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from aioshard.errors import MissingExtraError
 from aioshard.web.actions import Action, Controlled, RefusedError, parse, perform
-from aioshard.web.answers import Threads
+from aioshard.web.answers import MISSING, SAFE, Threads
 from aioshard.web.guard import Guard, body_of
 from aioshard.web.processes import Shown, document, process
 
@@ -32,10 +32,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("the page", "web") from error
 
-__all__ = ["LOOPBACK", "Dashboard", "Source", "dashboard", "page_routes", "routes_of"]
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-"""Under which names a browser on the same machine asks."""
+__all__ = ["Dashboard", "Source", "dashboard", "page_routes", "routes_of"]
 
 _STATIC = Path(__file__).with_name("static")
 _FILES = {
@@ -43,17 +40,6 @@ _FILES = {
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-_SAFE = {
-    "cache-control": "no-store",
-    "content-security-policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
-    ),
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
 }
 _LASTS = 0.5
 """Seconds for which several pages get the same answer: each look costs the app's process its time."""
@@ -89,18 +75,15 @@ def dashboard(app: Dashboard, *, token: str | None = None) -> Starlette:
         >>> web = Starlette(lifespan=shard_app.lifespan)
         >>> web.mount("/aioshard", dashboard(shard_app))  # the page is at /aioshard/
     """
-    return Starlette(routes=page_routes(app, token=token), exception_handlers={404: _missing, 405: _missing})
+    return Starlette(routes=page_routes(app, token=token), exception_handlers=MISSING)
 
 
-def page_routes(app: Dashboard, *, token: str | None = None, hosts: Collection[str] | None = None) -> list[BaseRoute]:
+def page_routes(app: Dashboard, *, token: str | None = None) -> list[BaseRoute]:
     """The routes of the page, to be served beside others.
 
     Args:
         app: As in `dashboard`.
         token: As in `dashboard`.
-        hosts: Under which names the page may be asked for; None is any. A server that listens on this machine alone
-            gives `LOOPBACK`: else a page of another site could have its own name lead here, and read what this one
-            shows.
 
     Raises:
         SettingsError: As `dashboard`.
@@ -117,28 +100,24 @@ def page_routes(app: Dashboard, *, token: str | None = None, hosts: Collection[s
             raise RefusedError(409, 'there is only one process: leave "worker" out')
         return await threads.run(perform, app, action)
 
-    return routes_of(Source(look, act), token=token, hosts=hosts)
+    return routes_of(Source(look, act), token=token)
 
 
-def routes_of(source: Source, *, token: str | None = None, hosts: Collection[str] | None = None) -> list[BaseRoute]:
+def routes_of(source: Source, *, token: str | None = None) -> list[BaseRoute]:
     """The routes of a page that shows what *source* gives; for the rest see `page_routes`."""
     threads = Threads()
     latest = _Latest(source.look, threads)
 
     async def processes(_: Request) -> Response:
-        return Response(await latest.body(), media_type="application/json", headers=_SAFE)
-
-    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        return answer if hosts is None else functools.partial(_for_these_hosts, frozenset(hosts), answer)
+        return Response(await latest.body(), media_type="application/json", headers=SAFE)
 
     routes = [
-        Route(path, guarded(functools.partial(_file, _STATIC / name, media_type)))
-        for path, (name, media_type) in _FILES.items()
+        Route(path, functools.partial(_file, _STATIC / name, media_type)) for path, (name, media_type) in _FILES.items()
     ]
-    routes.append(Route("/processes.json", guarded(processes)))
+    routes.append(Route("/processes.json", processes))
     if token is not None:
         guard = Guard(token)
-        routes.append(Route("/actions", guarded(functools.partial(_act, source, guard)), methods=["POST"]))
+        routes.append(Route("/actions", functools.partial(_act, source, guard), methods=["POST"]))
     return [*routes]
 
 
@@ -167,23 +146,12 @@ def _as_json(found: dict[str, Any]) -> bytes:
 
 
 async def _file(path: Path, media_type: str, _: Request) -> Response:
-    return Response(_content(path), media_type=media_type, headers=_SAFE)
+    return Response(_content(path), media_type=media_type, headers=SAFE)
 
 
 @functools.cache
 def _content(path: Path) -> bytes:
     return path.read_bytes()
-
-
-async def _for_these_hosts(
-    hosts: Collection[str], answer: Callable[[Request], Awaitable[Response]], request: Request
-) -> Response:
-    asked = [host.lower() for host in request.headers.getlist("host")]
-    names = [host if host.endswith("]") else host.rpartition(":")[0] or host for host in asked]
-    if names and all(name in hosts for name in names):
-        return await answer(request)
-    sentence = "the page is not asked for by this name: use http://localhost, or start the app with --host"
-    return JSONResponse({"error": sentence}, status_code=403, headers=_SAFE)
 
 
 async def _act(source: Source, guard: Guard, request: Request) -> Response:
@@ -194,16 +162,9 @@ async def _act(source: Source, guard: Guard, request: Request) -> Response:
         sentence = await source.act(action)
     except RefusedError as refusal:
         guard.refused(request, action, refusal)
-        headers = {**_SAFE, "connection": "close"}  # what of its body was not read is not taken for a request
+        headers = {**SAFE, "connection": "close"}  # what of its body was not read is not taken for a request
         if refusal.status == 401:  # noqa: PLR2004 - Unauthorized
             headers["www-authenticate"] = "Bearer"
         return JSONResponse({"error": refusal.sentence}, status_code=refusal.status, headers=headers)
     guard.done(request, action, sentence)
-    return JSONResponse({"done": sentence}, headers=_SAFE)
-
-
-async def _missing(_: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    sentence = "there is nothing at this path" if status == 404 else "this path does not take that method"  # noqa: PLR2004
-    headers = {**_SAFE, **(getattr(error, "headers", None) or {})}
-    return JSONResponse({"error": sentence}, status_code=status, headers=headers)
+    return JSONResponse({"done": sentence}, headers=SAFE)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -15,6 +16,8 @@ from aioshard.errors import AioshardError, MissingExtraError
 try:
     import uvicorn
     from starlette.types import ASGIApp
+
+    from aioshard.web.names import OwnNames
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
@@ -47,6 +50,8 @@ async def serve_in_thread(
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve an application in a thread while the context is open, whatever the caller's event loop does.
 
+    On an address of this machine alone it is asked by a name of it, or by an address: see `OwnNames`.
+
     Args:
         application: Runs in the event loop of that thread, not in the caller's; without a lifespan.
         host: Address to listen on.
@@ -60,6 +65,8 @@ async def serve_in_thread(
         PortError: The address is in use or is not ours.
     """
     listener = _listen(host, port) if uds is None else _listen_on_path(uds)
+    if uds is None and ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        application = OwnNames(application, host)
     config = uvicorn.Config(
         application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_STOPS_WITHIN
     )

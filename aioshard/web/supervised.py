@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from aioshard.telemetry.exposition import Collected, encode
-from aioshard.web.answers import FRESH, probe_answer, wants_json
+from aioshard.web.answers import MISSING, SAFE, probe_answer, wants_json
 from aioshard.web.asking import NoAnswerError, WorkerAnswer, ask_worker
 from aioshard.web.merged import LABEL, OPENMETRICS, labelled, merged
 from aioshard.web.workers import Supervised, WorkerState
@@ -138,7 +138,7 @@ def _views(supervised: Supervised) -> list[BaseRoute]:
             }
             for one in told
         ]
-        return JSONResponse({"group_id": supervised.group_id, "workers": workers}, headers=FRESH)
+        return JSONResponse({"group_id": supervised.group_id, "workers": workers}, headers=SAFE)
 
     async def explain(request: Request) -> Response:
         if wants_json(request):
@@ -151,9 +151,9 @@ def _views(supervised: Supervised) -> list[BaseRoute]:
                 }
                 for one in told
             ]
-            return JSONResponse({"workers": workers}, headers=FRESH)
+            return JSONResponse({"workers": workers}, headers=SAFE)
         told = await _all(supervised, "/explain?format=text")
-        return PlainTextResponse("\n".join(map(_explained, told)), headers=FRESH)
+        return PlainTextResponse("\n".join(map(_explained, told)), headers=SAFE)
 
     return [Route("/statistics.json", statistics), Route("/explain", explain)]
 
@@ -191,7 +191,7 @@ def _metrics(supervised: Supervised) -> list[BaseRoute]:
         told = await _all(supervised, "/metrics", accept=OPENMETRICS)
         # In a thread: it takes a while where there are many series.
         text, content_type = await asyncio.to_thread(page, told, request.headers.get("accept", ""))
-        return Response(text, headers={"content-type": content_type})
+        return Response(text, headers={**SAFE, "content-type": content_type})
 
     return [Route("/metrics", metrics)]
 
@@ -217,4 +217,5 @@ def supervised_application(supervised: Supervised, routes: Sequence[BaseRoute] =
         supervised: Whose workers are asked.
         routes: More routes, which come first.
     """
-    return Starlette(routes=[*routes, *_probes(supervised), *_views(supervised), *_metrics(supervised)])
+    own = [*_probes(supervised), *_views(supervised), *_metrics(supervised)]
+    return Starlette(routes=[*routes, *own], exception_handlers=MISSING)

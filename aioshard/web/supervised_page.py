@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Collection
 from typing import Any
 
 from starlette.routing import BaseRoute
@@ -19,15 +18,12 @@ _ANSWERS_WITHIN = 2.0
 _ACTS_WITHIN = 15.0
 
 
-def supervised_page(
-    supervised: Supervised, *, token: str | None = None, hosts: Collection[str] | None = None
-) -> list[BaseRoute]:
+def supervised_page(supervised: Supervised, *, token: str | None = None) -> list[BaseRoute]:
     """The routes of the page of a supervisor, whose workers serve pages too.
 
     Args:
         supervised: Whose workers are shown.
         token: Who has it may act; that of the workers. None: the page only shows.
-        hosts: As in `aioshard.web.page.page_routes`.
 
     Raises:
         SettingsError: The token is too short, or cannot be sent in a header.
@@ -46,7 +42,7 @@ def supervised_page(
             raise RefusedError(409, f'there are several processes: "worker" says which one is meant, of {names}')
         return await _forwarded(state, action, token or "")
 
-    return routes_of(Source(look, act), token=token, hosts=hosts)
+    return routes_of(Source(look, act), token=token)
 
 
 async def _process(state: WorkerState) -> dict[str, Any]:

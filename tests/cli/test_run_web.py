@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from aioshard.cli.web import Page, hosts_of
+from aioshard.cli.web import Page
 from tests.support.running import Running
 
 Start = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -98,19 +98,3 @@ def test_an_empty_variable_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_WEB_TOKEN", "")
 
     assert Page.of(None).token is None
-
-
-@pytest.mark.parametrize(
-    ("host", "names"),
-    [
-        ("127.0.0.1", {"localhost", "127.0.0.1", "[::1]"}),
-        ("localhost", {"localhost", "127.0.0.1", "[::1]"}),
-        ("127.0.0.2", {"localhost", "127.0.0.1", "127.0.0.2", "[::1]"}),
-        ("::1", {"localhost", "127.0.0.1", "[::1]"}),
-        ("0.0.0.0", None),
-        ("10.0.0.7", None),
-        ("ops.example", None),
-    ],
-)
-def test_what_listens_on_this_machine_alone_is_asked_for_by_a_name_of_it(host: str, names: set[str] | None) -> None:
-    assert hosts_of(host) == names

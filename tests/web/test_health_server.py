@@ -18,6 +18,7 @@ from starlette.routing import Route
 from aioshard import App
 from aioshard.errors import AioshardError
 from aioshard.observe import Diagnosis, Statistics
+from aioshard.web.answers import SAFE
 from aioshard.web.health import PortError, serve_health
 
 LOCAL = "127.0.0.1"
@@ -67,9 +68,28 @@ async def test_the_server_answers_from_the_first_moment_and_ends_with_the_contex
 async def test_an_idle_connection_does_not_hold_the_end_up() -> None:
     async with asyncio.timeout(5), serve_health(Idle(), host=LOCAL, port=0) as (host, port):
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /livez HTTP/1.1\r\nHost: app\r\n\r\n")
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
+
+
+async def test_who_does_not_read_his_answer_is_cut_off_at_the_end() -> None:
+    much, asked = Idle(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def explain() -> str:
+        loop.call_soon_threadsafe(asked.set)
+        return "x" * 2**26
+
+    much.explain = explain  # type: ignore[method-assign]
+    with socket.socket() as caller:
+        async with serve_health(much) as bound:
+            await loop.run_in_executor(None, caller.connect, bound)
+            caller.sendall(b"GET /explain HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await asked.wait()
+        caller.settimeout(5.0)  # a connection that was left open never ends
+        while caller.recv(2**20):
+            pass
 
 
 async def test_the_server_leaves_the_signals_alone() -> None:
@@ -197,6 +217,80 @@ async def test_a_server_that_ends_by_itself_is_told(
         logging.CRITICAL,
         "the health server has ended, and no probe is answered any more",
     )
+
+
+# Pages of other sites
+
+PATHS = ["/livez", "/readyz", "/statistics.json", "/explain", "/metrics"]
+
+
+def kept_out(answer: httpx.Response) -> bool:
+    """Whether an answer says that no page of another site may have it, and none of ours show it in a frame."""
+    return SAFE.items() <= dict(answer.headers).items()
+
+
+async def test_on_this_machine_alone_nothing_is_told_to_who_asks_by_another_name() -> None:
+    """A page of another site can have its own name lead to 127.0.0.1."""
+    async with serve_health(Idle()) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        for path in (*PATHS, "/", "/nothing"):
+            assert (await client.get(path)).status_code != 403
+            refused = await client.get(path, headers={"host": f"elsewhere.example:{port}"})
+            assert (path, refused.status_code) == (path, 403)
+            assert "http://localhost" in refused.json()["error"]
+            assert kept_out(refused)
+
+
+NAMES = {
+    "elsewhere.example:8080": 403,
+    "localhost.elsewhere.example": 403,
+    "127.0.0.1.elsewhere.example:1": 403,
+    "elsewhere.example:[::1]": 403,
+    "2130706433": 403,
+    "": 403,
+    "localhost:8080": 200,
+    "LOCALHOST": 200,
+    "127.0.0.1:1": 200,
+    "[::1]:8080": 200,
+    "[::1]": 200,
+    "10.0.0.7:8080": 200,
+}
+
+
+async def test_a_name_of_this_machine_or_an_address_is_taken() -> None:
+    async with serve_health(Idle()) as (host, port), httpx.AsyncClient() as client:
+        found = {
+            name: (await client.get(f"http://{host}:{port}/livez", headers={"host": name})).status_code
+            for name in NAMES
+        }
+    assert found == NAMES
+
+
+async def test_a_probe_that_names_nobody_is_answered() -> None:
+    """In HTTP 1.0 it need not; a browser always does."""
+    async with serve_health(Idle()) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /livez HTTP/1.0\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_server_on_all_addresses_is_asked_by_any_name() -> None:
+    """Prometheus and Kubernetes use the names and addresses of pods and services."""
+    async with serve_health(Idle(), host="0.0.0.0") as (_, port), httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/metrics", headers={"host": "billing-0.billing:8080"})
+    assert answer.status_code == 200
+
+
+async def test_every_answer_has_the_headers_that_keep_pages_of_other_sites_out() -> None:
+    nothing = ["/", "/nothing", "/%2e%2e/etc/passwd", "//metrics", "/metrics%00", "/<script>", "/" + "x" * 5_000]
+    async with serve_health(Idle()) as (host, port), httpx.AsyncClient() as client:
+        for path in [*PATHS, *nothing]:
+            answer = await client.get(f"http://{host}:{port}{path}")
+            assert kept_out(answer), path
+            if path in nothing:
+                assert (answer.status_code, answer.json()) == (404, {"error": "there is nothing at this path"})
+        posted = await client.post(f"http://{host}:{port}/metrics")
+    assert (posted.status_code, "allow" in posted.headers, kept_out(posted)) == (405, True, True)
 
 
 # On a Unix socket

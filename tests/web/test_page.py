@@ -47,6 +47,7 @@ async def test_nothing_of_another_site_gets_in_or_around_it(client: httpx.AsyncC
     assert answer.headers["cache-control"] == "no-store"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    assert answer.headers["x-frame-options"] == "DENY"
     assert not {"set-cookie", "access-control-allow-origin"} & set(answer.headers)
 
 
