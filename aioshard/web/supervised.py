@@ -13,10 +13,12 @@ A worker is asked over its Unix socket, at the moment of the request, and left o
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,7 +28,7 @@ from starlette.routing import BaseRoute, Route
 from aioshard.telemetry.exposition import Collected, encode
 from aioshard.web.answers import MISSING, SAFE, probe_answer, wants_json
 from aioshard.web.asking import NoAnswerError, WorkerAnswer, ask_worker
-from aioshard.web.merged import LABEL, OPENMETRICS, labelled, merged
+from aioshard.web.merged import LABEL, Family, labelled, merged
 from aioshard.web.workers import Supervised, WorkerState
 
 __all__ = ["SUPERVISOR", "supervised_application"]
@@ -37,6 +39,7 @@ SUPERVISOR = "supervisor"
 _PROBES_WITHIN = 0.7
 """Seconds that workers get to answer a probe, which itself has one second as a rule."""
 _ANSWERS_WITHIN = 2.0
+_ESCAPING = re.compile(r";\s*escaping=[\w-]+")
 
 
 class _Told(NamedTuple):
@@ -170,8 +173,8 @@ def _metrics(supervised: Supervised) -> list[BaseRoute]:
     own = CollectorRegistry()
     ProcessCollector(registry=own)
 
-    def page(told: Sequence[_Told], accept: str) -> tuple[bytes, str]:
-        exposed: list[Sequence[Metric]] = []
+    def page(told: Sequence[_Told], content_type: str) -> str:
+        exposed: list[Mapping[str, Family]] = []
         up: dict[str, float] = {}
         for one in told:
             up[one.state.worker] = 0.0
@@ -181,16 +184,17 @@ def _metrics(supervised: Supervised) -> list[BaseRoute]:
                 except ValueError:
                     continue
                 up[one.state.worker] = 1.0
-        for family in own.collect():
-            family.samples = [one._replace(labels={**one.labels, LABEL: SUPERVISOR}) for one in family.samples]
-            exposed.append([family])
-        exposed.append(_of_workers(supervised.group_id, told, up))
-        return encode(Collected(merged(exposed)), accept)
+        exposed.append(labelled(encode(own, content_type)[0].decode(), SUPERVISOR))
+        of_workers = Collected(_of_workers(supervised.group_id, told, up))
+        exposed.append(labelled(encode(of_workers, content_type)[0].decode(), None))
+        return merged(exposed, open_metrics=content_type.startswith("application/openmetrics-text"))
 
     async def metrics(request: Request) -> Response:
-        told = await _all(supervised, "/metrics", accept=OPENMETRICS)
+        # Of the plain character set: in names of any characters the label would have no place of its own.
+        _, content_type = choose_encoder(_ESCAPING.sub("", request.headers.get("accept", "")))
+        told = await _all(supervised, "/metrics", accept=content_type)
         # In a thread: it takes a while where there are many series.
-        text, content_type = await asyncio.to_thread(page, told, request.headers.get("accept", ""))
+        text = await asyncio.to_thread(page, told, content_type)
         return Response(text, headers={**SAFE, "content-type": content_type})
 
     return [Route("/metrics", metrics)]

@@ -14,12 +14,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from tests.support.running import DEADLINE, Running, settled
 from tests.support.shared_kafka import SharedKafka
 
 NOWHERE = "127.0.0.1:1"
 SHORT_SESSION = {"session_timeout": 6, "heartbeat_interval": 1}
+WHAT_PROMETHEUS_ACCEPTS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;q=0.5,*/*;q=0.1"
+)
 NO_VARIABLES: Mapping[str, str] = {}
 
 SOURCE = """
@@ -136,9 +140,13 @@ async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
         assert [one["restarts"] for one in after] == [0, 1]
         await settled(client, "/livez", lambda _: len(finished(app)) == 200)
         metrics = (await client.get("/metrics")).text
+        scraped = await client.get("/metrics", headers={"accept": WHAT_PROMETHEUS_ACCEPTS})
         processes = {number: psutil.Process(after[number]["pid"]) for number in (0, 1)}
         assert all(one.is_running() for one in processes.values())
     check_metrics(metrics, group)
+    assert scraped.headers["content-type"].startswith("application/openmetrics-text")
+    strictly = {family.name for family in parse_openmetrics(scraped.text)}  # type: ignore[no-untyped-call]
+    assert {"aioshard_records_processed", "aioshard_worker_up", "process_cpu_seconds"} <= strictly
     app.send(signal.SIGTERM)
     assert await app.ends() == 0
     await gone([one["pid"] for one in after])
@@ -163,7 +171,7 @@ def check_metrics(text: str, group: str) -> None:
     assert len(headings) == len(set(headings))
     for number in "01":
         assert f'aioshard_worker_up{{group="{group}",worker="{number}"}} 1.0' in series
-        assert f'aioshard_engine_state{{group="{group}",state="running",worker="{number}"}} 1.0' in series
+        assert f'aioshard_engine_state{{worker="{number}",group="{group}",state="running"}} 1.0' in series
     assert f'aioshard_worker_restarts_total{{group="{group}",worker="1"}} 1.0' in series
     of_processes = [line for line in series if line.startswith("process_resident_memory_bytes{")]
     assert len(of_processes) == 3
@@ -218,7 +226,16 @@ async def test_one_page_shows_all_and_acts_on_the_worker_that_is_meant(
         assert paused[0] == [None, None]
         assert None not in paused[1]
 
-        assert (await client.post("/actions")).status_code == 401
+        for given, status in (
+            ({}, 401),
+            ({"authorization": f"{allowed['authorization']}x"}, 401),
+            ({**allowed, "origin": "http://elsewhere.example"}, 403),
+            ({**allowed, "host": "elsewhere.example", "origin": "http://elsewhere.example"}, 403),
+        ):
+            assert (await client.post("/actions", json={**pause, "worker": "0"}, headers=given)).status_code == status
+        assert (await client.get("/processes.json", headers={"host": "elsewhere.example"})).status_code == 403
+        now = [[one["paused"] for one in worker["statistics"]["partitions"]] for worker in await workers(client)]
+        assert now == paused, "who was refused has done nothing"
         for wrong, status in (({**pause, "handler": "none"}, 409), ({**pause, "worker": "7"}, 409)):
             refused = await client.post("/actions", json=wrong, headers=allowed)
             assert refused.status_code == status

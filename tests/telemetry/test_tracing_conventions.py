@@ -62,6 +62,11 @@ def test_the_schema_is_the_newest_that_the_package_knows() -> None:
     assert SCHEMA_URL == list(Schemas)[-1].value == Schemas.V1_44_0.value
 
 
+def test_buckets_are_those_that_the_conventions_advise() -> None:
+    """Written down here once more: the package does not have them."""
+    assert DURATION_BOUNDS == (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+
+
 def test_values_of_the_operation_type_are_those_of_the_package() -> None:
     values = {one.value for one in messaging_attributes.MessagingOperationTypeValues}
 

@@ -1,6 +1,7 @@
 """What the page may do: only with the token, from its own page, in few bytes, and every attempt is in the log."""
 
 import asyncio
+import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -121,6 +122,23 @@ async def test_who_has_not_the_token_may_not(client: httpx.AsyncClient, app: Fak
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert app.told == []
+
+
+async def test_how_much_of_a_guess_is_right_cannot_be_timed(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare_digest = hmac.compare_digest
+
+    def compare(given: bytes, token: bytes) -> bool:
+        compared.append((given, token))
+        return compare_digest(given, token)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for given, status in ((TOKEN[:-1] + "x", 401), (TOKEN, 200)):
+        assert (await post(client, authorization=f"Bearer {given}")).status_code == status
+
+    assert compared == [(TOKEN[:-1].encode() + b"x", TOKEN.encode()), (TOKEN.encode(), TOKEN.encode())]
 
 
 async def test_a_token_in_the_address_is_none(client: httpx.AsyncClient, app: FakeApp) -> None:

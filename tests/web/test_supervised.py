@@ -9,9 +9,10 @@ from prometheus_client.openmetrics import parser as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from aioshard.web.answers import SAFE
-from aioshard.web.merged import OPENMETRICS
 from aioshard.web.supervised import supervised_application
 from aioshard.web.workers import WorkerState
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class Waiting:
