@@ -19,7 +19,7 @@ from aioshard.errors import HandlerError
 from aioshard.records import Record
 from aioshard.serde.payloads import Payload
 
-__all__ = ["Attempts", "Call", "Middleware", "Outside", "run_in_thread"]
+__all__ = ["Attempts", "Call", "Middleware", "Provided", "run_in_thread"]
 
 Call = Callable[[Any, Any], Awaitable[object]]
 """Runs the handler for a record, or a list of them, in a context."""
@@ -27,7 +27,7 @@ Middleware = Callable[[Any, Any, Call], Awaitable[object]]
 """What runs around it; see `Handlers.middleware`."""
 
 
-class Outside(NamedTuple):
+class Provided(NamedTuple):
     """What attempts are given by the app."""
 
     state: Callable[[], Any]
@@ -53,7 +53,7 @@ class Attempts(NamedTuple):
     """For a plain function; None where it is awaited."""
     around: Sequence[Middleware]
     """The outermost first."""
-    outside: Outside
+    provided: Provided
 
     @property
     def is_plain(self) -> bool:
@@ -65,7 +65,7 @@ class Attempts(NamedTuple):
         call = self._surrounded(self._call(None if self.payload is None else self.payload.read))
         if not self._wants_context:
             return lambda delivery: call(delivery.record, None)
-        state, publish, replay = self.outside
+        state, publish, replay = self.provided
 
         def attempt(delivery: Delivery) -> Awaitable[object]:
             record, attempt = delivery.record, delivery.failures + 1
@@ -80,7 +80,7 @@ class Attempts(NamedTuple):
         each = None if payload is None else _for_each(payload.read)
         call = self._surrounded(self._call(each))
         decoded = self._call(None)
-        state, publish, replay = self.outside
+        state, publish, replay = self.provided
 
         def attempt(batch: DeliveryBatch) -> Awaitable[object]:
             context = None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from aioshard.attempts import Attempts, Middleware, Outside
+from aioshard.attempts import Attempts, Middleware, Provided
 from aioshard.checks import (
     check_batch,
     check_decode,
@@ -73,13 +73,13 @@ class Registration:
         """Whether the records of *topic* are this handler's."""
         return is_subscribed(topic, self.topics, self.pattern)
 
-    def spec(self, outside: Outside) -> HandlerSpec:
+    def spec(self, provided: Provided) -> HandlerSpec:
         """The handler as the engine runs it."""
         one_topic = len(self.topics) == 1 and self.pattern is None
         threads = None if self.is_async else anyio.CapacityLimiter(self.concurrency)
         around = [layer for level in self.around for layer in level]
         attempts = Attempts(
-            self.function, self.takes_context, self.payload, self.timeout, threads, around=around, outside=outside
+            self.function, self.takes_context, self.payload, self.timeout, threads, around=around, provided=provided
         )
         batched = None
         if self.batch is not None:

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioshard.attempts import Outside
+from aioshard.attempts import Provided
 from aioshard.clients import kafka_clients, with_producer_or_none
 from aioshard.controls import Controls
 from aioshard.embedding import Lifespan, embedded
@@ -91,7 +91,8 @@ class Lifecycle(Handlers, Controls):
     def run(self, *, until_caught_up: bool = False) -> None:
         """Run until SIGINT or SIGTERM; blocks. On uvloop where it is installed.
 
-        The first signal drains and commits, a second one ends the process at once with exit code 130.
+        The first signal drains and commits, a second one ends the process at once with exit code 130. While a handler
+        blocks the event loop neither is heard; `aioshard run` hears both.
 
         Args:
             until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
@@ -314,7 +315,7 @@ class Lifecycle(Handlers, Controls):
             self._exit.push_async_callback(producer.close)
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
-            specs = [handler.spec(Outside(lambda: self._state, producer.publish, replay)) for handler in self]
+            specs = [handler.spec(Provided(lambda: self._state, producer.publish, replay)) for handler in self]
             self._engine = Engine(
                 specs if adapt is None else [adapt(spec) for spec in specs],
                 options_of(self.settings, self.group_id, watch_loop=not replay and in_real_time(self._loop)),

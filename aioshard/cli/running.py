@@ -135,6 +135,7 @@ class _Run:
             await self._serve(until_caught_up=self._options.until_caught_up)
 
     def _member(self) -> str:
+        # Not of the statistics: it is asked for many times a second, and those take long with many partitions.
         try:
             transport = self._app.running_engine().transport
         except StateError:

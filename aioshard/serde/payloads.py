@@ -14,7 +14,7 @@ from aioshard.serde.faults import fault, raised_in
 
 __all__ = ["Payload", "decoded_by", "payload_of"]
 
-_OUTSIDE = (DecodeError, HandlerError, OSError, MemoryError)
+_RAISED_ON = (DecodeError, HandlerError, OSError, MemoryError)
 """Raised on as they are: what a decoder says itself, and what may pass, such as that a schema registry does not answer:
 then the attempt fails like any other. Among them are `TimeoutError` and `ConnectionError`."""
 
@@ -53,7 +53,7 @@ def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload
             found = decode(record)
             if isinstance(found, types.CoroutineType):
                 _refuse_coroutine(found)
-        except _OUTSIDE:
+        except _RAISED_ON:
             raise
         except Exception as error:  # noqa: BLE001 - the user's own function
             raise _not_decoded(record, error) from _shown_cause(error)
@@ -62,7 +62,7 @@ def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload
     async def read_async(record: Record) -> object:
         try:
             return await typing.cast("Awaitable[object]", decode(record))
-        except _OUTSIDE:
+        except _RAISED_ON:
             raise
         except Exception as error:  # noqa: BLE001 - the user's own function
             raise _not_decoded(record, error) from _shown_cause(error)
@@ -141,7 +141,7 @@ def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> 
             )
         try:
             return convert(value)
-        except _OUTSIDE:
+        except _RAISED_ON:
             raise
         except Exception as error:  # noqa: BLE001 - of the user's own types too
             # What a validator says shows the value, which may be personal, and goes to logs and dead letters.

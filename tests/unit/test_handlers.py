@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from aioshard import Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
-from aioshard.attempts import Outside
+from aioshard.attempts import Provided
 from aioshard.errors import DecodeError, HandlerError
 from aioshard.ports import Message
 
@@ -506,7 +506,7 @@ def test_a_key_is_one_shard_within_its_topic_only() -> None:
     handlers = Handlers()
     handlers.consume("orders", "returns")(on_record)
     (registration,) = handlers
-    shard_key = registration.spec(Outside(lambda: None, publish_nothing)).shard_key
+    shard_key = registration.spec(Provided(lambda: None, publish_nothing)).shard_key
 
     keys = {shard_key(Record(topic, 0, 0, b"customer-1", None, (), 0.0)) for topic in ("orders", "returns")}
 
