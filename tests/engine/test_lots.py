@@ -1,6 +1,11 @@
 """What a partition takes in of its side topic, and what it leaves alone: plain records, no broker."""
 
+from typing import Any
+
+import pytest
+
 from aioshard.core.flow import Usage
+from aioshard.core.parking import NEVER
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.failing.parked import Lot
@@ -17,8 +22,9 @@ def original(offset: int, key: bytes = b"k") -> Record:
     return Record("orders", 0, offset, key, b"", (), 0.0)
 
 
-def parked(offset: int, at: int, generation: int, key: bytes = b"k") -> Record:
-    return stored(park("parked", original(offset, key), FAILURE, generation=generation, due=60.0), at)
+def parked(offset: int, at: int, generation: int, key: bytes = b"k", **again: Any) -> Record:
+    told = {"failure": FAILURE, "due": 60.0, "replays": 0} | again
+    return stored(park("parked", original(offset, key), generation=generation, **told), at)
 
 
 def removed(offset: int, at: int, generation: int) -> Record:
@@ -122,6 +128,55 @@ def test_what_was_parked_twice_counts_as_it_was_parked_last() -> None:
     made, _ = lot(parked(3, 0, 6), parked(3, 1, 5))
     (entry,) = made.keys
     assert (entry.generation, entry.stored_at) == (6, 0)
+
+
+EARLIER, LATER = parked(3, 0, 5, due=50.0), parked(3, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [[EARLIER, LATER], [LATER, parked(3, 2, 5, due=50.0)], [EARLIER, LATER, parked(3, 2, 5), parked(3, 3, 6)]],
+    ids=["before it", "after it", "both again"],
+)
+def test_what_is_stored_under_an_earlier_generation_too_is_taken_out(before: list[Record]) -> None:
+    """Left there it is a parked record for who reads the topic when the one that counts is gone from it."""
+    made, answers = lot(*before)
+    assert [entry.generation for entry in made.keys] == [6]
+    assert {answer.key for answer in answers} == {b"orders/0/3@5"}
+
+
+def test_what_is_stored_twice_and_comes_again_is_taken_out_of_both_places() -> None:
+    made, answers = lot(EARLIER, LATER, parked(3, 2, 4), start=3)
+    assert offsets(made) == []
+    assert sorted(answer.key or b"" for answer in answers) == [b"orders/0/3@4", b"orders/0/3@5", b"orders/0/3@6"]
+
+
+@pytest.mark.parametrize("gone", [4, 5, 6])
+def test_of_what_is_stored_three_times_and_taken_out_once_the_latest_that_is_left_counts(gone: int) -> None:
+    """Nobody knows whether the others are only traces of it: twice is better than not at all."""
+    made, answers = lot(EARLIER, LATER, parked(3, 2, 4), removed(3, 3, gone))
+    kept, *others = sorted({4, 5, 6} - {gone}, reverse=True)
+    assert [entry.generation for entry in made.keys] == [kept]
+    assert [answer.key for answer in answers] == [f"orders/0/3@{other}".encode() for other in others]
+    assert made.failures == {b"k": FAILURE}
+
+
+def test_what_was_parked_again_is_due_as_was_said_last() -> None:
+    """Else a key that has used up its attempts would have them again after each restart."""
+    again = FAILURE._replace(message="again")
+    made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(3, 2, 5, failure=again, due=NEVER, replays=2))
+    assert [(entry.offset, entry.due, entry.replays, entry.stored_at) for entry in made.keys] == [
+        (3, NEVER, 2, 2),
+        (4, 60.0, 0, 1),
+    ]
+    assert made.keys.next_due == NEVER
+    assert made.failures == {b"k": again}
+    assert answers == []
+
+
+def test_what_waited_behind_a_record_that_was_taken_out_is_due_at_once() -> None:
+    made, _ = lot(parked(3, 0, 5, due=NEVER), parked(4, 1, 5, due=NEVER), removed(3, 2, 5))
+    assert made.keys.next_due == 0.0
 
 
 def test_a_park_that_was_stored_and_not_acknowledged_is_taken_out_when_its_record_has_ended_otherwise() -> None:

@@ -11,7 +11,7 @@ from aioshard.engine.failing import parking
 from aioshard.errors import TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
-from aioshard.serde.side_records import Coordinates, ParkedRecord, read_parked, release, tombstone
+from aioshard.serde.side_records import Coordinates, Failure, ParkedRecord, park, read_parked, release, tombstone
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
 from tests.engine.running import until
 
@@ -22,13 +22,15 @@ ONCE = Retry(attempts=1)
 class Ledger:
     """A handler that fails for the keys that are broken, and notes what it has processed and when it ran."""
 
-    def __init__(self, *, takes: float = 0.01, delay: float = 10.0, retry: Retry = ONCE) -> None:
+    def __init__(
+        self, *, takes: float = 0.01, delay: float = 10.0, attempts: int | None = None, retry: Retry = ONCE
+    ) -> None:
         self.broken = {b"k"}
         self.done: defaultdict[bytes, list[int]] = defaultdict(list)
         self.runs: list[tuple[float, int]] = []
         self.app = App("parking", commit_interval=0.1, drain_timeout=2.0)
 
-        @self.app.consume("orders", retry=retry, on_failure=Park(PARKED, delay=delay))
+        @self.app.consume("orders", retry=retry, on_failure=Park(PARKED, delay=delay, attempts=attempts))
         async def handle(record: Record) -> None:
             key = record.key or b""
             self.runs.append((asyncio.get_running_loop().time(), record.offset))
@@ -93,6 +95,50 @@ def test_a_record_whose_park_fails_can_be_skipped_and_its_key_goes_on() -> None:
             await client.settle()
             assert ledger.done[b"k"] == [1]
             assert client.committed("orders", 0) == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize("generations", [(1, 0), (0, 1)], ids=["late", "in time"])
+def test_what_is_stored_under_two_generations_is_run_once(generations: tuple[int, int]) -> None:
+    """A process that had lost the partition wrote it too, and its new owner ended before it could answer that."""
+    ledger = Ledger(delay=1_000.0)
+    ledger.broken.clear()
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        broker.create_topic("orders", 1)
+        broker.create_topic(PARKED, 1)
+        record, *_ = [broker.publish("orders", b"", key=b"k", partition=0) for _ in range(3)]
+        for generation in generations:
+            failure = Failure("parking", "handle", 1, "E", "", 0.0)
+            message = park(PARKED, record, failure, generation=generation, due=0.0)
+            broker.publish(PARKED, message.value, key=message.key, headers=message.headers, partition=0)
+        broker.group("parking").commit_from_outside({TopicPartition("orders", 0): 1})
+        for _ in range(2):
+            async with TestClient(ledger.app, broker=broker) as client:
+                await client.settle()
+                await asyncio.sleep(60.0)
+                assert places(broker) == set()
+            broker.compact(PARKED, 0)
+        assert ledger.done[b"k"] == [0, 1, 2]
+
+    run(test())
+
+
+def test_attempts_that_are_used_up_stay_so_after_a_restart() -> None:
+    ledger = Ledger(delay=5.0, attempts=2)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        for _ in range(2):
+            async with TestClient(ledger.app, broker=broker) as client:
+                if not ledger.runs:
+                    await client.publish("orders", b"", key=b"k", partition=0)
+                await client.settle()
+                await asyncio.sleep(100.0)
+                assert len(ledger.runs) == 1 + 2
+        assert places(broker) == {"orders/0/0@1"}
 
     run(test())
 

@@ -1,5 +1,6 @@
 """What is parked of one partition: read from its side topic, run again when it is due."""
 
+import copy
 from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.core.finished_offsets import holds
@@ -78,8 +79,10 @@ class Lot:
         self.failures: dict[Hashable, Failure] = {}
         """What the first record of each key failed with."""
         self._start = source.tracker.position
-        self._later: dict[Place, tuple[ParkedRecord, int]] = {}
-        """What was parked under a later generation than ours, and where it is stored."""
+        self._later: dict[Place, tuple[ParkedEntry, Failure]] = {}
+        """What was parked under a later generation than ours."""
+        self._superseded: dict[int, list[tuple[ParkedEntry, Failure]]] = {}
+        """While everything is read: what is stored under an earlier generation too than that which counts."""
         self._to_write: list[Message] = []
         self._doubtful: set[int] = set()
         """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
@@ -115,9 +118,13 @@ class Lot:
         if found is None or TopicPartition(found.coordinates.topic, found.coordinates.partition) != ours:
             return None
         match found:
+            case ParkedRecord() if not self.restored:
+                self._find(found, record.offset)
+            case Removed() if not self.restored:
+                self._lose(found.place)
             case ParkedRecord():
                 return self._parked(found, record.offset)
-            case Removed() if self.restored and found.by is not None and found.by > self.generation:
+            case Removed() if found.by is not None and found.by > self.generation:
                 pass  # its next owner runs it, which we are not yet told of: what follows it must not run here
             case Removed():
                 self._later.pop(found.place, None)
@@ -132,24 +139,46 @@ class Lot:
                 self._requests.append(found.coordinates)
         return None
 
+    def _find(self, found: ParkedRecord, stored_at: int) -> None:
+        """Take in what was there before us: as it was written last, and under the latest generation."""
+        entry = self.entry(found.original, found.generation, stored_at, found.due, found.replays)
+        known = self.keys.get(entry.offset)
+        if entry.generation > self.generation:
+            self._later[found.place] = entry, found.failure
+        elif known is not None and known.generation > entry.generation:
+            self._superseded.setdefault(entry.offset, []).append((entry, found.failure))
+        else:
+            if known is not None and known.generation < entry.generation:
+                older = copy.copy(known), self.failures[known.key]
+                self._superseded.setdefault(entry.offset, []).append(older)
+            self.add(entry, found.failure)
+
+    def _lose(self, place: Place) -> None:
+        """What was there before us was taken out, before us too; what is stored of it elsewhere counts then."""
+        self._later.pop(place, None)
+        offset = place.coordinates.offset
+        others = [other for other in self._superseded.pop(offset, ()) if other[0].generation != place.generation]
+        entry = self.keys.get(offset)
+        if entry is not None and entry.generation == place.generation:
+            self.remove(offset)
+            if others:
+                last = max(others, key=lambda other: other[0].generation)
+                others.remove(last)
+                self.add(*last)
+        if others:
+            self._superseded[offset] = others
+
     def _parked(self, found: ParkedRecord, stored_at: int) -> Message | None:
-        """Take in what was there before us; what others write afterwards is none of the partition's any more."""
+        """What others write now is none of the partition's any more."""
         offset, generation = found.coordinates.offset, found.generation
         known = self.keys.get(offset)
         if known is not None and known.generation == generation:
             known.stored_at = max(known.stored_at, stored_at)
-            return None
-        if generation > self.generation:
-            if not self.restored:
-                self._later[found.place] = (found, stored_at)
-            return None  # of somebody who has the partition after us, unless `believe` says otherwise
-        if self.restored and generation == self.generation:
+        elif generation == self.generation:
             self._doubtful.add(offset)
-            return None
-        if self.restored or (known is not None and known.generation > generation):
+        elif generation < self.generation:
             return self.tombstone(found.place)
-        self.add(self.entry(found.original, generation, stored_at, found.due, found.replays), found.failure)
-        return None
+        return None  # a later generation is that of somebody who has the partition after us
 
     def stale(self) -> Iterator[Message]:
         """What takes out records whose park was not acknowledged, but stored, and that have ended otherwise since."""
@@ -187,17 +216,28 @@ class Lot:
     def finish_restoring(self) -> Iterator[Message]:
         """Everything was read: what the partition delivers again is not parked, and releases are answered.
 
+        What is stored under several generations is parked once, under the latest. The others were written by who
+        had lost the partition and did not know it: left there, they would be taken for parked by a later owner, and
+        run again behind records of their key that have been processed since.
+
         Returns:
             What is to be written.
         """
         self.restored = True
-        done = self.source.inherited
-        for entry in [entry for entry in self.keys if entry.offset >= self._start and not holds(done, entry.offset)]:
+        for entry in [entry for entry in self.keys if self._comes_again(entry.offset)]:
             self.remove(entry.offset)
             yield self.tombstone(self.place(entry))
+        for others in self._superseded.values():
+            for entry, _ in others:
+                yield self.tombstone(self.place(entry))
+        self._superseded.clear()
         for coordinates in self._requests:
             yield self._release(coordinates)
         self._requests.clear()
+
+    def _comes_again(self, offset: int) -> bool:
+        """Whether the partition delivers a record that was there when it became ours."""
+        return offset >= self._start and not holds(self.source.inherited, offset)
 
     @property
     def in_doubt(self) -> bool:
@@ -211,16 +251,12 @@ class Lot:
             How many records are taken in by that.
         """
         later, self._later = self._later, {}
-        done, taken_in = self.source.inherited, 0
-        for place, (found, stored_at) in later.items():
-            offset = place.coordinates.offset
-            comes_again = offset >= self._start and not holds(done, offset)
-            if comes_again or self.keys.get(offset) is not None:
+        taken_in = 0
+        for place, (entry, failure) in later.items():
+            if self._comes_again(entry.offset) or self.keys.get(entry.offset) is not None:
                 self._to_write.append(self.tombstone(place))
             else:
-                self.add(
-                    self.entry(found.original, place.generation, stored_at, found.due, found.replays), found.failure
-                )
+                self.add(entry, failure)
                 taken_in += 1
         return taken_in
 
@@ -229,7 +265,9 @@ class Lot:
     def add(self, entry: ParkedEntry, failure: Failure) -> None:
         """A record is parked, and acknowledged."""
         self.keys.add(entry)
-        self.failures.setdefault(entry.key, failure)
+        head = self.keys.head(entry.key)
+        if head is not None and head.offset == entry.offset:
+            self.failures[entry.key] = failure
 
     def remove(self, offset: int) -> None:
         """A record is not parked any more."""
