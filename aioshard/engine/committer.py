@@ -75,7 +75,7 @@ class Committer:
         self._interval = interval
         self._timeout = timeout
         self._clock = clock
-        self._owned: set[Epoch] = set()
+        self._owned: dict[Epoch, None] = {}
         self._requests: list[_Request] = []
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
@@ -88,12 +88,12 @@ class Committer:
 
     def own(self, epoch: Epoch) -> None:
         """From now on the epoch is ours to commit."""
-        self._owned.add(epoch)
+        self._owned[epoch] = None
         self._wake()
 
     def disown(self, epoch: Epoch) -> None:
         """From now on nothing of the epoch is committed."""
-        self._owned.discard(epoch)
+        self._owned.pop(epoch, None)
 
     async def flush(self, epochs: Collection[Epoch], timeout: float) -> bool:
         """Commit what is due of *epochs* now, and again until it is acknowledged.

@@ -105,7 +105,7 @@ class Opening:
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
             LeasedError: A run over history has one of *partitions*.
         """
-        unsettled = [topic_partition for topic_partition in partitions if not self._is_open(topic_partition)]
+        unsettled = [topic_partition for topic_partition in sorted(partitions) if not self._is_open(topic_partition)]
         if not unsettled:
             return
         client = self._owner.client
@@ -188,10 +188,10 @@ class Opening:
         membership: Membership,
     ) -> list[Epoch]:
         """New epochs for *partitions*, closed; those whose position was committed are opened."""
-        topics = {name.topic for name in partitions}
+        topics = dict.fromkeys(name.topic for name in partitions)
         with anyio.fail_after(self._limits.commit_timeout):
             numbers = {topic: len(await self._owner.client.partitions(topic)) for topic in topics}
-        unknown = {name.topic for name in partitions if committed[name] is None}
+        unknown = dict.fromkeys(name.topic for name in partitions if committed[name] is None)
         noted = {topic: await self._noted(topic, numbers[topic]) for topic in unknown}
         if self._owner.client.membership() != membership:
             return []

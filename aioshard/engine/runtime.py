@@ -294,7 +294,7 @@ class Engine:
         watching = self._tasks.start(self._watch_settled(), "settled")
         try:
             committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
-            topics = {topic for handler in self.handlers for topic in handler.spec.topics}
+            topics = list(dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics))
             pattern = "|".join(f"(?:{each.spec.pattern})" for each in self.handlers if each.spec.pattern)
             await transport.start(topics, pattern or None, self.rebalance)
             await self.pump.run(transport)

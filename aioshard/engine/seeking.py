@@ -79,7 +79,7 @@ class Seeks:
 
     def keep(self, given: Collection[TopicPartition]) -> None:
         """Give up what was asked of partitions that are not among the assigned ones."""
-        for topic_partition in self._asked.keys() - set(given):
+        for topic_partition in sorted(self._asked.keys() - set(given)):
             why = "the group gave it to another member meanwhile"
             self._give_up(topic_partition, f"{why}, which goes on at the committed offset: seek there")
 

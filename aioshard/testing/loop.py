@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
 import selectors
 import sys
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -46,7 +48,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     own parts rely on it, and nothing moves to another pass. Correct code cannot depend on what is permuted:
     it is the order in which tasks that are all ready go on. The same seed gives the same order of steps, as
     long as the code under test has no other source of chance: sets are iterated in the order of their hashes,
-    which is that of `PYTHONHASHSEED` for strings. Without a seed the order is asyncio's.
+    which is that of `PYTHONHASHSEED` for strings. In which order a set of tasks was woken or cancelled does not
+    matter. Without a seed the order is asyncio's.
 
     Threads (`asyncio.to_thread`, `run_in_executor`, `anyio.to_thread`) work in real time: the loop does not jump
     while one is busy, unless it has been so for half a second and nothing else happens. Sockets, pipes and
@@ -169,6 +172,8 @@ class _ReadyQueue(deque[asyncio.Handle]):
         self._on_step = on_step
         self._left = 0
         self._running = False
+        self._lanes: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        self._ages = itertools.count(1)
 
     def popleft(self) -> asyncio.Handle:
         self._finish_step()
@@ -199,17 +204,25 @@ class _ReadyQueue(deque[asyncio.Handle]):
         turns: list[int] = []
         for _ in range(self._left):
             handle = super().popleft()
-            lane = _lane(handle)
+            lane = self._lane(handle)
             lanes[lane].append(handle)
             turns.append(lane)
+        turns.sort()
         rng.shuffle(turns)
         self.extendleft([lanes[lane].popleft() for lane in turns][::-1])
 
+    def _lane(self, handle: asyncio.Handle) -> int:
+        """What keeps its order: one lane for each task, by its age, and one for everything else.
 
-def _lane(handle: asyncio.Handle) -> int:
-    """What keeps its order: one lane for each task, and one for everything else."""
-    task = getattr(getattr(handle, "_callback", None), "__self__", None)
-    return id(task) if isinstance(task, asyncio.Task) else 0
+        Not by who was woken first: where a set of tasks is cancelled, or of waiters woken, that is as the set has it.
+        """
+        task = getattr(getattr(handle, "_callback", None), "__self__", None)
+        if not isinstance(task, asyncio.Task):
+            return 0
+        lane = self._lanes.get(task)
+        if lane is None:
+            lane = self._lanes[task] = next(self._ages)
+        return lane
 
 
 class _VirtualSelector(selectors.DefaultSelector):

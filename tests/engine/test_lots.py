@@ -1,7 +1,5 @@
 """What a partition takes in of its side topic, and what it leaves alone: plain records, no broker."""
 
-from typing import Any
-
 import pytest
 
 from aioshard.core.flow import Usage
@@ -22,9 +20,18 @@ def original(offset: int, key: bytes = b"k") -> Record:
     return Record("orders", 0, offset, key, b"", (), 0.0)
 
 
-def parked(offset: int, at: int, generation: int, key: bytes = b"k", **again: Any) -> Record:
-    told = {"failure": FAILURE, "due": 60.0, "replays": 0} | again
-    return stored(park("parked", original(offset, key), generation=generation, **told), at)
+def parked(
+    offset: int,
+    at: int,
+    generation: int,
+    key: bytes = b"k",
+    *,
+    failure: Failure = FAILURE,
+    due: float = 60.0,
+    replays: int = 0,
+) -> Record:
+    message = park("parked", original(offset, key), failure, generation=generation, due=due, replays=replays)
+    return stored(message, at)
 
 
 def removed(offset: int, at: int, generation: int) -> Record:

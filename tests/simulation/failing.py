@@ -8,8 +8,8 @@ from aioshard import Budget, DeadLetter, Park, Record, Retry
 from aioshard.core.recourse import OnFailure
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
-from aioshard.serde.side_records import ParkedRecord, Removed, read_dead_letter, read_parked, release
-from tests.simulation.world import TOPIC, Process, World
+from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_dead_letter, read_parked, release
+from tests.simulation.world import GROUP, TOPIC, Process, World
 
 __all__ = ["POLICIES", "FailingWorld"]
 
@@ -33,9 +33,10 @@ class FailingWorld(World):
         super().__init__(seed, **options)
         self.policy = policy
         self.failed: set[tuple[TopicPartition, int]] = set()
-        self.side_records: dict[Any, int] = {}
-        """What the side topic holds: its latest live record of each, and what it ever held."""
+        self.side_records: dict[Place, int] = {}
+        """What is parked: under which key the side topic holds it, and at which offset."""
         self.ever_sent: set[tuple[TopicPartition, int]] = set()
+        """What the side topic ever held."""
         self._read: dict[int, int] = {}
 
     def consume_options(self) -> dict[str, Any]:
@@ -72,9 +73,7 @@ class FailingWorld(World):
     def _note(self, record: Record) -> None:
         letter = read_dead_letter(record)
         if letter is not None:
-            place = (letter.original.topic_partition, letter.original.offset)
-            self.side_records[place] = record.offset
-            self.ever_sent.add(place)
+            self.ever_sent.add((letter.original.topic_partition, letter.original.offset))
             return
         match read_parked(record):
             case ParkedRecord() as parked:
@@ -149,7 +148,48 @@ class FailingWorld(World):
         if self.policy == "park for good":
             self._ask_for_releases()
 
-    def finished(self) -> bool:
+    @property
+    def left_parked(self) -> list[Place]:
+        """What is in the side topic and has to leave it, sorted."""
         self.read_side()
-        left = self.side_records if self.policy.startswith("park") else ()
-        return super().finished() and not left
+        return sorted(self.side_records) if self.policy.startswith("park") else []
+
+    def finished(self) -> bool:
+        return super().finished() and not self.left_parked
+
+    def describe(self) -> str:
+        lines = [super().describe()]
+        for place in self.left_parked:
+            stored_in = TopicPartition(SIDE, place.coordinates.partition)
+            stored_at = self.side_records[place]
+            (record,) = self.broker.log(*stored_in).read(stored_at, stored_at + 1)
+            parked = read_parked(record)
+            assert isinstance(parked, ParkedRecord)
+            original = parked.original
+            done = original.offset in self.done[original.topic_partition]
+            lines.append(
+                f"{place} is left in {stored_in} at {stored_at}: key {original.key!r}, due {parked.due}, run again "
+                f"{parked.replays} time(s), {'done' if done else 'not done'}; the partition is that of "
+                f"{self.broker.group(GROUP).owner(original.topic_partition)}, {self._known_of(place)}"
+            )
+        return "\n".join(lines)
+
+    def _known_of(self, place: Place) -> str:
+        """What the living processes have in mind of it."""
+        lots = [
+            (process, lot)
+            for process in self.living
+            if process.engine is not None
+            for handler in process.engine.handlers
+            if handler.parking is not None
+            for lot in handler.parking.lots
+            if lot.source.topic_partition == (place.coordinates.topic, place.coordinates.partition)
+        ]
+        known = [
+            f"process {process.number} (generation {lot.generation}) knows of that of generation {entry.generation}"
+            for process, lot in lots
+            if (entry := lot.keys.get(place.coordinates.offset)) is not None
+        ]
+        return (
+            ", ".join(known) or f"and no process of {[process.number for process, _ in lots]} that has it knows of it"
+        )

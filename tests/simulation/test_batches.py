@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from aioshard.testing.loop import run
 from tests.simulation.batching import BatchWorld, FailingBatchWorld
 from tests.simulation.failing import POLICIES
-from tests.simulation.world import stop_quietly
+from tests.simulation.world import live, stop_quietly
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000"))
 CHUNK = 100
@@ -35,7 +34,7 @@ def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> Ba
         for process in world.living:
             await stop_quietly(process)
 
-    run(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
+    live(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
     return worlds[0]
 
 

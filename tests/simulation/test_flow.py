@@ -8,8 +8,7 @@ import pytest
 
 from aioshard import Adaptive, RateLimit
 from aioshard.engine.control import set_concurrency
-from aioshard.testing import run
-from tests.simulation.world import World, stop_quietly
+from tests.simulation.world import World, live, stop_quietly
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000")) // 10
 CHUNK = 50
@@ -56,7 +55,7 @@ def simulate(seed: int, *, clean: bool) -> FlowWorld:
         for process in world.living:
             await stop_quietly(process)
 
-    run(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
+    live(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
     return worlds[0]
 
 

@@ -7,8 +7,9 @@ published, and the guarantees are asserted after every step of the loop.
 import asyncio
 import bisect
 import random
+import unittest.mock
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from aioshard import App, Context, Record, Retry
@@ -19,6 +20,7 @@ from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitR
 from aioshard.ports import Committed, GroupListener, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport
+from aioshard.testing import run as run_virtually
 
 TOPIC = "flights"
 GROUP = "simulated"
@@ -443,6 +445,22 @@ class World:
             if process.engine is not None and process.engine.failed.done():
                 lines.append(f"failed with {process.engine.failed.exception()!r}")
         return "\n".join(lines)
+
+
+def live(life: Coroutine[Any, Any, None], *, seed: int, on_step: Callable[[], None]) -> None:
+    """Run a life of a world, in which the clock of the wall is that of the loop: so a seed repeats its run.
+
+    What is parked is due by that clock, also in a process that starts later.
+    """
+    with unittest.mock.patch("time.time", new=_wall_clock):
+        run_virtually(life, seed=seed, on_step=on_step)
+
+
+def _wall_clock() -> float:
+    try:
+        return 1_700_000_000.0 + asyncio.get_running_loop().time()
+    except RuntimeError:  # the log asks too, before the loop runs and after it
+        return 1_700_000_000.0
 
 
 async def stop_quietly(process: Process) -> None:

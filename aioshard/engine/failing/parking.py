@@ -254,7 +254,7 @@ class Parking:
             logger.warning(message, epoch.topic_partition, lot.believe(), self.policy.topic, self._group)
 
     def _watch(self) -> None:
-        self._side.watch({lot.stored_in for lot in self._lots.values()})
+        self._side.watch(list(dict.fromkeys(lot.stored_in for lot in self._lots.values())))
 
     async def _read_all(self, lot: Lot) -> None:
         """Read a side partition from its start, until nothing lies between that and what `read` follows."""
