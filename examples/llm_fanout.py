@@ -44,7 +44,15 @@ async def resources(_: App) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-app = App("reviews", bootstrap_servers="localhost:9092", auto_offset_reset="earliest", resources=resources)
+app = App(
+    "reviews",
+    bootstrap_servers="localhost:9092",
+    auto_offset_reset="earliest",
+    drain_timeout=60,  # a call may take as long as its attempt, also at the end and while partitions change hands
+    rebalance_timeout=75,
+    shutdown_timeout=70,
+    resources=resources,
+)
 
 
 @app.consume(

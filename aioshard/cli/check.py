@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -13,6 +13,7 @@ from aioshard.app import App
 from aioshard.checks import name_of
 from aioshard.cli import options
 from aioshard.cli.loading import load_app_with_handlers, surprises
+from aioshard.cli.tables import print_table
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit
@@ -54,7 +55,7 @@ def command(target: str, *, app_dir: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(app, target, warnings)))
     else:
-        click.echo("\n".join(_as_text(app, target, warnings)))
+        _print(app, target, warnings)
 
 
 # What may surprise --------------------------------------------------------------------
@@ -148,16 +149,14 @@ def _as_json(app: App, target: str, warnings: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _as_text(app: App, target: str, warnings: Sequence[str]) -> Iterator[str]:
-    yield f"{target} is an app of group {app.group_id!r}"
-    yield ""
-    heading = ("handler", "topics", "takes", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
-    yield from _table([heading, *(_row(_handler(registration)) for registration in app.handlers)])
-    yield ""
-    yield from _table([("setting", "value", "unit", ""), *_settings_rows(app.settings)])
+def _print(app: App, target: str, warnings: Sequence[str]) -> None:
+    click.echo(f"{target} is an app of group {app.group_id!r}\n")
+    headings = ("handler", "topics", "takes", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
+    print_table(headings, [_row(_handler(registration)) for registration in app.handlers])
+    click.echo()
+    print_table(("setting", "value", "unit", ""), _settings_rows(app.settings))
     for warning in warnings:
-        yield ""
-        yield f"Warning: {warning}"
+        click.echo(f"\nWarning: {warning}")
 
 
 def _row(handler: dict[str, Any]) -> tuple[str, ...]:
@@ -183,10 +182,3 @@ def _settings_rows(settings: Settings) -> Iterator[tuple[str, ...]]:
         value = values[setting.name]
         shown = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
         yield setting.name, shown, setting.unit or "", "set" if setting.name in settings.model_fields_set else ""
-
-
-def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

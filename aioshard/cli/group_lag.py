@@ -11,7 +11,7 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.group_causes import Movement, cause_of, cause_of_group, commonest
-from aioshard.cli.group_looking import Look, Place, group_argument, look, place_as_object
+from aioshard.cli.group_looking import Look, Place, group_argument, look, place_as_object, there_is_none
 from aioshard.cli.sides import run, settings_of
 from aioshard.cli.tables import as_text, print_table
 from aioshard.kafka.groups import Coordinator, GroupBrokers
@@ -218,6 +218,9 @@ def _as_object(watched: _Watched) -> dict[str, Any]:
 def _print(watched: _Watched, *, again: bool) -> None:
     group, at = watched.found.group, watched.coordinator
     when = f"\n{dt.datetime.fromtimestamp(watched.now, dt.UTC).astimezone():%H:%M:%S}: " if again else ""
+    if (none := there_is_none(watched.group_id, watched.found)) is not None:
+        click.echo(f"{when}{none}")
+        return
     click.echo(
         f"{when}group {watched.group_id!r} is {group.state} with {len(group.members)} member(s), and "
         f"{watched.lag:,} offset(s) behind; coordinated by broker {at.broker} at {at.host}:{at.port}"

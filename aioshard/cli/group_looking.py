@@ -12,7 +12,7 @@ from aioshard.kafka.history import GroupMember, LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
-__all__ = ["Look", "Place", "bounds_of", "group_argument", "look", "place_as_object"]
+__all__ = ["Look", "Place", "bounds_of", "group_argument", "look", "place_as_object", "there_is_none"]
 
 group_argument = click.argument("group", metavar="GROUP")
 
@@ -69,6 +69,16 @@ async def look(brokers: GroupBrokers, group_id: str) -> Look:
     bounds = await bounds_of(brokers, names)
     places = {one: Place(commits.get(one), bounds.get(one), owners.get(one)) for one in names}
     return Look(group, places)
+
+
+def there_is_none(group_id: str, found: Look) -> str | None:
+    """A sentence where the brokers know no such group: mostly its name is misspelt. None where they know it."""
+    if found.group.state != "dead" or found.places:
+        return None
+    return (
+        f"there is no group {group_id!r}: it has no members and has committed nothing; check its name, which is the "
+        "first argument of App"
+    )
 
 
 async def bounds_of(brokers: GroupBrokers, names: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:

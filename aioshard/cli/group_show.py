@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from aioshard.cli import options
-from aioshard.cli.group_looking import Look, Place, group_argument, look, place_as_object
+from aioshard.cli.group_looking import Look, Place, group_argument, look, place_as_object, there_is_none
 from aioshard.cli.sides import run, settings_of
 from aioshard.cli.tables import as_text, cut, moment_as_text, print_table
 from aioshard.core.finished_offsets import runs_of
@@ -31,6 +31,9 @@ def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
     coordinator, found = run(_show(settings_of(bootstrap_servers), group))
     if as_json:
         click.echo(json.dumps(_group_as_object(group, coordinator, found)))
+        return
+    if (none := there_is_none(group, found)) is not None:
+        click.echo(none)
         return
     described = f"group {group!r} is {found.group.state}, protocol {found.group.protocol}"
     click.echo(described + (f" with assignor {found.group.assignor!r}" if found.group.assignor else ""))

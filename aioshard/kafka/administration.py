@@ -250,6 +250,10 @@ def _translated(error: BaseException, what: str, group_id: str, denied: str | No
             f"the brokers refused to {what}: a topic that is only compacted keeps its records; set cleanup.policy of "
             "a dead-letter topic to delete"
         )
+    if isinstance(error, kafka.IncompatibleBrokerVersion):
+        return TransportError(
+            f"the brokers cannot {what}: they do not know that request; a Kafka does, the embedded broker not"
+        )
     known = request_error(error, what, group_id)
     return (
         known

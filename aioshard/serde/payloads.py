@@ -138,7 +138,7 @@ def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> 
             raise DecodeError(
                 f"{_place(record)} has no value (it is a tombstone) and its handler takes {name}: annotate "
                 f"{name} | None to get it as None"
-            )
+            ) from None
         try:
             return convert(value)
         except _RAISED_ON:

@@ -287,7 +287,8 @@ class Settings(BaseSettings):
         if self.bootstrap_servers is None:
             message = (
                 "bootstrap_servers is not set: name at least one broker, for example "
-                f"bootstrap_servers='localhost:9092' or {PREFIX}BOOTSTRAP_SERVERS=localhost:9092"
+                f"bootstrap_servers='localhost:9092', {PREFIX}BOOTSTRAP_SERVERS=localhost:9092 or, of a command, "
+                "--bootstrap-servers localhost:9092"
             )
             raise SettingsError(message)
         return self.bootstrap_servers

@@ -34,8 +34,8 @@ LogFormat = Literal["text", "json"]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _IDENTITY = frozenset(CurrentRecord._fields)
 _BESIDE = frozenset({"worker", "trace_id", "span_id"})
-_QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry")
-"""Loggers of libraries, whose INFO is our DEBUG."""
+_QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry", "httpx", "watchfiles")
+"""Loggers of libraries, whose INFO is our DEBUG: that of httpx is a line for each request, so for each record."""
 
 REPEAT_INTERVAL = 30.0
 """Seconds in which a library's sentence is shown once."""
@@ -47,7 +47,7 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
     """Send every log record of *level* and above to *stream* (standard error when None).
 
     Args:
-        level: A level's name in any case. Unless it is DEBUG, the Kafka client and the web server are
+        level: A level's name in any case. Unless it is DEBUG, the Kafka client, the web server and httpx are
             heard from WARNING on only, and what they repeat is counted instead of shown.
         style: How a line looks.
         stream: Where lines go.

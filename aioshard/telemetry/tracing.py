@@ -74,8 +74,8 @@ def warn_of_no_provider() -> None:
     """Say so in the log where the process has no tracer provider, so that spans go nowhere."""
     if isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         logger.warning(
-            "spans go nowhere: the process has no tracer provider; start it with opentelemetry-instrument, or call "
-            "opentelemetry.trace.set_tracer_provider() in the app's module"
+            "spans go nowhere: the process has no tracer provider; start it with opentelemetry-instrument, which is in "
+            "the package opentelemetry-distro, or call opentelemetry.trace.set_tracer_provider() in the app's module"
         )
 
 

@@ -120,10 +120,16 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise PortError(
-            f"the health server cannot listen on {host}:{port}: {error.strerror or error}; "
+            f"the health server cannot listen on {host}:{port}: {_reason(error)}; "
             "choose another --health-port (0 takes a free one) or --host"
         ) from None
     return listener
+
+
+def _reason(error: OSError) -> str:
+    """Python adds the address to what the system says of a bind, and the sentence has that already."""
+    system = error.errno if not isinstance(error, socket.gaierror) else None
+    return os.strerror(system) if system else error.strerror or str(error)
 
 
 def _listen_on_path(path: str) -> socket.socket:

@@ -112,8 +112,7 @@ api = FastAPI(
     title="Orders",
     lifespan=app.embed(stop_server=True),
     routes=[
-        Mount("/internal/dashboard", dashboard(app)),
-        Mount("/internal", routes=[*health_routes(app), drain_route(app)]),
+        Mount("/internal", routes=[*health_routes(app), drain_route(app), Mount("/dashboard", dashboard(app))]),
     ],
 )
 

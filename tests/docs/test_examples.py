@@ -130,6 +130,7 @@ async def test_order_service_books_each_order_once_and_answers_while_it_drains(
         assert (await client.put(orders[0], json={**bodies[0], "amount": 0})).status_code == 422
         for path in ("livez", "readyz", "metrics", "dashboard/", "dashboard/processes.json"):
             assert (await client.get(f"/internal/{path}")).status_code == 200, path
+        assert (await client.get("/internal/dashboard")).headers["location"].endswith("/internal/dashboard/")
         assert (await client.get("/internal/drain")).json()["state"] == "stopped"
         assert (await client.get("/internal/readyz")).status_code == 503
         assert (await client.put(orders[0], json=bodies[0])).status_code == 202

@@ -271,6 +271,7 @@ def test_a_halted_record_is_released_as_is_told(call: str) -> None:
             assert partition.verdict == "stuck"
             assert (head.state, head.attempt, head.attempts) == ("halted", 1, 1)
             assert "halted 4.0 s ago after 1 attempt(s) with LookupError: no such customer" in head.reason
+            assert partition.sentence.count("attempt") == 1  # it may have halted before the last of those it would get
             fails = False
             do_as_told(app, head.what_to_do, call)
             await client.settle()

@@ -334,3 +334,31 @@ def test_a_registry_that_does_not_answer_is_asked_again() -> None:
     run(test())
     assert sorted(world.numbers()) == [0, 1, 2, 4]
     assert all(asked.count(offset) == 3 for offset in range(5))
+
+
+@pytest.mark.parametrize("on_failure", ["halt", DeadLetter("orders.dlt")], ids=["halt", "dead letter"])
+def test_a_payload_that_is_none_is_logged_without_a_traceback_of_ours(
+    on_failure: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No line of it would be the user's; where a function of theirs has decoded, it is shown."""
+    world = World()
+
+    def decode(_: Record) -> Order:
+        raise DecodeError("no schema")
+
+    @world.app.consume("orders", on_failure=on_failure)
+    async def handle(order: Order) -> None: ...
+
+    @world.app.consume("refunds", decode=decode, on_failure=on_failure)
+    async def handle_too(order: Order) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(world.app, broker=world.broker) as client:
+            await client.publish("orders", BAD)
+            await client.publish("refunds", BAD)
+            await until(lambda: sum("failed 1 time" in line.getMessage() for line in caplog.records) == 2)
+
+    run(test())
+    shown = {line.getMessage().split()[1]: line.exc_info for line in caplog.records if "1 time" in line.getMessage()}
+    assert shown["orders/0/0"] is None
+    assert shown["refunds/0/0"] is not None

@@ -21,7 +21,9 @@ from aioshard import App, Park, Record
 from aioshard.errors import MissingExtraError, StartError, StateError, TransportError
 from aioshard.kafka import embedded
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, EmbeddedBroker
+from aioshard.kafka.groups import GroupBrokers
 from aioshard.kafka.mock_cluster import MockCluster
+from aioshard.settings import Settings
 
 PROJECT = Path(__file__).parents[2]
 DEADLINE = 30.0
@@ -231,7 +233,9 @@ async def test_a_chosen_port_leads_to_the_broker(topic: str) -> None:
 async def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(TransportError, match=f"port {port} of 127.0.0.1 cannot be listened on"):
+        with pytest.raises(
+            TransportError, match=rf"port {port} of 127.0.0.1 cannot be listened on \(Address already in use\): "
+        ):
             async with EmbeddedBroker(port=port):
                 pytest.fail("it started on a port that somebody else has")
 
@@ -325,3 +329,14 @@ def test_an_older_library_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -
         MockCluster("library", 9092)
     with pytest.raises(OSError, match="cannot create topics"):
         MockCluster("library", None).create_topic("t", 1)
+
+
+async def test_what_it_cannot_tell_of_a_group_is_a_sentence() -> None:
+    async with (
+        EmbeddedBroker() as broker,
+        GroupBrokers(Settings(bootstrap_servers=broker.bootstrap_servers)) as brokers,
+    ):
+        with pytest.raises(
+            TransportError, match=r"cannot describe group 'billing': .* a Kafka does, the embedded broker"
+        ):
+            await brokers.group("billing")

@@ -22,6 +22,7 @@ from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.telemetry.traces import Spans, span_id
 
+QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry", "httpx", "watchfiles")
 Configure = Callable[[str, LogFormat], io.StringIO]
 
 
@@ -30,9 +31,7 @@ def configured() -> Iterator[Configure]:
     """`configure` on a stream of its own, undone afterwards."""
     root = logging.getLogger()
     level = root.level
-    quiet = {
-        name: logging.getLogger(name).level for name in ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry")
-    }
+    quiet = {name: logging.getLogger(name).level for name in QUIET}
     handlers: list[logging.Handler] = []
 
     def start(name: str, style: LogFormat) -> io.StringIO:
@@ -101,6 +100,16 @@ def test_the_client_is_quieter_than_we_are(configured: Configure, level: str, he
     client.info("client info")
     client.warning("client warning")
     assert {json.loads(line)["message"] for line in stream.getvalue().splitlines()} == heard
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_libraries_that_say_something_for_each_record_are_heard_from_warning_on(
+    configured: Configure, name: str
+) -> None:
+    stream = configured("info", "text")
+    logging.getLogger(name).info("one more")
+    logging.getLogger(name).warning("one too many")
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["one too many"]
 
 
 def test_what_the_client_repeats_is_counted(configured: Configure) -> None:

@@ -101,7 +101,9 @@ async def test_the_server_leaves_the_signals_alone() -> None:
 
 
 async def test_a_port_in_use_is_a_sentence(taken_port: int) -> None:
-    with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{taken_port}: .*choose another --health-port"):
+    with pytest.raises(
+        PortError, match=f"cannot listen on 127.0.0.1:{taken_port}: Address already in use; choose another"
+    ):
         async with serve_health(Idle(), host=LOCAL, port=taken_port):
             pytest.fail("the port belongs to somebody else")
     assert issubclass(PortError, AioshardError)

@@ -123,6 +123,10 @@ async def act_with_the_token_alone(watched: Watched, app: App, topic: str) -> No
     await row.get_by_role("button", name="Resume").click()
     await expect(row).not_to_contain_text("paused")
 
+    # The widest table, with its column of actions: a laptop shows all of it.
+    assert (
+        await page.evaluate("(({ scrollWidth: a, clientWidth: b }) => a - b)(document.querySelector('#handlers'))") <= 0
+    )
     await watched.row("handlers", "on_order").get_by_role("button", name="Concurrency").click()
     await page.get_by_role("spinbutton", name="Workers").fill("12")
     await page.get_by_role("button", name="Set", exact=True).click()

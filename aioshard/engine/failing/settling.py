@@ -12,7 +12,7 @@ from aioshard.engine.epoch import Delivery
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.outcomes import Block, Detour, FailureNote, Outcome
 from aioshard.engine.shards import Shards
-from aioshard.errors import HandlerError
+from aioshard.errors import DecodeError, HandlerError
 
 __all__ = ["Halt", "Pause", "Recourse", "Settlement", "Verdict"]
 
@@ -157,7 +157,16 @@ class Settlement:
             level = logging.WARNING if self.counters.may_warn(self._clock()) else logging.DEBUG
             message = "record %r failed %d time(s), and %s (%s)"
             fields = self._fields("diverted", delivery, attempt=note.attempts, error=note.error)
-            logger.log(level, message, delivery, note.attempts, verdict.purpose, note, exc_info=error, extra=fields)
+            logger.log(
+                level,
+                message,
+                delivery,
+                note.attempts,
+                verdict.purpose,
+                note,
+                exc_info=_traceback_of(error),
+                extra=fields,
+            )
             return True
         if isinstance(verdict, Pause) and not keyed:
             delivery.divert(Detour("it is diverted as soon as the budget allows", self._divert_later))
@@ -179,7 +188,7 @@ class Settlement:
             delivery,
             delivery.failures,
             text,
-            exc_info=error,
+            exc_info=_traceback_of(error),
             extra=self._fields("halted", delivery, attempt=delivery.failures, error=type(error).__name__),
         )
 
@@ -257,3 +266,11 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - the user's code; the record failed and nothing else
         return f"its message cannot be shown ({type(failure).__name__})"
+
+
+def _traceback_of(error: BaseException) -> BaseException | None:
+    """What the log shows the traceback of; None where that has no line of the user's code in it.
+
+    The payload that an annotation asks for is decoded by us, and the message says all that is known.
+    """
+    return None if isinstance(error, DecodeError) and error.__suppress_context__ and not error.__cause__ else error

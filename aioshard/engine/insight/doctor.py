@@ -195,9 +195,12 @@ def _sentence(epoch: Epoch, head: HeadOfLine, verdict: Verdict, since: float | N
     verb = "advances" if verdict == "advancing" else f"has not advanced{for_seconds(since)}"
     key = "" if head.key is None else f"key {head.key}, "
     shard = "" if head.shard is None else f"shard {head.shard}, "
+    # Of a halted record the reason says how many attempts there were; it may have given up before the last one.
+    attempt = "" if head.state == "halted" else f"attempt {head.attempt} of {head.attempts}"
+    known = f"{key}{shard}{attempt}".removesuffix(", ")
     return (
         f"{epoch.topic_partition} {verb}: {len(epoch.tracker)} record(s) incomplete, the oldest is offset "
-        f"{head.offset} ({key}{shard}attempt {head.attempt} of {head.attempts}), in hand for {head.age:.1f} s; "
+        f"{head.offset}{f' ({known})' if known else ''}, in hand for {head.age:.1f} s; "
         f"{head.reason}"
     )
 
