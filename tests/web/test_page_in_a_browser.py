@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from playwright.async_api import Browser, expect
 
-from aioshard import App, Record, Retry
+from aioshard import App, Park, Record, Retry
 from aioshard.web.page import dashboard
 from tests.support.browsing import Watched, served
 from tests.support.shared_kafka import SharedKafka
@@ -19,15 +19,16 @@ from tests.support.shared_kafka import SharedKafka
 TOKEN = "only-for-this-test"
 SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"
 PARTITIONS = 4
-HANGS, HALTS, SLOW = 0, 1, 2
+HANGS, HALTS, SLOW, MENDED = 0, 1, 2, 3
 """Partitions in which the first record does that."""
 
 
 class Shop:
-    """Handlers of which one record hangs until the test is over."""
+    """Handlers of which one record hangs until the test is over, and some fail until the cause is mended."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
+        self.mended = False
 
     async def charged(self) -> None:
         await self.over.wait()
@@ -37,13 +38,19 @@ class Shop:
             await self.charged()
         if record.value == b"halts":
             raise LookupError(SCRIPT)
+        if record.value == b"down" and not self.mended:
+            raise ConnectionError("the ledger is down")
         await asyncio.sleep(0.005)
+
+    async def on_invoice(self, record: Record) -> None:
+        await self.on_order(record)
 
 
 @contextlib.asynccontextmanager
-async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[tuple[App, str]]:
-    """An app with a stuck and a halted record and a steady load, and the address of its page."""
+async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[tuple[App, Shop, str]]:
+    """An app with a stuck, a halted and a parked record and a steady load, and the address of its page."""
     await kafka.create_topic(topic, PARTITIONS)
+    await kafka.create_topic(f"{topic}.invoices")
     app = App(
         group,
         bootstrap_servers=kafka.bootstrap,
@@ -54,6 +61,8 @@ async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[t
     )
     shop = Shop()
     app.consume(topic, concurrency=8, retry=Retry(attempts=1))(shop.on_order)
+    park = Park(f"{topic}.parked", delay=1_000.0)
+    app.consume(f"{topic}.invoices", retry=Retry(attempts=1), on_failure=park)(shop.on_invoice)
     api = FastAPI()
     api.mount("/aioshard", dashboard(app, token=TOKEN))
 
@@ -63,11 +72,14 @@ async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[t
             await asyncio.sleep(0.02)
 
     async with app, served(api) as address, asyncio.TaskGroup() as group_of_tasks:
-        await app.publish(topic, b"hangs", key=SCRIPT, partition=HANGS)
+        for value in (b"hangs", b"{}", b"{}"):
+            await app.publish(topic, value, key=SCRIPT, partition=HANGS)
         await app.publish(topic, b"halts", key="halted", partition=HALTS)
+        await app.publish(topic, b"down", key="retried", partition=MENDED)
+        await app.publish(f"{topic}.invoices", b"down", key="locked", partition=0)
         loading = group_of_tasks.create_task(load(), name="load")
         try:
-            yield app, address
+            yield app, shop, address
         finally:
             loading.cancel()
             shop.over.set()
@@ -77,9 +89,7 @@ async def read_what_it_says(watched: Watched, topic: str) -> None:
     """Plots move, and what is stuck and halted is named, with the stack."""
     page = watched.page
     await expect(page.locator("#state")).to_have_text("running")
-    await watched.moved("rate", 2)
-    await watched.moved("lag", 1)
-    await watched.moved("time", 1)
+    await asyncio.gather(*(watched.moved(plot, 2) for plot in ("rate", "lag", "age", "time")))
     await expect(page.locator("#plot-time .now")).to_have_text(re.compile(r"^[\d.]+ ms$"))
     assert float((await page.locator("#plot-rate .now").inner_text()).replace(",", "")) > 0
     stuck = page.locator("#findings > li").filter(has_text=f"{topic}/{HANGS}")
@@ -93,6 +103,9 @@ async def read_what_it_says(watched: Watched, topic: str) -> None:
     await expect(watched.row("failed", f"{topic}/{HALTS}/0")).to_contain_text("halted")
     await expect(watched.row("workers", f"{topic}/{HANGS}/0")).to_contain_text("Shop.charged")
     await expect(watched.row("partitions", f"{topic}/{SLOW}")).to_contain_text("advancing")
+    await expect(watched.row("shards", "window.ran").locator("td[data-label=Waiting]")).to_have_text("2")
+    await expect(watched.row("parked", f"{topic}.invoices/0/0")).to_contain_text("the ledger is down")
+    await expect(page.locator("#rebalances > li").first).to_contain_text(f"0 revoked · {PARTITIONS + 1} assigned")
 
 
 async def see_a_script_as_text(watched: Watched, topic: str) -> None:
@@ -104,7 +117,8 @@ async def see_a_script_as_text(watched: Watched, topic: str) -> None:
     assert await page.locator("main script, main img").count() == 0
 
 
-async def act_with_the_token_alone(watched: Watched, app: App, topic: str) -> None:
+async def act_with_the_token_alone(watched: Watched, app: App, shop: Shop, topic: str) -> None:
+    """Nothing without it; with it, each kind of action does what its button says."""
     page = watched.page
     row = watched.row("partitions", f"{topic}/{SLOW}")
     await expect(row.get_by_role("button", name="Pause")).to_have_count(0)
@@ -131,6 +145,13 @@ async def act_with_the_token_alone(watched: Watched, app: App, topic: str) -> No
     await page.get_by_role("spinbutton", name="Workers").fill("12")
     await page.get_by_role("button", name="Set", exact=True).click()
     await expect(watched.row("handlers", "on_order")).to_contain_text("of 12")
+
+    shop.mended = True
+    await watched.row("failed", f"{topic}/{MENDED}/0").get_by_role("button", name="Retry").click()
+    await expect(watched.row("failed", f"{topic}/{MENDED}/0")).to_have_count(0)
+    await watched.row("parked", f"{topic}.invoices/0/0").get_by_role("button", name="Release").click()
+    await expect(watched.row("parked", f"{topic}.invoices/0/0")).to_have_count(0)
+    assert app.statistics().handlers[1].processed == 1
 
     await watched.row("failed", f"{topic}/{HALTS}/0").get_by_role("button", name="Skip").click()
     await page.get_by_role("button", name="Skip the record").click()
@@ -201,7 +222,7 @@ async def test_the_page_in_a_browser(
     kafka: SharedKafka, topic: str, group: str, browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "aioshard.engine")
-    async with running(kafka, topic, group) as (app, address):
+    async with running(kafka, topic, group) as (app, shop, address):
         watched = Watched(await browser.new_page(viewport={"width": 1280, "height": 900}), f"{address}/aioshard/")
         watched.page.set_default_timeout(10_000)
         await watched.page.goto(watched.address)
@@ -211,7 +232,7 @@ async def test_the_page_in_a_browser(
             await look_at_its_colours(watched, scheme)
         await look_at_it_on_a_phone(watched)
         await watched.page.set_viewport_size({"width": 1280, "height": 900})
-        await act_with_the_token_alone(watched, app, topic)
+        await act_with_the_token_alone(watched, app, shop, topic)
         assert watched.elsewhere == []
         assert not any(TOKEN in request.url for request in watched.asked)
         assert watched.troubles == []
