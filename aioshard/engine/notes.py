@@ -74,6 +74,7 @@ class Notes:
             "processed again after a crash; see offset.metadata.max.bytes of the broker",
             longest,
             self.most_units,
+            extra={"event": "note_shortened", "refused": longest, "tried": self.most_units},
         )
 
     def room(self, epoch: Epoch) -> int | None:

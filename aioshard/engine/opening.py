@@ -23,6 +23,7 @@ from aioshard.core.ownership import (
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.fetcher import Fetcher
+from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.seeking import Seeks
 from aioshard.errors import LeasedError, NoOffsetError, OffsetOutOfRangeError, TransportError
 from aioshard.ports import Committed, FetchedBatch, LogRange, Membership, Transport
@@ -142,7 +143,9 @@ class Opening:
                 message = (
                     "the text that was committed with offset %d of %s is not used, and the next commit replaces it: %s"
                 )
-                logger.warning(message, ours.offset if ours else -1, topic_partition, why)
+                offset = ours.offset if ours else -1
+                fields = partition_fields("note_unused", topic_partition, offset=offset, why=why)
+                logger.warning(message, offset, topic_partition, why, extra=fields)
 
     def _is_open(self, topic_partition: TopicPartition) -> bool:
         fetcher = self._owner.fetchers.get(topic_partition)
@@ -174,7 +177,8 @@ class Opening:
         if position >= log.start or self._limits.auto_offset_reset == "error":
             return str(OffsetOutOfRangeError(topic_partition, position))
         message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
-        logger.warning(message, position, log.start - 1, topic_partition, log.start)
+        fields = partition_fields("passed_over", topic_partition, offset=position, position=log.start)
+        logger.warning(message, position, log.start - 1, topic_partition, log.start, extra=fields)
         fetcher.accept(FetchedBatch(topic_partition, (), (), log.start))
         self._owner.client.seek(topic_partition, log.start)
         return None
@@ -240,7 +244,8 @@ class Opening:
             raise lost or NoOffsetError(self._limits.group_id, topic_partition)
         if origin.resolved and ours is not None and asked is None:
             message = "committed offset %d of %s is outside its log; going on at %d"
-            logger.warning(message, ours.offset, topic_partition, origin.offset)
+            fields = partition_fields("out_of_range", topic_partition, offset=ours.offset, position=origin.offset)
+            logger.warning(message, ours.offset, topic_partition, origin.offset, extra=fields)
         return origin
 
     def _acknowledge(self, epoch: Epoch, ours: Committed | None) -> None:
@@ -325,6 +330,7 @@ def _believable(finished: tuple[Run, ...], topic_partition: TopicPartition, log:
             "what was noted as finished of %s, up to offset %d, is not used: its log ends at %d, so it is not the log "
             "that it was noted for"
         )
-        logger.warning(message, topic_partition, finished[-1].end, log.end)
+        fields = partition_fields("note_unused", topic_partition, offset=finished[-1].end, end_offset=log.end)
+        logger.warning(message, topic_partition, finished[-1].end, log.end, extra=fields)
         return ()
     return finished

@@ -226,7 +226,7 @@ class RecordWorker(Worker):
         self.delivery = self.running = None
         ending = self._take_back_requests()
         delivery.cancelled = delivery.aside = True
-        self._settlement.outlived(delivery)
+        self._settlement.outlived(delivery, (delivery,))
         self._shards.again(delivery)
         if ending:
             raise asyncio.CancelledError

@@ -17,7 +17,8 @@ import pytest
 
 from aioshard import App, Batch, BatchContext, Record, Retry
 from aioshard.errors import SettingsError
-from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, configure, configure_from, current_record
+from aioshard.records import TopicPartition
+from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, _Aggregating, configure, configure_from, current_record
 from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.telemetry.traces import Spans, span_id
@@ -132,6 +133,19 @@ def test_what_the_client_repeats_is_counted(configured: Configure) -> None:
         "cannot reach broker 2",
         "cannot reach broker 1 (and 99 times more in 30 s)",
     ]
+
+
+def test_few_of_the_sentences_of_a_library_are_remembered(
+    configured: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may name an offset or a port each time."""
+    monkeypatch.setattr("aioshard.telemetry.logs._REMEMBERED", 10)
+    stream = configured("info", "text")
+    (handler,) = [one for one in logging.getLogger().handlers if isinstance(one, _Aggregating)]
+    for number in range(95):
+        logging.getLogger("aiokafka.conn").warning("no answer at port %d", number)
+        assert len(handler._said) <= 10
+    assert len(stream.getvalue().splitlines()) == 95
 
 
 def test_what_we_say_ourselves_is_never_held_back(configured: Configure) -> None:
@@ -401,6 +415,26 @@ def test_the_active_span_is_in_the_line(configured: Configure) -> None:
     span = spans.one("process")
     assert span.context is not None
     assert (line["trace_id"], line["span_id"]) == (f"{span.context.trace_id:032x}", f"{span_id(span):016x}")
+
+
+def test_a_line_of_the_engine_says_what_happened_and_to_what(configured: Configure) -> None:
+    stream = configured("info", "json")
+    app = App("billing", auto_offset_reset="earliest")
+
+    @app.consume("orders")
+    async def handle(_: Record) -> None: ...
+
+    async def scenario() -> None:
+        broker = InMemoryBroker(partitions=1)
+        broker.create_topic("orders")
+        broker.group("billing").commit_from_outside({TopicPartition("orders", 0): 50})
+        async with TestClient(app, broker=broker) as client:
+            await client.settle(60.0)
+
+    run(scenario())
+
+    (line,) = logged(stream, "committed offset 50 of orders/0 is outside its log; going on at 0")
+    assert line == {"event": "out_of_range", "topic": "orders", "partition": 0, "offset": 50, "position": 0}
 
 
 # The user's own configuration --------------------------------------------------------------

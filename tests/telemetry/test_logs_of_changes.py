@@ -1,14 +1,17 @@
 """One line for each change of state, with fields that a program can read; and none per record."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from aioshard import App, DeadLetter, Record, Retry
+from aioshard import App, Batch, DeadLetter, Park, Record, Retry
+from aioshard.engine.notes import Notes
 from aioshard.errors import CommitError
+from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.running import until
 
@@ -216,6 +219,69 @@ def test_a_run_that_outlives_its_time_out(world: World) -> None:
     world.run(act)
 
     assert world.lines("outlives_time_out") == [{"topic": "orders", "partition": 1, "offset": 0}]
+
+
+def test_a_batch_that_swallows_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(caplog, drain_timeout=0.5)
+
+    @world.app.consume("orders", batch=Batch(max_records=2, linger=1.0))
+    async def handle(_: list[Record]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+
+    async def act(world: World, client: TestClient) -> None:
+        for key in ("alice", "bob"):
+            await client.publish("orders", "{}", partition=1, key=key)
+        await until(lambda: world.app.statistics().handlers[0].busy == 1)
+        await client.revoke("orders", 1)
+
+    world.run(act)
+
+    (line,) = world.lines("swallowed")
+    assert (line["topic"], line["partition"], line["offset"], line["records"]) == ("orders", 1, 0, 2)
+    assert (line["handler"], line["group"]) == ("handle", "billing")
+
+
+def test_what_a_partition_has_parked_that_comes_to_us(world: World) -> None:
+    @world.app.consume("orders", retry=ONCE, on_failure=Park("orders.parked"))
+    async def handle(_: Record) -> None:
+        raise LookupError("no such customer")
+
+    async def act(world: World, client: TestClient) -> None:
+        for _number in range(3):
+            await client.publish("orders", "{}", partition=1, key="alice")
+        await client.settle(60)
+        await client.revoke("orders", 1)
+        await client.assign("orders", 1)
+        await until(lambda: world.lines("parked"))
+
+    world.run(act)
+
+    assert world.lines("parked") == [{"topic": "orders", "partition": 1, "records": 3, "keys": 1}]
+
+
+def test_a_committed_offset_that_is_not_in_the_log(world: World) -> None:
+    world.app.consume("orders")(nothing)
+
+    async def act(_: World, client: TestClient) -> None:
+        await client.revoke("orders", 1)
+        client.group.commit_from_outside({TopicPartition("orders", 1): 50}, metadata="another program's")
+        await client.assign("orders", 1)
+        await until(lambda: world.lines("out_of_range"))
+
+    world.run(act)
+
+    place = {"topic": "orders", "partition": 1, "offset": 50}
+    assert world.lines("out_of_range") == [place | {"position": 0}]
+    assert world.lines("note_unused") == [place | {"why": "another program wrote it"}]
+
+
+def test_a_broker_that_stores_no_long_texts(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(caplog)
+    Notes().refused(3000)
+
+    (line,) = world.lines("note_shortened")
+    assert (line["refused"], line["tried"]) == (3000, 1500)
 
 
 def test_a_loop_that_closes_cancels_all_tasks_and_one_of_them_is_told(world: World) -> None:

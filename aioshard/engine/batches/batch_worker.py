@@ -1,7 +1,6 @@
 """Workers that run the handler for a batch of records, and settle the outcome of each."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from aioshard.errors import BatchError, CancelledRunError, HandlerError, Swallow
 from aioshard.records import Record
 
 __all__ = ["BatchWorker", "InvokeBatch"]
-
-logger = logging.getLogger("aioshard.engine.batch_worker")
 
 InvokeBatch = Callable[[DeliveryBatch], Awaitable[object]]
 """Runs one attempt of a batch."""
@@ -242,8 +239,7 @@ class BatchWorker(Worker):
         """The handler returned although its run was told to end: that completes nothing (I8)."""
         ending = self._take_back_requests()
         if asked & Asked.INTERRUPT:
-            message = "the handler of %s swallowed its cancellation; what it was given stays incomplete"
-            logger.warning(message, batch)
+            self._settlement.outlived(batch, batch.deliveries)
             self._put_back(batch, interrupted=True)
         else:
             error = SwallowedCancellationError(self.timeout or 0.0)

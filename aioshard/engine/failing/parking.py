@@ -16,6 +16,7 @@ from aioshard.engine.failing.parked import Lot, Replay, of_a_fixed_shard
 from aioshard.engine.failing.recourse import Publish, failure_of
 from aioshard.engine.failing.retrieval import Retrieval
 from aioshard.engine.failing.settling import Verdict
+from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.outcomes import Detour, Outcome
 from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
@@ -239,8 +240,9 @@ class Parking:
         await self._read_all(lot)
         await asyncio.gather(*(self._publish(message) for message in lot.finish_restoring()))
         if lot.keys.keys:
+            fields = partition_fields("parked", epoch.topic_partition, records=len(lot.keys), keys=lot.keys.keys)
             message = "%s: %d record(s) of %d key(s) are parked in %s"
-            logger.info(message, epoch.topic_partition, len(lot.keys), lot.keys.keys, self.policy.topic)
+            logger.info(message, epoch.topic_partition, len(lot.keys), lot.keys.keys, self.policy.topic, extra=fields)
         return lot.in_doubt
 
     def believe(self, epoch: Epoch) -> None:
@@ -251,7 +253,9 @@ class Parking:
                 "%s: %d record(s) in %s were parked under a later generation than that of group %r now, which began "
                 "anew since then (it was deleted, or its offsets have expired): they are ours too"
             )
-            logger.warning(message, epoch.topic_partition, lot.believe(), self.policy.topic, self._group)
+            records = lot.believe()
+            fields = partition_fields("parked", epoch.topic_partition, records=records, group=self._group)
+            logger.warning(message, epoch.topic_partition, records, self.policy.topic, self._group, extra=fields)
 
     def _watch(self) -> None:
         self._side.watch(list(dict.fromkeys(lot.stored_in for lot in self._lots.values())))
@@ -324,7 +328,8 @@ class Parking:
                         self.trouble = self._retrieval.trouble()
                 except TransportError as error:
                     if self.trouble is None:
-                        logger.error("topic %s cannot be read or answered: %s", self.policy.topic, error)  # noqa: TRY400
+                        fields = {"event": "trouble", "topic": (topic := self.policy.topic)}
+                        logger.error("topic %s cannot be read or answered: %s", topic, error, extra=fields)  # noqa: TRY400
                     self.trouble = str(error)
                     await asyncio.sleep(_BACKOFF)
 

@@ -197,10 +197,16 @@ class Settlement:
         _note(delivery, error)
         self.halt(delivery, error, shards)
 
-    def outlived(self, delivery: Delivery) -> None:
-        """A run that was cancelled went on and returned: its record stays incomplete."""
-        message = "the handler of %r swallowed its cancellation; the record stays incomplete"
-        logger.warning(message, delivery, extra=self._fields("swallowed", delivery))
+    def outlived(self, run: object, deliveries: Sequence[Delivery]) -> None:
+        """A run that was cancelled went on and returned: what it was given stays incomplete.
+
+        Args:
+            run: By which name: that of a record, or of a batch.
+            deliveries: What it was given.
+        """
+        message = "the handler of %r swallowed its cancellation; what it was given stays incomplete"
+        fields = self._fields("swallowed", deliveries[0], records=len(deliveries))
+        logger.warning(message, run, extra=fields)
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
         """The sharding function failed for a record: it cannot run in order, and no attempt makes sense."""
