@@ -5,8 +5,11 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
+
+import click
 
 from aioshard.cli.exit_codes import NOT_DRAINED
 from aioshard.cli.run_options import RunOptions
@@ -32,6 +35,7 @@ def run_reloading(options: RunOptions) -> int:
 
     Raises:
         MissingExtraError: watchfiles is not installed.
+        ClickException: The system starts no process.
     """
     try:
         import watchfiles  # noqa: F401, PLC0415 - imported on use
@@ -81,7 +85,13 @@ class _Reloading:
 
     async def _live(self, change: asyncio.Task[list[Path]], stop: asyncio.Task[bool]) -> int:
         """Start the app and run it until a change, or until all shall end; what counts as its exit code."""
-        self._child = child = await Child.start(self._arguments, _NO_STALE_CODE)
+        try:
+            self._child = child = await Child.start(self._arguments, _NO_STALE_CODE)
+        except OSError as error:
+            change.cancel()
+            await asyncio.wait([change])
+            message = f"no process can be started with {sys.executable}: {error.strerror}; nothing runs any more"
+            raise click.ClickException(message) from None
         ended = asyncio.create_task(child.ended(), name="end of the app")
         await asyncio.wait([ended, change, stop], return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not stop.done():

@@ -7,7 +7,7 @@ import click
 
 from aioshard.app import App
 from aioshard.cli.loading import load_app
-from aioshard.cli.web import Page
+from aioshard.cli.web import Page, warn_of_readers
 from aioshard.telemetry import logs
 
 __all__ = ["WORKER_VARIABLE", "RunOptions"]
@@ -91,7 +91,13 @@ class RunOptions:
         Raises:
             UsageError: The file with its token cannot be read.
         """
-        return Page.of(self.token_file) if self.web else None
+        if not self.web:
+            return None
+        page = Page.of(self.token_file)
+        # Of several processes the supervisor says it.
+        if self.token_file is not None and os.environ.get(WORKER_VARIABLE) is None:
+            warn_of_readers(self.token_file)
+        return page
 
     @property
     def answers(self) -> bool:

@@ -18,7 +18,7 @@ import click
 from aioshard.app import App
 from aioshard.cli.exit_codes import CRASHED, DATA_LOST, INTERRUPTED, NOT_DRAINED, REFUSED, UNHEALTHY
 from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
-from aioshard.cli.running import Signals, base_url
+from aioshard.cli.running import Signals, base_url, ends_at_once
 from aioshard.cli.tether import MARGIN, Child, Ending
 from aioshard.errors import AioshardError
 from aioshard.web.workers import WorkerState
@@ -325,9 +325,10 @@ def run_workers(options: RunOptions) -> int:
         ClickException: There is no such app.
     """
     signals = Signals()
-    app = options.app()  # imported here only so that what is wrong with it is told once
-    app.settings.require_bootstrap_servers()
-    app.check()
+    with ends_at_once():
+        app = options.app()  # imported here only so that what is wrong with it is told once
+        app.settings.require_bootstrap_servers()
+        app.check()
 
     async def supervise(sockets: Path | None) -> int:
         supervisor = Supervisor(app, options, signals, sockets)

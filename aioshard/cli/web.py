@@ -1,6 +1,8 @@
 """The page of `aioshard run --web`: its options, its token and its routes."""
 
+import logging
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 
     from aioshard.web.page import Dashboard
 
-__all__ = ["TOKEN_VARIABLE", "Page", "web_options"]
+__all__ = ["TOKEN_VARIABLE", "Page", "warn_of_readers", "web_options"]
+
+logger = logging.getLogger("aioshard.cli")
 
 TOKEN_VARIABLE = "AIOSHARD_WEB_TOKEN"  # noqa: S105 - a name
 
@@ -46,6 +50,19 @@ class Page(NamedTuple):
         from aioshard.web.page import page_routes  # noqa: PLC0415 (needs the extra `web`)
 
         return page_routes(app, token=self.token)
+
+
+def warn_of_readers(token_file: str) -> None:
+    """Say so where anybody may read the token in a file whose mode this user can change.
+
+    A secret that a cluster mounts is another user's or cannot be written: its mode is none of this process's.
+    """
+    if os.name == "nt":
+        return
+    found = os.stat(token_file)  # noqa: PTH116
+    mounted = os.statvfs(token_file).f_flag & os.ST_RDONLY
+    if found.st_mode & stat.S_IROTH and found.st_uid == os.geteuid() and not mounted:
+        logger.warning("anybody on this machine can read the token in %s: chmod 600 %s", token_file, token_file)
 
 
 def web_options(command: Callable[..., Any]) -> Callable[..., Any]:

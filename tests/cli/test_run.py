@@ -144,6 +144,16 @@ async def test_the_second_signal_leaves_at_once_with_130(
     assert (await kafka.committed(group, topic)).get(0, 0) == 0
 
 
+@pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["one", "several"])
+async def test_sigterm_while_the_app_is_imported_ends_with_0(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    (tmp_path / "slow.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(60)\n")
+    app = await Running.start(tmp_path, "run", "slow:app", *workers)
+    await app.says("imported")
+    app.send(signal.SIGTERM)
+    assert await app.ends() == 0
+    assert "SIGTERM: nothing runs yet; leaving at once" in app.errors
+
+
 async def test_a_signal_while_no_broker_answers_ends_with_0(start: Start) -> None:
     app = await start("quick", NOWHERE, "--health-port", "0", start_timeout=600)
     async with await app.health() as client:

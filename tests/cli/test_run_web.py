@@ -1,15 +1,18 @@
 """`aioshard run --web`: the page beside the health routes, and the token that allows its actions."""
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from aioshard.cli.web import Page
+from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
+from aioshard.cli.web import Page, warn_of_readers
 from tests.support.running import Running
 
 Start = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -98,3 +101,51 @@ def test_an_empty_variable_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHARD_WEB_TOKEN", "")
 
     assert Page.of(None).token is None
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o604, True), (0o644, True), (0o640, False), (0o600, False)])
+def test_a_token_that_anybody_may_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, *, warned: bool
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+
+    warn_of_readers(str(file))
+
+    assert (f"anybody on this machine can read the token in {file}: chmod 600 {file}" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("whose", ["of another user", "mounted"])
+def test_but_not_where_its_mode_is_not_ours_to_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o644)
+    if whose == "mounted":
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    else:
+        owner = file.stat().st_uid
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+
+    warn_of_readers(str(file))
+
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("worker", [None, "0"])
+def test_of_several_processes_the_supervisor_tells_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, worker: str | None
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o644)
+    if worker is not None:
+        monkeypatch.setenv(WORKER_VARIABLE, worker)
+    chosen: dict[str, Any] = {**dict.fromkeys(RunOptions.__dataclass_fields__), "web": True, "token_file": str(file)}
+
+    page = RunOptions(**chosen).page()
+
+    assert page == Page(TOKEN)
+    assert caplog.text.count("chmod 600") == (worker is None)

@@ -3,20 +3,25 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import pytest
 
 from aioshard import App, Record
 from aioshard.cli import supervising
+from aioshard.cli.reloading import _Reloading
 from aioshard.cli.run_options import RunOptions
 from aioshard.cli.running import Signals
-from aioshard.cli.supervising import Supervisor
-from aioshard.cli.tether import MARGIN, Child, Tether
+from aioshard.cli.supervising import Supervisor, _Life
+from aioshard.cli.tether import MARGIN, Child, Ending, Tether
 from aioshard.errors import SettingsError
 from aioshard.web import asking
 from aioshard.web.asking import NoAnswerError, WorkerAnswer
@@ -122,6 +127,67 @@ async def test_a_worker_is_given_up_only_after_several_looks_and_none_before_its
     async with asyncio.timeout(DEADLINE):
         await supervisor._watch(supervisor._workers[0])
     assert looks == [well]
+
+
+class Ended:
+    """A process that has ended as soon as it is started."""
+
+    pid, member = 1, ""
+
+    def __init__(self, ending: Ending) -> None:
+        self._ending = ending
+
+    async def ended(self) -> Ending:
+        return self._ending
+
+
+async def test_an_instance_id_that_somebody_else_has_ends_all(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def start(*_: Any, **__: Any) -> Ended:
+        return Ended(Ending(1, "InstanceIdTakenError", "somebody else has it"))
+
+    monkeypatch.setattr(Child, "start", start)
+    async with asyncio.timeout(DEADLINE):
+        assert await supervisor.supervise() == 1
+    assert supervisor.told() == [{"worker": "0", "exit_code": 1, "restarts": 0}]
+    assert "starting it again would not help, all end" in caplog.text
+
+
+@pytest.mark.parametrize(("ago", "hopeless"), [(85.0, False), (91.0, True)])
+def test_the_instance_id_of_a_worker_that_was_killed_is_waited_for(
+    supervisor: Supervisor, ago: float, *, hopeless: bool
+) -> None:
+    """For two sessions of 45 s: until one is over the brokers keep it."""
+    (worker,) = supervisor._workers
+    worker.killed_at = time.monotonic() - ago
+    life = _Life(Ending(1, "InstanceIdTakenError", ""), 1.0, overdue=False, member="")
+    assert supervisor._is_hopeless(worker, life) == hopeless
+
+
+async def test_pauses_grow_to_half_a_minute_and_begin_anew_after_a_minute_of_life(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    (worker,) = supervisor._workers
+    supervisor._stopping.set()  # so nobody waits for them
+    for seconds in (*[59.0] * 9, 60.0, 1.0, 1.0):
+        await supervisor._pause(worker, _Life(Ending(1, None, ""), seconds, overdue=False, member=""))
+
+    pauses = [float(pause) for pause in re.findall(r"it is started again in ([\d.]+) s", caplog.text)]
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 0.5, 0.5, 1]
+
+
+# The other way to start it again ------------------------------------------------------------
+
+
+async def test_without_a_process_there_is_no_reload_and_the_sentence_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    reloading = _Reloading(options(tmp_path, workers=None, reload=True), Signals())
+    async with asyncio.timeout(DEADLINE):
+        with pytest.raises(click.ClickException, match=r"no process can be started with .*gone: No such file"):
+            await reloading.run()
 
 
 # The tie ------------------------------------------------------------------------------------
