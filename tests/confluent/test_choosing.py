@@ -44,6 +44,16 @@ def test_the_client_is_told_to_commit_nothing_and_to_choose_no_position() -> Non
     assert "debug" not in options
 
 
+def test_a_client_without_brokers_pauses_between_its_attempts_unless_told_otherwise() -> None:
+    options = consumer_options(settings(client="confluent"), "g")
+    told = consumer_options(
+        settings(client="confluent", client_options={"metadata.recovery.strategy": "rebootstrap"}), "g"
+    )
+
+    assert options["metadata.recovery.strategy"] == "none"
+    assert told["metadata.recovery.strategy"] == "rebootstrap"
+
+
 def test_under_kip_848_the_session_is_the_brokers() -> None:
     options = consumer_options(
         settings(client="confluent", group_protocol="consumer", remote_assignor="range", group_instance_id="one"), "g"

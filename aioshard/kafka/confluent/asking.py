@@ -4,8 +4,13 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from aiokafka import errors as kafka
+from aiokafka.client import CoordinationType
+
 from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.group_protocol import RemoveMember
 from aioshard.kafka.memberless import commit_by_hand, partitions_by_hand
+from aioshard.kafka.translate import raise_for, request_error
 from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
 
@@ -36,6 +41,16 @@ class _Outsider(AiokafkaTransport):
         """Send one commit."""
         internals, _ = self._running()
         await commit_by_hand(internals, offsets)
+
+    async def remove_member(self, member_id: str) -> None:
+        """Have a member leave the group; asked once. That the group has no such member is what is wanted, too."""
+        internals, _ = self._running()
+        try:
+            node = await internals.client.coordinator_lookup(CoordinationType.GROUP, self._group_id)
+            answer = await internals.client.send(node, RemoveMember(self._group_id, member_id=member_id))
+            raise_for(answer.error_code)
+        except kafka.KafkaError as error:
+            raise request_error(error, f"that member {member_id} has left", self._group_id) from error
 
 
 class Asking:
@@ -91,6 +106,14 @@ class Asking:
     async def commit_by_hand(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit as somebody who is no member: the consumer, which is one or none, has no part in it."""
         await self.transport.commit_by_hand(offsets)
+
+    async def remove_member(self, member_id: str) -> None:
+        """Tell the group that a member has left.
+
+        Raises:
+            TransportError: It was not told; retriable while that may pass.
+        """
+        await self.transport.remove_member(member_id)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """First and end offset of each log."""

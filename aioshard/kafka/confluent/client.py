@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from confluent_kafka import KafkaException
 
-from aioshard.errors import ClientLostError, SettingsError, StateError, TransportError
+from aioshard.errors import ClientLostError, SettingsError, StateError
 from aioshard.kafka.confluent.asking import Asked, Asking
 from aioshard.kafka.confluent.calls import Calls, resolve
 from aioshard.kafka.confluent.commits import Commits
+from aioshard.kafka.confluent.former import Former
 from aioshard.kafka.confluent.health import Health
 from aioshard.kafka.confluent.intake import Intake
 from aioshard.kafka.confluent.member import Member
 from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
 from aioshard.kafka.confluent.topics import Topics
 from aioshard.kafka.confluent.translate import reason
+from aioshard.kafka.confluent.watching import watch
 from aioshard.kafka.memberless import by_hand
 from aioshard.kafka.questions import refuse_what_is_not_ours
 from aioshard.ports import (
@@ -44,7 +45,6 @@ logger = logging.getLogger("aioshard.kafka.confluent.client")
 
 _AT_ONCE = 500  # messages that one call to the client takes
 _WAIT = 0.05  # seconds that one call to the client waits, and a commit for its turn
-_ENDS_INTERVAL = 1.0  # seconds between looks at the ends of logs that we have not reached
 
 
 class ConfluentTransport(Asked):
@@ -78,6 +78,7 @@ class ConfluentTransport(Asked):
         self._listener: GroupListener | None = None
         self._membership = NOT_A_MEMBER
         self._health = Health(settings, group_id, self._interrupt)
+        self._former = Former(settings)
         self._closed = False  # `close` was called: nothing more is handed out
         self._left = False  # nothing more may be asked of the brokers
         self._handed_back = asyncio.Event()
@@ -125,8 +126,12 @@ class ConfluentTransport(Asked):
             if not await self._topics.exist():
                 listener.assigned((), self._membership)  # the client joins no group before there is a topic
         owner = asyncio.create_task(self._own(self._member), name=f"confluent client of {self._group_id}")
-        watch = asyncio.create_task(self._watch(self._asking, self._topics), name=f"brokers of {self._group_id}")
-        self._tasks = [owner, watch]
+        watching = watch(
+            *(self._asking, self._topics, self._former, self._member, self._calls),
+            ends=lambda: self.log_ranges(self._intake.behind()),
+            subscribe=self._subscribe,
+        )
+        self._tasks = [owner, asyncio.create_task(watching, name=f"brokers of {self._group_id}")]
 
     async def close(self) -> None:
         """See `Transport.close`. Waits for a hand-over that the engine is in, and for what the client is doing."""
@@ -207,21 +212,6 @@ class ConfluentTransport(Asked):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._room.wait()
-
-    async def _watch(self, asking: Asking, topics: Topics) -> None:
-        """Keep up what no read tells: ends of logs, brokers that are back, topics that are new."""
-        while True:
-            await asyncio.sleep(_ENDS_INTERVAL)
-            try:
-                async with asyncio.timeout(2 * _ENDS_INTERVAL):
-                    for name, log in (await asking.log_ranges(self._intake.behind())).items():
-                        self._intake.note_end(name, log.end)
-                    names = await topics.changed()
-            except (TransportError, TimeoutError) as error:
-                logger.debug("the ends of logs were not told: %s", reason(error))
-                continue
-            if names is not None:
-                await self._calls.call(functools.partial(self._subscribe, names))
 
     async def _subscribe(self, names: frozenset[str]) -> None:
         if self._member is not None:
@@ -360,6 +350,7 @@ class ConfluentTransport(Asked):
             self._intake.clear()
         self._intake.add([TopicPartition(each.topic, each.partition) for each in partitions])
         self._membership = membership
+        self._former.joined(membership)
         try:
             listener.assigned(self._intake.partitions, membership)
         except Exception as error:  # noqa: BLE001 - the client would swallow it; the next poll raises it
@@ -371,6 +362,8 @@ class ConfluentTransport(Asked):
     async def _lose(self, partitions: Sequence[Any]) -> None:
         self._membership = NOT_A_MEMBER
         await self._give_up(partitions, lost=True)
+        if self._member is not None:
+            await self._former.look_at(self._member)
 
     async def _give_up(self, partitions: Sequence[Any], *, lost: bool) -> None:
         """Tell the engine that partitions are being taken away; the group waits, and what we keep goes on."""

@@ -101,6 +101,10 @@ class Member(AIOConsumer):
                 messages += consumer.consume(most, 0)
         return Turn(messages, failed)
 
+    async def who(self) -> Membership:
+        """Who we are now."""
+        return membership_of(await self.consumer_group_metadata())
+
     async def start_over(self, partitions: Collection[TopicPartition]) -> None:
         """Assign all that is ours once more, paused: the only way to one of them where assignments are whole."""
         await self._call(self._place, places(partitions), incremental=False)
