@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from aioshard.cli.group_looking import Place
-from aioshard.cli.tables import as_text
+from aioshard.cli.tables import as_text, duration_as_text
 from aioshard.kafka.groups import Group
 
 __all__ = ["Movement", "cause_of", "cause_of_group", "commonest"]
@@ -83,14 +83,7 @@ def _pace(lag: int, moved: Movement) -> str:
     net = moved.committed - moved.arrived
     if net <= 0:
         return "more comes in than is committed" if net < 0 else "as much comes in as is committed"
-    return f"it catches up, in about {_rounded(lag * moved.seconds / net)}"
-
-
-def _rounded(seconds: float) -> str:
-    for size, name in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{max(seconds, 1):.0f} s"
+    return f"it catches up, in about {duration_as_text(max(lag * moved.seconds / net, 1.0))}"
 
 
 def commonest(causes: Iterable[str | None]) -> str | None:

@@ -13,7 +13,7 @@ from aioshard.cli import options
 from aioshard.cli.group_causes import Movement, cause_of, cause_of_group, commonest
 from aioshard.cli.group_looking import Look, Place, group_argument, look, place_as_object, there_is_none
 from aioshard.cli.sides import run, settings_of
-from aioshard.cli.tables import as_text, print_table
+from aioshard.cli.tables import as_text, duration_as_text, print_table
 from aioshard.kafka.groups import Coordinator, GroupBrokers
 from aioshard.kafka.history import GroupMember
 from aioshard.records import TopicPartition
@@ -264,18 +264,11 @@ def _cells(one: TopicPartition, place: Place, watched: _Watched) -> tuple[str, .
         str(place.finished),
         "-" if moved is None else f"{moved.committed / moved.seconds:,.1f}",
         "-" if moved is None else f"{moved.arrived / moved.seconds:,.1f}",
-        "-" if told.written is None else f"{_age(watched.now - told.written)} ago",
+        "-" if told.written is None else f"{duration_as_text(watched.now - told.written)} ago",
         _owner(place.member),
         "-" if told.since is None else f"for {watched.now - told.since:.0f} s",
         told.cause or "-",
     )
-
-
-def _age(seconds: float) -> str:
-    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
 
 
 def _owner(member: GroupMember | None) -> str:

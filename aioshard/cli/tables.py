@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["as_json_value", "as_text", "bytes_as_text", "cut", "moment_as_text", "print_table"]
+__all__ = ["as_json_value", "as_text", "bytes_as_text", "cut", "duration_as_text", "moment_as_text", "print_table"]
 
 _LONGEST = 60
 
@@ -65,6 +65,19 @@ def moment_as_text(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep=" ", timespec="seconds")
     except (ValueError, OverflowError, OSError):
         return f"{seconds:g} s"
+
+
+def duration_as_text(seconds: float) -> str:
+    """A time in the largest unit of which there are two.
+
+    Example:
+        >>> duration_as_text(90), duration_as_text(150), duration_as_text(200_000)
+        ('90 s', '2 min', '2 d')
+    """
+    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def cut(text: str, longest: int = _LONGEST) -> str:
