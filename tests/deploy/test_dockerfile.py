@@ -69,6 +69,7 @@ async def test_what_the_dockerfile_says_ends_in_a_process_that_consumes_and_stop
         if re.search(r"No matching distribution|Connection(?:Error| broken)|Max retries", str(error)):
             skip_or_fail("package index", str(error)[-300:])
         raise
+    assert left_out(image.root) == [], "the wheel that pip has built is not whole"
     files = sorted(image.root.rglob("*"))
     port = free_port()
     async with EmbeddedBroker() as broker:
@@ -96,6 +97,14 @@ async def test_what_the_dockerfile_says_ends_in_a_process_that_consumes_and_stop
     assert b"SIGTERM: draining" in log
     assert await healthy(image, port) == 3, "nobody is there any more"
     assert sorted(image.root.rglob("*")) == files, "it cannot run on a read-only file system"
+
+
+def left_out(root: Path) -> list[str]:
+    """The files of our packages that are not installed there: the page, schemas and types have no Python in them."""
+    (installed,) = root.glob("venv/lib/python*/site-packages")
+    files = [file for package in ("aioshard", "pyspark_aioshard") for file in (PROJECT / package).rglob("*.*")]
+    ours = [str(file.relative_to(PROJECT)) for file in files if file.suffix != ".pyc" and file.is_file()]
+    return sorted(name for name in ours if not (installed / name).is_file())
 
 
 async def start(image: Image, words: Sequence[str], port: int, **variables: str) -> asyncio.subprocess.Process:
