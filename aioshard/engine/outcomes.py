@@ -47,7 +47,9 @@ class FailureNote(NamedTuple):
     """How many had failed by then, this one included."""
 
     def __str__(self) -> str:
-        return f"{self.error}: {self.message}"
+        # One line, for logs and explanations: drivers of databases write several. The traceback has them as they are.
+        message = " ".join(self.message.split())
+        return f"{self.error}: {message}" if message else self.error
 
 
 class Untroubled:

@@ -1096,3 +1096,34 @@ def test_it_can_be_asked_from_a_thread_without_pause_while_records_flow() -> Non
 
     assert not failures
     assert asked > 20
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            'relation "orders" does not exist\nLINE 1: INSERT INTO orders\n                    ^',
+            "exist LINE 1: INSERT INTO orders ^;",
+        ),
+        ("", "with LookupError;"),
+    ],
+    ids=["several lines", "none"],
+)
+def test_what_an_exception_says_is_one_line_of_a_sentence(
+    message: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+
+    @app.consume("orders", retry=ONCE)
+    async def handle(_: Record) -> None:
+        raise LookupError(message)
+
+    async def test() -> None:
+        async with client_of(app) as client:
+            await client.publish("orders", "x", partition=3)
+            await asyncio.sleep(1.0)
+            assert told in head_of(app, 3).reason
+
+    run(test())
+    (halted,) = (line for line in caplog.records if "halts its shard" in line.getMessage())
+    assert "\n" not in halted.getMessage()

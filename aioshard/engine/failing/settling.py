@@ -181,7 +181,7 @@ class Settlement:
 
     def halt(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
         """Have the delivery keep its shard until somebody releases it."""
-        text = f"{type(error).__name__}: {_message_of(error)}"
+        text = str(FailureNote(type(error).__name__, _message_of(error), delivery.failures))
         shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
         logger.error(
             "record %r failed %d time(s) and halts its shard: its partition is not committed past it (%s)",
