@@ -172,7 +172,8 @@ class _Lookout:
         aloud = holder.place is None or self._is_news(holder.place)
         if aloud:
             level = logging.INFO if holder.place is None else logging.WARNING
-            logger.log(level, "the event loop has not turned for %.1f s: %s", stands, holder.sentence)
+            fields = _fields("loop_blocked", stands)
+            logger.log(level, "the event loop has not turned for %.1f s: %s", stands, holder.sentence, extra=fields)
         self._told = _Told(since, holder, aloud)
 
     def _is_news(self, place: str) -> bool:
@@ -190,19 +191,26 @@ class _Lookout:
                 self._tell_unseen(stand)
         elif told.aloud:
             level = logging.INFO if told.holder.place is None else logging.WARNING
-            logger.log(level, "the event loop turns again after %.1f s: %s", stand.seconds, told.holder.sentence)
+            fields = _fields("loop_turns", stand.seconds)
+            message = "the event loop turns again after %.1f s: %s"
+            logger.log(level, message, stand.seconds, told.holder.sentence, extra=fields)
 
     def _tell_unseen(self, stand: _Stand) -> None:
         if stand.cpu < stand.seconds * _COMPUTED:
             message = "the event loop did not turn for %.1f s, nor did a thread: the process was stopped or starved"
-            logger.info(message, stand.seconds)
+            logger.info(message, stand.seconds, extra=_fields("loop_turns", stand.seconds))
         elif self._is_news("unseen"):
             logger.warning(
                 "the event loop did not turn for %.1f s, and no thread could look why: something computed in a call "
                 "that keeps the interpreter to itself (this process used %.1f s of the processors meanwhile)",
                 stand.seconds,
                 stand.cpu,
+                extra=_fields("loop_turns", stand.seconds),
             )
+
+
+def _fields(event: str, seconds: float) -> dict[str, object]:
+    return {"event": event, "seconds": round(seconds, 1)}
 
 
 def _runner(coroutine: FrameType) -> FrameType | None:

@@ -84,7 +84,9 @@ class Blocking:
 
 
 @LOOPS
-def test_the_handler_and_its_line_are_named_while_it_lasts_and_in_the_log(new_loop: NewLoop, told: Told) -> None:
+def test_the_handler_and_its_line_are_named_while_it_lasts_and_in_the_log(
+    new_loop: NewLoop, told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
     app = make_app()
     blocks: Blocking
 
@@ -108,6 +110,9 @@ def test_the_handler_and_its_line_are_named_while_it_lasts_and_in_the_log(new_lo
         assert re.fullmatch(rf"the event loop has not turned for 1\.\d s: {re.escape(what)}", seen)
         (began, first), (ended, second) = told()
         assert began == ended == logging.WARNING
+        lines = [vars(one) for one in caplog.records if one.name == LOGGER]
+        assert [one["event"] for one in lines] == ["loop_blocked", "loop_turns"]
+        assert all(1.0 <= one["seconds"] < 3.0 for one in lines)
         assert re.fullmatch(rf"the event loop has not turned for 1\.\d s: {re.escape(what)}", first)
         assert re.fullmatch(rf"the event loop turns again after [12]\.\d s: {re.escape(what)}", second)
         assert "alice" not in "".join(text for _, text in told())
