@@ -77,6 +77,17 @@ async def test_the_answer_waits_as_long_as_it_is_told_to(shop: Shop) -> None:
     assert 0.3 <= time.monotonic() - began < 2
 
 
+async def test_a_request_that_is_given_up_leaves_nothing_behind_but_the_drain(shop: Shop) -> None:
+    before = asyncio.all_tasks()
+    asked = asyncio.create_task(shop.http.get("/drain?wait=600"))
+    while shop.app.statistics().state == "running":  # noqa: ASYNC110 - the next step of the loop is meant
+        await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+
+    assert {task.get_name() for task in asyncio.all_tasks() - before} == {"drain"}
+
+
 async def test_what_did_not_end_in_time_is_503_and_named() -> None:
     shop = Shop(shutdown_timeout=0.3)
     answers: list[httpx.Response] = []
