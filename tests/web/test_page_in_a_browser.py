@@ -18,6 +18,7 @@ from tests.support.shared_kafka import SharedKafka
 
 TOKEN = "only-for-this-test"
 SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"
+LONG = "without-a-blank-" + "k" * 100
 PARTITIONS = 4
 HANGS, HALTS, SLOW, MENDED = 0, 1, 2, 3
 """Partitions in which the first record does that."""
@@ -74,7 +75,7 @@ async def running(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[t
     async with app, served(api) as address, asyncio.TaskGroup() as group_of_tasks:
         for value in (b"hangs", b"{}", b"{}"):
             await app.publish(topic, value, key=SCRIPT, partition=HANGS)
-        await app.publish(topic, b"halts", key="halted", partition=HALTS)
+        await app.publish(topic, b"halts", key=LONG, partition=HALTS)
         await app.publish(topic, b"down", key="retried", partition=MENDED)
         await app.publish(f"{topic}.invoices", b"down", key="locked", partition=0)
         loading = group_of_tasks.create_task(load(), name="load")

@@ -33,8 +33,10 @@ async def on_order(record: Record) -> None:
 async def load(kafka: SharedKafka, topic: str) -> AsyncIterator[None]:
     """Records into each partition while the context is open."""
 
+    enough = asyncio.Event()
+
     async def produce() -> None:
-        while True:
+        while not enough.is_set():
             for partition in range(PARTITIONS):
                 await kafka.produce(topic, [(b"k", b"v")] * 5, partition=partition)
             await asyncio.sleep(0.1)
@@ -43,8 +45,8 @@ async def load(kafka: SharedKafka, topic: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        producing.cancel()
-        await asyncio.wait([producing])
+        enough.set()  # a producer that is cancelled while it starts is not closed
+        await producing
 
 
 async def owners(client: httpx.AsyncClient) -> dict[int, str]:
