@@ -37,9 +37,8 @@ async def load(kafka: SharedKafka, topic: str) -> AsyncIterator[None]:
 
     async def produce() -> None:
         while not enough.is_set():
-            for partition in range(PARTITIONS):
-                await kafka.produce(topic, [(b"k", b"v")] * 5, partition=partition)
-            await asyncio.sleep(0.1)
+            await kafka.produce(topic, [(b"%d" % key, b"v") for key in range(10 * PARTITIONS)])
+            await asyncio.sleep(0.2)
 
     producing = asyncio.create_task(produce(), name="load")
     try:
