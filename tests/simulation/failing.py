@@ -112,6 +112,10 @@ class FailingWorld(World):
                 self._pause_or_resume(self.rng.choice(self.living))
             case 2 if self.policy.startswith("park"):
                 self._ask_for_releases()
+            case 3 if self.policy.startswith("park"):
+                self.read_side()
+                if SIDE in self.broker.topics():
+                    self.broker.compact(SIDE, self.rng.randrange(self.broker.topics()[SIDE]))
             case _:
                 await super().something_happens()
 
