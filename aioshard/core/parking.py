@@ -173,6 +173,10 @@ class ParkedKeys:
         """Whether a key is parked and waits until it is due; otherwise it is being run again."""
         return key in self._waiting
 
+    def waits_for_time(self, key: Hashable) -> bool:
+        """Whether a key is parked and not to be run again at once."""
+        return self._waiting.get(key, 0.0) > 0.0
+
     def take_due(self, now: float) -> ParkedEntry | None:
         """The first record of a key that is due, which then waits no longer; None when none is."""
         due = self.next_due

@@ -143,6 +143,27 @@ def test_attempts_that_are_used_up_stay_so_after_a_restart() -> None:
     run(test())
 
 
+def test_a_release_that_its_owner_has_not_done_is_done_by_the_next_one() -> None:
+    ledger = Ledger(delay=5.0, attempts=1)
+
+    async def test() -> None:
+        broker = InMemoryBroker(partitions=1)
+        async with TestClient(ledger.app, broker=broker) as client:
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await asyncio.sleep(60.0)
+            assert len(ledger.runs) == 2
+            ledger.app.pause("orders", 0)
+            request(broker, 0)
+            await asyncio.sleep(10.0)
+        ledger.broken.clear()
+        async with TestClient(ledger.app, broker=broker) as client:
+            await until(lambda: ledger.done[b"k"] == [0])
+            await until(lambda: broker.records(PARKED)[-1].key == b"release/orders/0/0")
+        assert broker.records(PARKED)[-1].value is None
+
+    run(test())
+
+
 def test_what_waits_to_be_parked_behind_its_key_runs_when_the_key_is_not_parked_any_more() -> None:
     ledger = Ledger(delay=1_000.0)
 
@@ -326,7 +347,8 @@ def test_a_side_partition_that_cannot_be_answered_keeps_no_release_of_another_wa
             await client.settle()
             ledger.broken.clear()
             monkeypatch.setattr(OneUnwritable, "unwritable", True)
-            request(client.broker, 0)
+            for offset in (0, 7):  # what is not parked is answered at once
+                request(client.broker, offset)
             await asyncio.sleep(5.0)
             engine = ledger.app._engine
             assert engine is not None

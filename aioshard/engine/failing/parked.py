@@ -1,6 +1,7 @@
 """What is parked of one partition: read from its side topic, run again when it is due."""
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.core.finished_offsets import holds
@@ -25,6 +26,8 @@ from aioshard.serde.side_records import (
 __all__ = ["Lot", "Replay", "of_a_fixed_shard"]
 
 _WHO = "parking"
+_LOOKED_AT = 1_000
+"""Requests that are looked at in one go: somebody may have asked for all that is parked."""
 
 
 class Replay(Delivery):
@@ -87,6 +90,8 @@ class Lot:
         self._doubtful: set[int] = set()
         """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
         self._requests: list[Coordinates] = []
+        self._asked: dict[Coordinates, Hashable] = {}
+        """Requests that are being done, each with its key."""
         self._shard_key = shard_key
 
     def identity(self, record: Record) -> ShardKey:
@@ -181,7 +186,11 @@ class Lot:
         return None  # a later generation is that of somebody who has the partition after us
 
     def stale(self) -> Iterator[Message]:
-        """What takes out records whose park was not acknowledged, but stored, and that have ended otherwise since."""
+        """What takes out records whose park was not acknowledged, but stored, and that have ended otherwise since.
+
+        And what answers requests.
+        """
+        yield from self._answered()
         yield from self._to_write
         self._to_write.clear()
         for offset in list(self._doubtful):
@@ -207,11 +216,22 @@ class Lot:
         """What takes a record out, in our name."""
         return tombstone(self.stored_in.topic, place, by=self.generation)
 
-    def _release(self, coordinates: Coordinates) -> Message:
+    def _release(self, coordinates: Coordinates) -> Message | None:
         entry = self.keys.get(coordinates.offset)
-        if entry is not None:
-            self.release(entry.key)
-        return released(self.stored_in.topic, coordinates)
+        if entry is None:
+            return released(self.stored_in.topic, coordinates)
+        self.release(entry.key)
+        self._asked[coordinates] = entry.key
+        return None
+
+    def _answered(self) -> Iterator[Message]:
+        """Answer what was asked for when it was done: till then the next owner would do it."""
+        for coordinates in list(itertools.islice(self._asked, _LOOKED_AT)):
+            key = self._asked.pop(coordinates)
+            if key in self.keys and not self.keys.waits_for_time(key):
+                self._asked[coordinates] = key  # behind the others
+            else:
+                yield released(self.stored_in.topic, coordinates)
 
     def finish_restoring(self) -> Iterator[Message]:
         """Everything was read: what the partition delivers again is not parked, and releases are answered.
@@ -232,7 +252,8 @@ class Lot:
                 yield self.tombstone(self.place(entry))
         self._superseded.clear()
         for coordinates in self._requests:
-            yield self._release(coordinates)
+            if (answer := self._release(coordinates)) is not None:
+                yield answer
         self._requests.clear()
 
     def _comes_again(self, offset: int) -> bool:
