@@ -1,4 +1,4 @@
-"""Handlers of batches under thousands of seeded interleavings, I1 to I10 asserted after every step."""
+"""Handlers of batches under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from tests.simulation.batching import BatchWorld, FailingBatchWorld
 from tests.simulation.failing import POLICIES
 from tests.simulation.world import live, stop_quietly
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000"))
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "1000"))
 CHUNK = 100
 EVENTS = 25
 

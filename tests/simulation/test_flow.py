@@ -10,7 +10,7 @@ from aioshard import Adaptive, RateLimit
 from aioshard.engine.control import set_concurrency
 from tests.simulation.world import World, live, stop_quietly
 
-SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "2000")) // 10
+SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "1000")) // 10
 CHUNK = 50
 EVENTS = 30
 
