@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
-from typing import NamedTuple
+from collections.abc import Coroutine
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +18,7 @@ __all__ = ["ACCEPT", "LONGEST_HOLD", "MOST_SECONDS", "Scrape", "run", "scrapes"]
 TITLE = "A scrape of /metrics, in a thread beside the event loop; every partition has a record in hand"
 ACCEPT = "application/openmetrics-text;version=1.0.0"
 """What Prometheus asks for."""
+T = TypeVar("T")
 INTERVAL = 15.0
 """Seconds between two scrapes, for their share of a core."""
 MOST_SECONDS = 0.1
@@ -32,6 +33,8 @@ class Scrape(NamedTuple):
     hold: float
     """CPU seconds of the process in the longest time for which the event loop did not turn."""
     page: bytes
+    without: float
+    """The same as `hold`, of as long a time in which nobody scrapes."""
 
 
 async def run(*, quick: bool) -> Report:
@@ -48,6 +51,7 @@ async def run(*, quick: bool) -> Report:
                 "series": sum(1 for line in found[0].page.splitlines() if not line.startswith(b"#")),
                 "ms CPU": spread([one.seconds * 1_000 for one in found]),
                 "ms in which the loop did not turn": spread([one.hold * 1_000 for one in found]),
+                "without a scrape": spread([one.without * 1_000 for one in found]),
                 "% of a core, one each 15 s": 100 * seconds.median / INTERVAL,
             }
         )
@@ -56,6 +60,7 @@ async def run(*, quick: bool) -> Report:
         Verdict("the loop did not turn for", hold.median, must=LONGEST_HOLD, unit="s", judged=not quick),
         Verdict("% of a core, one each 15 s", 100 * seconds.median / INTERVAL, must=2.0, unit="%", judged=not quick),
     ]
+    report.notes.append("Without a scrape, it is the engine and its broker in memory that look at each partition.")
     report.notes.append("CPU time, so that it does not matter what else the machine does. Median (least–most).")
     return report
 
@@ -78,7 +83,7 @@ async def scrapes(partitions: int, rounds: int) -> list[Scrape]:
             await client.publish("orders", b"1", key=b"%d" % partition, partition=partition)
         while sum(one.incomplete for one in app.statistics().partitions) < partitions:
             await asyncio.sleep(0.01)
-        found = [await _watched(asyncio.to_thread(_timed, registry)) for _ in range(rounds)]
+        found = [await _scrape(registry) for _ in range(rounds)]
         let_go.set()
         await client.settle()
     return found
@@ -90,12 +95,20 @@ def _timed(registry: CollectorRegistry) -> tuple[float, bytes]:
     return time.thread_time() - before, page
 
 
-async def _watched(scrape: Awaitable[tuple[float, bytes]]) -> Scrape:
-    scraping = asyncio.ensure_future(scrape)
+async def _scrape(registry: CollectorRegistry) -> Scrape:
+    """One, and as long a time without."""
+    began = time.perf_counter()
+    hold, (seconds, page) = await _watched(asyncio.to_thread(_timed, registry))
+    without, _ = await _watched(asyncio.sleep(time.perf_counter() - began))
+    return Scrape(seconds, hold, page, without)
+
+
+async def _watched(what: Coroutine[None, None, T]) -> tuple[float, T]:
+    """The longest time, in CPU seconds of the process, for which the loop did not turn meanwhile; and the result."""
+    watched = asyncio.create_task(what, name="watched")
     hold = 0.0
-    while not scraping.done():
+    while not watched.done():
         before = time.process_time()
         await asyncio.sleep(0)
         hold = max(hold, time.process_time() - before)
-    seconds, page = scraping.result()
-    return Scrape(seconds, hold, page)
+    return hold, watched.result()

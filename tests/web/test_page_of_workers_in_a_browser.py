@@ -19,7 +19,13 @@ from tests.support.shared_kafka import SharedKafka
 TOKEN = "only-for-this-test"
 PARTITIONS = 4
 SOURCE = """
+import pathlib
+import time
+
 from aioshard import App, Record
+
+while pathlib.Path({held!r}).exists():  # who starts meanwhile waits
+    time.sleep(0.05)
 
 app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earliest")
 
@@ -98,8 +104,19 @@ async def pause_one(watched: Watched, client: httpx.AsyncClient, topic: str, own
     assert paused == [partition]
 
 
-async def kill_one(watched: Watched, client: httpx.AsyncClient) -> None:
-    """The page says so, and goes on with the other one."""
+def hold_up(held: Path) -> None:
+    """Whoever starts from now on waits."""
+    held.touch()
+
+
+def let_go(held: Path) -> None:
+    """Who waits goes on."""
+    held.unlink()
+
+
+async def kill_one(watched: Watched, client: httpx.AsyncClient, held: Path) -> None:
+    """The page says so, and goes on with the other one, until the next one answers."""
+    hold_up(held)
     page = watched.page
     number = (await client.get("/statistics.json")).json()["workers"][1]["pid"]
     os.kill(number, signal.SIGKILL)
@@ -108,6 +125,8 @@ async def kill_one(watched: Watched, client: httpx.AsyncClient) -> None:
     shown = page.locator("#partitions td[data-label=Worker]")
     await expect(shown.filter(has_text="1")).to_have_count(0)
     await expect(shown.filter(has_text="0")).not_to_have_count(0)
+    let_go(held)
+    await expect(silent).to_have_count(0, timeout=DEADLINE * 1_000)
     await expect(page.locator("#connection")).to_have_text("live")
 
 
@@ -116,7 +135,9 @@ async def test_one_page_shows_both_workers(
     kafka: SharedKafka, topic: str, group: str, browser: Browser, tmp_path: Path
 ) -> None:
     await kafka.create_topic(topic, PARTITIONS)
-    (tmp_path / "shop.py").write_text(SOURCE.format(group=group, bootstrap=kafka.bootstrap, topic=topic))
+    held = tmp_path / "held"
+    source = SOURCE.format(group=group, bootstrap=kafka.bootstrap, topic=topic, held=str(held))
+    (tmp_path / "shop.py").write_text(source)
     command = ("run", "shop:app", "--workers", "2", "--web")
     running = await Running.start(tmp_path, *command, variables={"AIOSHARD_WEB_TOKEN": TOKEN})
     try:
@@ -127,7 +148,7 @@ async def test_one_page_shows_both_workers(
             await watched.page.goto(watched.address)
             await see_both(watched, topic, owned)
             await pause_one(watched, client, topic, owned)
-            await kill_one(watched, client)
+            await kill_one(watched, client, held)
             assert watched.elsewhere == []
             assert watched.troubles == []
             await watched.page.close()
