@@ -38,8 +38,10 @@ class Forwarder:
         try:
             self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=_CHUNK)
         except OSError as error:
+            # Python adds the address to what the system says, and the sentence has that already.
+            why = os.strerror(error.errno) if error.errno else str(error)
             raise TransportError(
-                f"port {self.port} of 127.0.0.1 cannot be listened on ({_reason(error)}): "
+                f"port {self.port} of 127.0.0.1 cannot be listened on ({why}): "
                 "choose another one, or none for a free one"
             ) from error
         self.port = self._server.sockets[0].getsockname()[1]
@@ -84,8 +86,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while data := await reader.read(_CHUNK):
         writer.write(data)
         await writer.drain()
-
-
-def _reason(error: OSError) -> str:
-    """Python adds the address to what the system says of a bind, and the sentence has that already."""
-    return os.strerror(error.errno) if error.errno else error.strerror or str(error)

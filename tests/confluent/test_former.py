@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from confluent_kafka import KafkaException
 
 from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.confluent.asking import Asking
@@ -49,6 +50,19 @@ async def test_who_the_client_is_no_more_leaves_once() -> None:
 
     assert await left(one, brokers) == ["was"]
     assert await left(one, brokers) == ["was"]
+
+
+@pytest.mark.parametrize("error", [KafkaException("no"), RuntimeError("Consumer closed")], ids=["refused", "closed"])
+async def test_a_client_that_does_not_tell_who_it_is_ends_nothing_and_nobody_leaves(error: Exception) -> None:
+    class Silent:
+        async def who(self) -> Membership:
+            raise error
+
+    one, brokers = former(), Brokers()
+
+    await one.look_at(cast("Any", Silent()))
+
+    assert await left(one, brokers) == []
 
 
 async def test_who_the_client_still_is_does_not_leave() -> None:

@@ -9,7 +9,17 @@ from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.failing.parked import Lot
 from aioshard.ports import FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.side_records import Coordinates, Failure, Place, Removed, park, read_parked, tombstone
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    Place,
+    Removed,
+    park,
+    read_parked,
+    release,
+    released,
+    tombstone,
+)
 
 ORDERS = TopicPartition("orders", 0)
 STORED_IN = TopicPartition("parked", 0)
@@ -231,6 +241,19 @@ def test_a_key_that_waits_is_released() -> None:
     assert made.keys.take_due(0.0) is None
     made.release(b"k")
     assert made.keys.take_due(0.0) is not None
+
+
+def test_a_release_is_answered_when_it_was_done_and_not_before() -> None:
+    made, _ = lot(parked(3, 0, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3)), 1))
+    assert list(made.stale()) == [], "its key waits for its turn: the next owner would have to do it"
+    entry = made.keys.take_due(0.0)
+    assert entry is not None
+    made.replay(entry, original(3), b"k", 0.0)
+    assert list(made.stale()) == [], "its key runs"
+    made.remove(3)
+    assert list(made.stale()) == [released("parked", Coordinates("orders", 0, 3))]
+    assert list(made.stale()) == [], "it was answered"
 
 
 def test_a_key_that_is_parked_anew_has_a_new_reason() -> None:

@@ -3,6 +3,8 @@
 import logging
 from typing import TYPE_CHECKING
 
+from confluent_kafka import KafkaException
+
 from aioshard.errors import TransportError
 from aioshard.kafka.confluent.asking import Asking
 from aioshard.kafka.confluent.member import Member
@@ -43,8 +45,13 @@ class Former:
             self._now = ""
 
     async def look_at(self, member: Member) -> None:
-        """See `compare`; where the client may be called."""
-        self.compare(await member.who())
+        """See `compare`; where the client may be called. One that does not tell who it is changes nothing."""
+        try:
+            now = await member.who()
+        except (KafkaException, RuntimeError) as error:
+            logger.debug("the client did not tell which member it is: %s", reason(error))
+            return
+        self.compare(now)
 
     def may_be_unknown(self, trouble: str | None) -> bool:
         """Whether it is time to `look_at` the client, as it tells only those of a lost membership who had partitions.
