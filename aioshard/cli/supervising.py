@@ -165,8 +165,10 @@ class Supervisor:
     async def _keep(self, worker: _Worker, removals: asyncio.TaskGroup) -> None:
         while not self._stopping.is_set():
             life = await self._live(worker)
-            worker.code = NOT_DRAINED if life.overdue else life.ending.code if life.ending.code >= 0 else CRASHED
+            worker.code = _counts_for(life)
             if self._stopping.is_set():
+                if life.ending.code == -signal.SIGTERM and not life.member:
+                    worker.code = 0  # sent to all of them, it met one that could not hear it yet: nothing ran in it
                 self._tell_end(worker, life)
                 return
             if self._once and worker.code in {0, UNHEALTHY}:
@@ -282,6 +284,12 @@ def _reasons(body: bytes) -> str:
     with contextlib.suppress(ValueError, AttributeError):
         return "; ".join(json.loads(body).get("reasons", ()))
     return "does not answer as a worker does"
+
+
+def _counts_for(life: _Life) -> int:
+    if life.overdue:
+        return NOT_DRAINED
+    return life.ending.code if life.ending.code >= 0 else CRASHED
 
 
 def _told(life: _Life) -> str:

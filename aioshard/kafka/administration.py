@@ -18,7 +18,7 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.connecting import advertised_by, connected
-from aioshard.kafka.connections import close_client
+from aioshard.kafka.connections import close_client, refuse_useless_connections
 from aioshard.kafka.options import client_options
 from aioshard.kafka.translate import raise_for, reason, request_error
 from aioshard.ports import Committed
@@ -229,6 +229,7 @@ class Administration:
 
 
 async def _begin(client: Any) -> bool:
+    refuse_useless_connections(client)
     with contextlib.suppress(kafka.KafkaError):
         await client.bootstrap()
     for broker in client.cluster.brokers():

@@ -5,11 +5,14 @@ Each attribute stands in the table of the canary tests. `client` is an `AIOKafka
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
 import asyncio
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
+from aiokafka.errors import KafkaConnectionError
 
 __all__ = [
     "CLOSE_GRACE",
@@ -17,9 +20,12 @@ __all__ = [
     "close_client",
     "end_tasks",
     "is_connected",
+    "new_administrator",
     "pace_look_ups",
     "refuse_useless_connections",
 ]
+
+logger = logging.getLogger("aioshard.kafka.connections")
 
 CLOSE_GRACE = 1.0
 """Seconds for tasks and connections to end once they were told to."""
@@ -31,22 +37,62 @@ def is_connected(client: Any) -> bool:
 
 
 def refuse_useless_connections(client: Any) -> None:
-    """Make the client close a connection to a broker that named no versions, instead of using it.
+    """Make the client fail at once, as with a broker that is away, where it would use a connection that is no good.
 
-    A broker that is just starting may answer so. The client would keep the connection and fail with
-    every request on it, silently and until the connection has been idle for minutes.
+    * A broker that is just starting may name no versions. The client would keep the connection and fail with every
+      request on it, silently and until the connection has been idle for minutes.
+    * A connection that was lost is seen as such a few turns of the loop later. In between uvloop refuses what is sent
+      with a `RuntimeError`, which the client takes for a fault in the program: its heartbeat, a commit or its sender
+      ends with it, and all else with them.
+
+    Call it before the client connects.
     """
-    any_connection = client._get_conn
+    any_connection, any_bootstrap = client._get_conn, client.bootstrap
 
     async def usable_connection(node: Any, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False) -> Any:
-        connection = await any_connection(node, group=group, no_hint=no_hint)
-        if connection is None or connection._versions:
-            return connection
-        client._conns.pop((node, group), None)
-        connection.close(reason=CloseReason.OUT_OF_SYNC)
-        return None
+        try:
+            connection = await any_connection(node, group=group, no_hint=no_hint)
+        except RuntimeError as error:
+            logger.info("the connection to broker %s was lost while it was being made: %s", node, error)
+            client.force_metadata_update()
+            return None
+        if connection is None:
+            return None
+        if not connection._versions:
+            client._conns.pop((node, group), None)
+            connection.close(reason=CloseReason.OUT_OF_SYNC)
+            return None
+        if not isinstance(connection._writer, _Writer):
+            connection._writer = _Writer(connection._writer)
+        return connection
 
-    client._get_conn = usable_connection
+    async def bootstrap() -> None:
+        try:
+            await any_bootstrap()
+        except RuntimeError as error:
+            raise KafkaConnectionError(f"the connection was lost while it was being made: {error}") from error
+
+    client._get_conn, client.bootstrap = usable_connection, bootstrap
+
+
+class _Writer:
+    """What a connection writes with: refuses with an `OSError`, on any event loop, what could not be sent any more."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.transport = writer.transport
+        self.drain = writer.drain
+        self.close = writer.close
+
+    def write(self, data: bytes) -> None:
+        """Send, or hold until it can be sent.
+
+        Raises:
+            ConnectionResetError: The connection is lost or closed.
+        """
+        if self.transport.is_closing():
+            raise ConnectionResetError("the connection is lost")
+        self._writer.write(data)
 
 
 def pace_look_ups(client: Any, pause: float) -> None:
@@ -110,8 +156,15 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
             transport.abort()
 
 
+def new_administrator(options: Mapping[str, Any]) -> Any:
+    """An `AIOKafkaAdminClient` that has not connected; end it with `close_administrator`."""
+    admin = AIOKafkaAdminClient(**options)
+    refuse_useless_connections(admin._client)
+    return admin
+
+
 async def close_administrator(admin: Any) -> None:
-    """End an `AIOKafkaAdminClient`; see `close_client`."""
+    """End what `new_administrator` made; see `close_client`."""
     admin._closed = True
     await close_client(admin._client, ())
 

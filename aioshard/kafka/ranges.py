@@ -232,7 +232,7 @@ class RangeTransport:
 
 
 async def _begin(consumer: Any) -> bool:
-    await consumer.start()
+    await Internals(consumer, "").consumer.start()
     return True
 
 

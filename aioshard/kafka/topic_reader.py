@@ -155,7 +155,7 @@ class TopicReader:
 
 
 async def _start(consumer: Any) -> bool:
-    await consumer.start()
+    await Internals(consumer, "").consumer.start()
     return True
 
 

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from aiokafka import errors as kafka
+
 from aioshard.errors import ClientLostError
 from aioshard.kafka.intake import Found
 from aioshard.kafka.internals import Internals
@@ -29,7 +31,8 @@ class Waiting:
             timeout: Seconds.
 
         Raises:
-            KafkaError: The client itself failed while it was waited for.
+            KafkaError: The client gave up on something while it was waited for.
+            ClientLostError: The client itself failed, with an error that nobody foresaw.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -43,6 +46,10 @@ class Waiting:
             timer = loop.call_later(remaining, self.look_again)
             try:
                 await waiter
+            except kafka.KafkaError:
+                raise
+            except Exception as error:
+                raise ClientLostError(f"the Kafka client failed ({reason(error)}); a new client is needed") from error
             finally:
                 timer.cancel()
                 self._waiter = None

@@ -78,13 +78,19 @@ def partitions_of(worker: dict[str, Any]) -> list[int]:
     return [one["partition"] for one in (worker["statistics"] or {"partitions": []})["partitions"]]
 
 
+def paused_of(worker: dict[str, Any]) -> list[str | None]:
+    return [one["paused"] for one in (worker["statistics"] or {"partitions": []})["partitions"]]
+
+
 async def shared(client: httpx.AsyncClient, count: int) -> list[dict[str, Any]]:
-    """The workers, as soon as each partition is one's, and both have some."""
+    """The workers, as soon as each partition is one's and is read, and both have some."""
     async with asyncio.timeout(DEADLINE):
         while True:
             found = await workers(client)
             owned = [partitions_of(one) for one in found]
-            if all(owned) and sorted(one for each in owned for one in each) == list(range(count)):
+            whole = all(owned) and sorted(one for each in owned for one in each) == list(range(count))
+            # Who has been given its partitions may still wait for the other.
+            if whole and not any(reason for worker in found for reason in paused_of(worker)):
                 return found
             await asyncio.sleep(0.05)
 
@@ -226,7 +232,7 @@ async def test_one_page_shows_all_and_acts_on_the_worker_that_is_meant(
         pause = {"action": "pause_handler", "handler": "handle", "worker": "1"}
         done = await client.post("/actions", json=pause, headers=allowed)
         assert (done.status_code, done.json()) == (200, {"done": "worker 1: handler handle is paused"})
-        paused = [[one["paused"] for one in worker["statistics"]["partitions"]] for worker in await workers(client)]
+        paused = [paused_of(worker) for worker in await workers(client)]
         assert paused[0] == [None, None]
         assert None not in paused[1]
 
@@ -238,7 +244,7 @@ async def test_one_page_shows_all_and_acts_on_the_worker_that_is_meant(
         ):
             assert (await client.post("/actions", json={**pause, "worker": "0"}, headers=given)).status_code == status
         assert (await client.get("/processes.json", headers={"host": "elsewhere.example"})).status_code == 403
-        now = [[one["paused"] for one in worker["statistics"]["partitions"]] for worker in await workers(client)]
+        now = [paused_of(worker) for worker in await workers(client)]
         assert now == paused, "who was refused has done nothing"
         for wrong, status in (({**pause, "handler": "none"}, 409), ({**pause, "worker": "7"}, 409)):
             refused = await client.post("/actions", json=wrong, headers=allowed)
@@ -345,8 +351,19 @@ async def test_a_signal_to_all_of_them_at_once_is_one_signal(kafka: SharedKafka,
     await app.says("began 0 0")
     for pid in [app.process.pid, *children_of(app)]:
         os.kill(pid, signal.SIGTERM)
-    assert await app.ends() == 0
+    assert await app.ends() == 0, app.errors
     assert finished(app) == {(0, 0)}
+
+
+async def test_a_worker_that_the_signal_ends_before_it_can_hear_it_has_ended_as_it_should(start: Start) -> None:
+    """Nothing ran in it: an interpreter that only just starts is ended by SIGTERM itself."""
+    deaf = "import os, signal, time\nif os.environ.get('AIOSHARD_WORKER') == '1':\n"
+    deaf += "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    print('deaf', flush=True)\n    time.sleep(600)\n"
+    app = await start(NOWHERE, before=deaf, start_timeout=600)
+    await app.says("deaf")
+    for pid in [app.process.pid, *children_of(app)]:
+        os.kill(pid, signal.SIGTERM)
+    assert await app.ends() == 0, app.errors
 
 
 async def test_workers_that_have_caught_up_end_and_are_not_started_again(

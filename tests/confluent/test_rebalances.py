@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
-from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.errors import ClientLostError, CommitRefusedError, TransportError
 from aioshard.ports import NOT_A_MEMBER, NOTHING, Allowance, Committed
 from aioshard.records import TopicPartition
 from tests.kafka_client.members import PATIENCE, Member
@@ -184,3 +186,22 @@ async def test_two_members_with_one_instance_id_are_told_so(kafka: SharedKafka, 
     with pytest.raises(TransportError, match="group_instance_id='one'") as refused:
         ended.result()
     assert not refused.value.retriable
+
+
+async def test_a_subscription_that_cannot_be_changed_costs_the_clients_life_and_is_not_silence(
+    kafka: SharedKafka, topic: str, member: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kafka.create_topic(f"{topic}.a")
+    one = member()
+    await one.transport.start([], rf"{topic}\.[a-z]", one)
+    await one.poll_until(lambda: bool(one.assignments and one.assignments[-1].partitions))
+
+    async def refused(*_: Any, **__: Any) -> None:
+        raise KafkaException(KafkaError(KafkaError._INVALID_ARG))
+
+    client: Any = one.transport
+    monkeypatch.setattr(client._member, "subscribe", refused)
+    await kafka.create_topic(f"{topic}.b")
+
+    with pytest.raises(ClientLostError, match="Invalid argument"):
+        await one.poll_until(lambda: False)

@@ -18,6 +18,7 @@ from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
+from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
@@ -119,7 +120,15 @@ OTHERS = {
         "request_rejoin",
     },
     "fetcher": {"beginning_offsets", "end_offsets", "get_offsets_by_times"},
-    "client": {"cluster", "coordinator_lookup", "force_metadata_update", "get_random_node", "send", "set_topics"},
+    "client": {
+        "bootstrap",
+        "cluster",
+        "coordinator_lookup",
+        "force_metadata_update",
+        "get_random_node",
+        "send",
+        "set_topics",
+    },
     "part": {"next_fetch_offset"},
     "connection": {"close", "connected"},
     "accumulator": {"add_message", "drain_by_nodes", "fail_all", "reenqueue", "waiter"},
@@ -498,6 +507,14 @@ def test_what_is_replaced_of_their_sender_is_as_it_was_read() -> None:
 def test_a_topic_with_the_brokers_own_number_of_replicas_cannot_be_asked_for_in_their_words() -> None:
     with pytest.raises(kafka_errors.IllegalArgumentError):
         NewTopic("t", 1, -1)
+
+
+def test_a_connection_asks_no_more_of_its_writer_than_ours_can() -> None:
+    """And the loops' refusal of a write to a lost connection is still not the `OSError` that it is ready for."""
+    source = inspect.getsource(AIOKafkaConnection)
+
+    assert set(re.findall(r"\b_writer\.(\w+)", source)) == {"close", "drain", "write"}
+    assert "except OSError as err" in inspect.getsource(AIOKafkaConnection.send)
 
 
 def test_their_look_up_would_create_topics() -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -125,13 +126,17 @@ class ConfluentTransport(Asked):
             await self._subscribe(names)
             if not await self._topics.exist():
                 listener.assigned((), self._membership)  # the client joins no group before there is a topic
-        owner = asyncio.create_task(self._own(self._member), name=f"confluent client of {self._group_id}")
-        watching = watch(
+        watching = functools.partial(
+            watch,
             *(self._asking, self._topics, self._former, self._member, self._calls),
             ends=lambda: self.log_ranges(self._intake.behind()),
             subscribe=self._subscribe,
         )
-        self._tasks = [owner, asyncio.create_task(watching, name=f"brokers of {self._group_id}")]
+        owning = functools.partial(self._own, self._member)
+        self._tasks = [
+            asyncio.create_task(self._until_lost(owning), name=f"confluent client of {self._group_id}"),
+            asyncio.create_task(self._until_lost(watching), name=f"brokers of {self._group_id}"),
+        ]
 
     async def close(self) -> None:
         """See `Transport.close`. Waits for a hand-over that the engine is in, and for what the client is doing."""
@@ -172,23 +177,27 @@ class ConfluentTransport(Asked):
 
     # The owner of the client ----------------------------------------------------------
 
-    async def _own(self, member: Member) -> None:
-        """Read, and do what others want done, until the client is closed or lost."""
-        loop = asyncio.get_running_loop()
+    async def _until_lost(self, forever: Callable[[], Awaitable[None]]) -> None:
+        """Do what has to go on as long as the client lives."""
         try:
-            while not self._left:
-                await self._calls.serve()
-                if self._closed and self._handed_back.is_set():
-                    await asyncio.sleep(0)  # nothing new begins; `close` goes on
-                    continue
-                seconds = self._intake.crowded(loop.time())
-                if seconds:
-                    await self._pause(seconds)
-                    continue
-                await self._read(member, loop)
+            await forever()
         except Exception as error:  # noqa: BLE001 - whatever it is, the next poll raises it
             if not self._closed:
                 self._health.fail(error)
+
+    async def _own(self, member: Member) -> None:
+        """Read, and do what others want done, until the client is closed."""
+        loop = asyncio.get_running_loop()
+        while not self._left:
+            await self._calls.serve()
+            if self._closed and self._handed_back.is_set():
+                await asyncio.sleep(0)  # nothing new begins; `close` goes on
+                continue
+            seconds = self._intake.crowded(loop.time())
+            if seconds:
+                await self._pause(seconds)
+                continue
+            await self._read(member, loop)
 
     async def _read(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
         if not self._incremental and self._intake.start_over():

@@ -46,7 +46,7 @@ class Health:
         elif known is not None:
             self.failure = self._of_group(known)
         else:
-            self.failure = ClientLostError(f"the Kafka client's reading ended ({reason(error)})")
+            self.failure = ClientLostError(f"the Kafka client failed ({reason(error)})")
             self.failure.__cause__ = error
         self._failed()
 

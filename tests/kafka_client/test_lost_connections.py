@@ -1,0 +1,153 @@
+"""Connections that break while something is being sent: under uvloop too it is the brokers that are away, no more."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+from aiokafka import AIOKafkaConsumer
+from aiokafka import errors as kafka_errors
+from aiokafka.protocol.metadata import MetadataRequest
+
+from aioshard.errors import ClientLostError, CommitError
+from aioshard.kafka.administration import Administration
+from aioshard.kafka.internals import Internals
+from aioshard.kafka.options import client_options, consumer_options, producer_options
+from aioshard.kafka.reading import ReadingClient
+from aioshard.kafka.sending import connect
+from aioshard.ports import Committed
+from aioshard.settings import Settings
+from tests.kafka_client.members import Member, settings_for
+from tests.support.shared_kafka import SharedKafka
+
+Join = Callable[..., Member]
+
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+"""Each has its own word for a write to a connection that is lost."""
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def run(new_loop: NewLoop, test: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(test)
+
+
+def lose_all(client: Any) -> None:
+    """Do to a client's connections what the loop does when the other side resets them."""
+    for connection in client._conns.values():
+        if connection.connected():
+            connection._writer.transport._force_close(ConnectionResetError("reset by peer"))
+
+
+@contextlib.asynccontextmanager
+async def reading(settings: Settings) -> AsyncIterator[Any]:
+    client = ReadingClient(client_options(settings, request_timeout=10))
+    await client.bootstrap()
+    try:
+        yield client
+    finally:
+        await client.tear_down()
+
+
+@contextlib.asynccontextmanager
+async def sending(settings: Settings) -> AsyncIterator[Any]:
+    producer = await connect(settings, producer_options(settings), "some")
+    try:
+        yield producer.client
+    finally:
+        await producer.tear_down()
+
+
+@contextlib.asynccontextmanager
+async def consuming(settings: Settings) -> AsyncIterator[Any]:
+    internals = Internals(
+        AIOKafkaConsumer(**(consumer_options(settings, "") | {"group_id": None, "group_instance_id": None})), ""
+    )
+    await internals.consumer.start()
+    try:
+        yield internals.client
+    finally:
+        await internals.tear_down()
+
+
+@contextlib.asynccontextmanager
+async def administering(settings: Settings) -> AsyncIterator[Any]:
+    async with Administration(settings) as administration:
+        yield administration._client
+
+
+@LOOPS
+@pytest.mark.parametrize("connected", [reading, sending, consuming, administering])
+def test_what_is_sent_on_a_connection_that_was_just_lost_fails_as_any_other_outage(
+    kafka: SharedKafka,
+    connected: Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]],
+    new_loop: NewLoop,
+) -> None:
+    """Between the loss and the client's own discovery uvloop refuses a write with an error that is no OSError."""
+
+    async def test() -> None:
+        async with connected(Settings(bootstrap_servers=kafka.bootstrap)) as client:
+            node = client.get_random_node()
+            await client.send(node, MetadataRequest([]))
+            lose_all(client)
+            await asyncio.sleep(0)  # The loop has closed them, and the client has not yet seen it.
+            assert all(connection.connected() for connection in client._conns.values())
+            with pytest.raises(kafka_errors.KafkaConnectionError):
+                await client.send(node, MetadataRequest([]))
+
+            await client.send(node, MetadataRequest([]))
+
+    run(new_loop, test())
+
+
+@LOOPS
+def test_a_member_whose_connections_break_again_and_again_reads_on_and_stays_a_member(
+    kafka: SharedKafka, topic: str, group: str, new_loop: NewLoop
+) -> None:
+    rounds = 40
+
+    async def test() -> None:
+        await kafka.create_topic(topic)
+        one = Member(settings_for(kafka.bootstrap, heartbeat_interval=0.05, session_timeout=30), group)
+        try:
+            await read_on(one)
+        finally:
+            await one.transport.close()
+
+    async def read_on(one: Member) -> None:
+        (partitions, membership) = await one.join(topic)
+        client = one.transport._internals.client  # type: ignore[union-attr]
+        for done in range(rounds):
+            await kafka.produce(topic, [(None, b"v")])
+            await one.read_to({partitions[0]: done + 1})
+            lose_all(client)
+            await asyncio.sleep(0)
+            with contextlib.suppress(CommitError):
+                await one.transport.commit({partitions[0]: Committed(done + 1, "")}, membership)
+
+        async with asyncio.timeout(10):
+            await one.transport.commit({partitions[0]: Committed(rounds, "")}, membership)
+        assert one.transport.membership() == membership
+
+    run(new_loop, test())
+
+
+async def test_an_unexpected_error_of_the_client_costs_its_life_and_not_that_of_the_app(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    await kafka.create_topic(topic)
+    one = member()
+    await one.join(topic)
+    waiting = asyncio.create_task(one.poll(timeout=30))
+    await asyncio.sleep(0)
+    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+
+    pushed = asyncio.ensure_future(coordinator._push_error_to_user(RuntimeError("nobody thought of it")))
+
+    with pytest.raises(ClientLostError, match="nobody thought of it"):
+        await waiting
+    pushed.cancel()
