@@ -34,7 +34,7 @@ import aioshard.kafka.connections
 import aioshard.kafka.intake
 import aioshard.kafka.internals
 import aioshard.kafka.options
-from aioshard.errors import AuthorizationError, CommitError
+from aioshard.errors import AuthorizationError, ClientLostError, CommitError
 from aioshard.kafka import reading, sending
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.kafka.options import client_options, producer_options
@@ -360,8 +360,16 @@ async def test_a_connection_to_a_broker_that_names_no_versions_is_given_up(
     assert not [connection for connection in useless if connection.connected()]
 
 
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (kafka_errors.GroupAuthorizationFailedError("a-group"), AuthorizationError, "READ"),
+        (RuntimeError("nobody thought of it"), ClientLostError, "nobody thought of it"),
+    ],
+    ids=["a refusal", "one that nobody foresaw"],
+)
 async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
-    kafka: SharedKafka, topic: str, member: Join
+    kafka: SharedKafka, topic: str, member: Join, error: Exception, raised: type[Exception], told: str
 ) -> None:
     await kafka.create_topic(topic)
     one = member()
@@ -370,14 +378,14 @@ async def test_a_fatal_error_of_the_coordinator_reaches_a_waiting_poll(
     await asyncio.sleep(0)
     coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
 
-    pushed = asyncio.ensure_future(
-        coordinator._push_error_to_user(kafka_errors.GroupAuthorizationFailedError("a-group"))
-    )
+    pushed = asyncio.ensure_future(coordinator._push_error_to_user(error))
 
-    with pytest.raises(AuthorizationError, match="READ"):
+    with pytest.raises(raised, match=told):
         await waiting
-    await pushed
-    assert coordinator._pending_exception is None
+    if raised is AuthorizationError:  # the client lives on
+        await pushed
+        assert coordinator._pending_exception is None
+    pushed.cancel()
 
 
 async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka_errors
 from aiokafka.protocol.metadata import MetadataRequest
 
-from aioshard.errors import ClientLostError, CommitError
+from aioshard.errors import CommitError
 from aioshard.kafka.administration import Administration
 from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import client_options, consumer_options, producer_options
@@ -21,9 +21,6 @@ from aioshard.ports import Committed
 from aioshard.settings import Settings
 from tests.kafka_client.members import Member, settings_for
 from tests.support.shared_kafka import SharedKafka
-
-Join = Callable[..., Member]
-
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 """Each has its own word for a write to a connection that is lost."""
@@ -134,20 +131,3 @@ def test_a_member_whose_connections_break_again_and_again_reads_on_and_stays_a_m
         assert one.transport.membership() == membership
 
     run(new_loop, test())
-
-
-async def test_an_unexpected_error_of_the_client_costs_its_life_and_not_that_of_the_app(
-    kafka: SharedKafka, topic: str, member: Join
-) -> None:
-    await kafka.create_topic(topic)
-    one = member()
-    await one.join(topic)
-    waiting = asyncio.create_task(one.poll(timeout=30))
-    await asyncio.sleep(0)
-    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
-
-    pushed = asyncio.ensure_future(coordinator._push_error_to_user(RuntimeError("nobody thought of it")))
-
-    with pytest.raises(ClientLostError, match="nobody thought of it"):
-        await waiting
-    pushed.cancel()
