@@ -131,3 +131,28 @@ def test_a_member_whose_connections_break_again_and_again_reads_on_and_stays_a_m
         assert one.transport.membership() == membership
 
     run(new_loop, test())
+
+
+@pytest.mark.parametrize("connected", [reading, sending, consuming, administering])
+async def test_a_connection_that_is_lost_while_it_is_being_made_is_a_broker_that_is_not_ready(
+    kafka: SharedKafka,
+    connected: Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the broker goes away between two steps of SASL."""
+
+    async def lost(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+    async with connected(Settings(bootstrap_servers=kafka.bootstrap)) as client:
+        node = client.get_random_node()
+        for each in list(client._conns):
+            client._conns.pop(each).close()
+        with monkeypatch.context() as away:
+            away.setattr("aiokafka.client.create_conn", lost)
+            with pytest.raises(kafka_errors.NodeNotReadyError):
+                await client.send(node, MetadataRequest([]))
+            with pytest.raises(kafka_errors.KafkaConnectionError):
+                await client.bootstrap()
+
+        await client.send(node, MetadataRequest([]))
