@@ -57,6 +57,9 @@ async def ask_worker(
         raise NoAnswerError(f"no answer within {within:g} s") from None
     except OSError as error:
         raise NoAnswerError(error.strerror or type(error).__name__) from None
+    except RuntimeError:
+        # uvloop's word for a connection that was lost before all was written.
+        raise NoAnswerError("the connection was lost") from None
     except h11.RemoteProtocolError as error:
         raise NoAnswerError(f"something that is no HTTP: {error}") from None
 
