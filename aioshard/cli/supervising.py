@@ -165,10 +165,8 @@ class Supervisor:
     async def _keep(self, worker: _Worker, removals: asyncio.TaskGroup) -> None:
         while not self._stopping.is_set():
             life = await self._live(worker)
-            worker.code = _counts_for(life)
+            worker.code = _counts_for(life, asked=self._stopping.is_set())
             if self._stopping.is_set():
-                if life.ending.code == -signal.SIGTERM and not life.member:
-                    worker.code = 0  # sent to all of them, it met one that could not hear it yet: nothing ran in it
                 self._tell_end(worker, life)
                 return
             if self._once and worker.code in {0, UNHEALTHY}:
@@ -286,9 +284,12 @@ def _reasons(body: bytes) -> str:
     return "does not answer as a worker does"
 
 
-def _counts_for(life: _Life) -> int:
+def _counts_for(life: _Life, *, asked: bool) -> int:
+    """The exit code that the end of a process stands for; *asked* is whether all were to end."""
     if life.overdue:
         return NOT_DRAINED
+    if asked and life.ending.code == -signal.SIGTERM and not life.member:
+        return 0  # sent to all of them, it met one that could not hear it yet: nothing ran in it
     return life.ending.code if life.ending.code >= 0 else CRASHED
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiokafka import errors as kafka
-from aiokafka.admin import NewTopic
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from aioshard.errors import AuthorizationError, SideTopicError, TransportError
-from aioshard.kafka.connections import close_administrator, new_administrator
+from aioshard.kafka.connections import close_administrator, start_administrator
 from aioshard.kafka.reading import ReadingClient
 from aioshard.kafka.translate import reason
 
@@ -33,9 +33,9 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
         AuthorizationError: We may not create it, or not look at it.
         TransportError: It could not be found out, or not be created.
     """
-    admin = new_administrator(options)
+    admin = AIOKafkaAdminClient(**options)
     try:
-        await admin.start()
+        await start_administrator(admin)
         count = await client.partition_count(topic)
         if not count and await _create(admin, topic, partitions):
             return

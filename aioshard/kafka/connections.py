@@ -6,10 +6,9 @@ Each attribute stands in the table of the canary tests. `client` is an `AIOKafka
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError
@@ -20,9 +19,9 @@ __all__ = [
     "close_client",
     "end_tasks",
     "is_connected",
-    "new_administrator",
     "pace_look_ups",
     "refuse_useless_connections",
+    "start_administrator",
 ]
 
 logger = logging.getLogger("aioshard.kafka.connections")
@@ -156,15 +155,14 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
             transport.abort()
 
 
-def new_administrator(options: Mapping[str, Any]) -> Any:
-    """An `AIOKafkaAdminClient` that has not connected; end it with `close_administrator`."""
-    admin = AIOKafkaAdminClient(**options)
+async def start_administrator(admin: Any) -> None:
+    """Connect an `AIOKafkaAdminClient`, with connections as those of all other clients."""
     refuse_useless_connections(admin._client)
-    return admin
+    await admin.start()
 
 
 async def close_administrator(admin: Any) -> None:
-    """End what `new_administrator` made; see `close_client`."""
+    """End an `AIOKafkaAdminClient`; see `close_client`."""
     admin._closed = True
     await close_client(admin._client, ())
 

@@ -44,6 +44,11 @@ class Internals:
         self._joining_again: asyncio.TimerHandle | None = None
         refuse_useless_connections(self.client)
 
+    async def start(self) -> bool:
+        """Connect, and begin to look up topics; true, since a `KafkaError` says when no broker answers."""
+        await self.consumer.start()
+        return True
+
     # What there is --------------------------------------------------------------------
 
     @property

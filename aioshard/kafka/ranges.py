@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 from aiokafka import AIOKafkaConsumer
@@ -86,15 +86,14 @@ class RangeTransport:
         """See `Transport.start`; what is read are the ranges, whatever the handlers take."""
         if self._internals is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
-        consumer = await connected(
+        internals = self._internals = await connected(
             self._settings,
             self._options,
-            lambda options: AIOKafkaConsumer(**options),
-            begin=_begin,
-            end=_end,
-            advertised=lambda consumer: advertised_by(Internals(consumer, "").client.cluster),
+            lambda options: Internals(AIOKafkaConsumer(**options), ""),
+            begin=Internals.start,
+            end=Internals.tear_down,
+            advertised=lambda internals: advertised_by(internals.client.cluster),
         )
-        internals = self._internals = Internals(consumer, "")
         self._intake = Intake(internals, "", read_committed=self._settings.isolation_level == "read_committed")
         internals.consumer.assign(list(self._ranges))
         self._intake.begin(internals.assignment())
@@ -229,12 +228,3 @@ class RangeTransport:
             StateError: Always.
         """
         raise StateError(f"{topic_partition} is read in a range that was frozen: there is no seeking to {timestamp:g}")
-
-
-async def _begin(consumer: Any) -> bool:
-    await Internals(consumer, "").consumer.start()
-    return True
-
-
-async def _end(consumer: Any) -> None:
-    await Internals(consumer, "").tear_down()

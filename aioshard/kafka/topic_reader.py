@@ -10,7 +10,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from aioshard.errors import TransportError
+from aioshard.errors import StateError, TransportError
 from aioshard.kafka.connecting import connected
 from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import consumer_options
@@ -58,7 +58,7 @@ class TopicReader:
         options = consumer_options(settings, "")
         # Where retention passes us while we read, we go on behind it.
         self._options = options | {"group_id": None, "group_instance_id": None, "auto_offset_reset": "earliest"}
-        self._consumer: Any = None
+        self._internals: Internals | None = None
 
     async def __aenter__(self) -> Self:
         """Connect, and take note of the ends.
@@ -66,17 +66,17 @@ class TopicReader:
         Raises:
             TransportError: No broker answers, or one refuses us or the topic.
         """
-        self._consumer = await connected(
+        internals = self._internals = await connected(
             self._settings,
             self._options,
-            lambda options: AIOKafkaConsumer(**options),
-            begin=_start,
-            end=_stop,
+            lambda options: Internals(AIOKafkaConsumer(**options), ""),
+            begin=Internals.start,
+            end=Internals.tear_down,
         )
         try:
-            await self._take_note_of_ends()
+            await self._take_note_of_ends(internals)
         except BaseException:
-            await _stop(self._consumer)
+            await internals.tear_down()
             raise
         return self
 
@@ -84,16 +84,21 @@ class TopicReader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close all connections."""
-        await _stop(self._consumer)
+        await self._running().tear_down()
 
-    async def _take_note_of_ends(self) -> None:
+    def _running(self) -> Internals:
+        if self._internals is None:
+            raise StateError("the reader was not opened: use it with `async with`")
+        return self._internals
+
+    async def _take_note_of_ends(self, internals: Internals) -> None:
         try:
             async with asyncio.timeout(_STALLED):
                 # A client that does not know the topic yet would look for it and wait 0.1 s before it asks.
-                await Internals(self._consumer, "").client.add_topic(self.topic)
+                await internals.client.add_topic(self.topic)
                 # One after the other: a start never lies behind an end that was asked for before it.
-                starts = await self._consumer.beginning_offsets(self._partitions)
-                ends = await self._consumer.end_offsets(self._partitions)
+                starts = await internals.consumer.beginning_offsets(self._partitions)
+                ends = await internals.consumer.end_offsets(self._partitions)
         except (TimeoutError, kafka.KafkaError) as error:
             raise request_error(error, f"the offsets of topic {self.topic!r}", "") from error
         self.ranges = {one.partition: LogRange(starts[one], ends[one]) for one in self._partitions}
@@ -118,13 +123,13 @@ class TopicReader:
         """
         begin = {number: max(bounds.start, (start or {}).get(number, 0)) for number, bounds in self.ranges.items()}
         left = {one for one in self._partitions if begin[one.partition] < self.ranges[one.partition].end}
-        consumer = self._consumer
+        consumer = self._running().consumer
         consumer.assign(left)
         for one in left:
             consumer.seek(one, begin[one.partition])
         progress = _Progress(begin)
         while left:
-            records = await self._poll()
+            records = await self._poll(consumer)
             for one in sorted(left):
                 position = await consumer.position(one)
                 progress.note(one.partition, position)
@@ -141,9 +146,9 @@ class TopicReader:
                     "partition has a leader"
                 )
 
-    async def _poll(self) -> list[Record]:
+    async def _poll(self, consumer: AIOKafkaConsumer) -> list[Record]:
         try:
-            batches = await self._consumer.getmany(timeout_ms=_POLL_MS)
+            batches = await consumer.getmany(timeout_ms=_POLL_MS)
         except kafka.KafkaError as error:
             raise request_error(error, f"the records of topic {self.topic!r}", "") from error
         return [
@@ -152,16 +157,6 @@ class TopicReader:
             for found in batch
             if found.offset < self.ranges[one.partition].end
         ]
-
-
-async def _start(consumer: Any) -> bool:
-    await Internals(consumer, "").consumer.start()
-    return True
-
-
-async def _stop(consumer: Any) -> None:
-    # The consumer's own `stop` swallows a cancellation.
-    await Internals(consumer, "").tear_down()
 
 
 class _Progress:

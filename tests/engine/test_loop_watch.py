@@ -6,33 +6,24 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvloop
 
 from aioshard import App, Batch, Record
 from aioshard.engine import loop_watch
 from aioshard.engine.loop_watch import Holder, LoopWatch
 from aioshard.testing import TestClient, run
 from tests.engine.running import engine_of, until
+from tests.support.loops import LOOPS, NewLoop, run_on
 
 THREAD = "aioshard loop watch"
 LOGGER = "aioshard.engine.loop_watch"
-LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
 def make_app() -> App:
     return App("watched", auto_offset_reset="earliest", drain_timeout=1.0, shutdown_timeout=5.0)
-
-
-def run_on(new_loop: NewLoop, main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(main)
 
 
 def threads() -> list[threading.Thread]:

@@ -2,35 +2,30 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-import uvloop
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka_errors
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import CommitError
 from aioshard.kafka.administration import Administration
+from aioshard.kafka.connections import close_administrator, start_administrator
 from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import client_options, consumer_options, producer_options
 from aioshard.kafka.reading import ReadingClient
 from aioshard.kafka.sending import connect
 from aioshard.ports import Committed
+from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka_client.members import Member, settings_for
+from tests.support.loops import LOOPS, NewLoop, run_on
 from tests.support.shared_kafka import SharedKafka
 
-LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-"""Each has its own word for a write to a connection that is lost."""
-
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
-
-
-def run(new_loop: NewLoop, test: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(test)
+Connected = Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]]
 
 
 def lose_all(client: Any) -> None:
@@ -64,7 +59,7 @@ async def consuming(settings: Settings) -> AsyncIterator[Any]:
     internals = Internals(
         AIOKafkaConsumer(**(consumer_options(settings, "") | {"group_id": None, "group_instance_id": None})), ""
     )
-    await internals.consumer.start()
+    await internals.start()
     try:
         yield internals.client
     finally:
@@ -77,11 +72,25 @@ async def administering(settings: Settings) -> AsyncIterator[Any]:
         yield administration._client
 
 
+@contextlib.asynccontextmanager
+async def creating(settings: Settings) -> AsyncIterator[Any]:
+    admin = AIOKafkaAdminClient(**client_options(settings, request_timeout=10))
+    await start_administrator(admin)
+    try:
+        yield admin._client
+    finally:
+        await close_administrator(admin)
+
+
+CLIENTS = pytest.mark.parametrize("connected", [reading, sending, consuming, administering, creating])
+"""Every way in which a client of aiokafka's is started here."""
+
+
 @LOOPS
-@pytest.mark.parametrize("connected", [reading, sending, consuming, administering])
+@CLIENTS
 def test_what_is_sent_on_a_connection_that_was_just_lost_fails_as_any_other_outage(
     kafka: SharedKafka,
-    connected: Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]],
+    connected: Connected,
     new_loop: NewLoop,
 ) -> None:
     """Between the loss and the client's own discovery uvloop refuses a write with an error that is no OSError."""
@@ -98,7 +107,7 @@ def test_what_is_sent_on_a_connection_that_was_just_lost_fails_as_any_other_outa
 
             await client.send(node, MetadataRequest([]))
 
-    run(new_loop, test())
+    run_on(new_loop, test())
 
 
 @LOOPS
@@ -119,24 +128,28 @@ def test_a_member_whose_connections_break_again_and_again_reads_on_and_stays_a_m
         (partitions, membership) = await one.join(topic)
         client = one.transport._internals.client  # type: ignore[union-attr]
         for done in range(rounds):
-            await kafka.produce(topic, [(None, b"v")])
-            await one.read_to({partitions[0]: done + 1})
+            await read_one(one, partitions[0], done + 1)
             lose_all(client)
             await asyncio.sleep(0)
             with contextlib.suppress(CommitError):
                 await one.transport.commit({partitions[0]: Committed(done + 1, "")}, membership)
 
+        await read_one(one, partitions[0], rounds + 1)
         async with asyncio.timeout(10):
-            await one.transport.commit({partitions[0]: Committed(rounds, "")}, membership)
+            await one.transport.commit({partitions[0]: Committed(rounds + 1, "")}, membership)
         assert one.transport.membership() == membership
 
-    run(new_loop, test())
+    async def read_one(one: Member, partition: TopicPartition, end: int) -> None:
+        await kafka.produce(topic, [(None, b"v")])
+        await one.read_to({partition: end})
+
+    run_on(new_loop, test())
 
 
-@pytest.mark.parametrize("connected", [reading, sending, consuming, administering])
+@CLIENTS
 async def test_a_connection_that_is_lost_while_it_is_being_made_is_a_broker_that_is_not_ready(
     kafka: SharedKafka,
-    connected: Callable[[Settings], contextlib.AbstractAsyncContextManager[Any]],
+    connected: Connected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when the broker goes away between two steps of SASL."""

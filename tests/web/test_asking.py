@@ -1,19 +1,18 @@
 """Asking a worker that goes away meanwhile: no answer, whatever the event loop calls it."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from aioshard.web.asking import NoAnswerError, ask_worker
+from tests.support.loops import LOOPS, NewLoop, run_on
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@LOOPS
 def test_a_worker_that_goes_away_before_it_was_asked_gives_no_answer(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_loop: NewLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = asyncio.open_unix_connection
 
@@ -32,5 +31,4 @@ def test_a_worker_that_goes_away_before_it_was_asked_gives_no_answer(
             with pytest.raises(NoAnswerError):
                 await ask_worker(path, "/livez", within=5)
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(test())
+    run_on(new_loop, test())

@@ -1,0 +1,21 @@
+"""Tests that hold on both event loops in which apps run."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+__all__ = ["LOOPS", "NewLoop", "run_on"]
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+"""A test is run once for each, with what makes the loop as `new_loop`."""
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def run_on(new_loop: NewLoop, main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in a loop of its own."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main)
