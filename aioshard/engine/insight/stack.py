@@ -5,9 +5,11 @@ answer is then that of one moment, or shorter.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,6 +78,30 @@ class _Walk(NamedTuple):
 
 _NOWHERE = Stack(frames=(), waits_in=None, executing=False, name=None, thread=None, tasks=(), more_tasks=0)
 
+_READING = threading.RLock()
+"""Held while frames of others are read: who reads has switched off the garbage collector for all."""
+if sys.platform != "win32":
+    # A child that is forked in the midst of that would be without a collector, and never get the lock.
+    os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running in the middle of reading a frame.
+
+    CPython 3.11 makes a frame's object when it is asked for, and may collect garbage in the midst of that. Finalizers
+    then let other threads go on, so that the frame of which the object is made may end before it is made: the object
+    tells of memory that is something else by then, and the process dies of it, there or much later.
+    """
+    with _READING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
 
 def stack_of(awaited: object) -> Stack:
     """The stack of what is awaited: a coroutine, a task or another future.
@@ -87,7 +113,8 @@ def stack_of(awaited: object) -> Stack:
         A stack without frames when nothing could be found out.
     """
     try:
-        return _stack(awaited, set(), 0)
+        with _uncollected():
+            return _stack(awaited, set(), 0)
     except Exception:  # noqa: BLE001 - it changed under the reader, or is of a kind that nobody has seen
         return _NOWHERE
 
@@ -98,7 +125,8 @@ def waits_for(awaited: object, sought: "asyncio.Task[Any] | int") -> bool:
     Not so of one that was started and is not waited for yet.
     """
     try:
-        return _waits_for(awaited, sought, set(), 0)
+        with _uncollected():
+            return _waits_for(awaited, sought, set(), 0)
     except Exception:  # noqa: BLE001 - as in `stack_of`
         return False
 
@@ -149,10 +177,11 @@ def stack_above(thread: int, runner: FrameType | None) -> Stack:
         A stack without frames when the loop waits for something to do.
     """
     try:
-        innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented in spite of its name
-        frames = list(itertools.takewhile(lambda frame: frame is not runner, _callers(innermost)))[::-1]
-        called = itertools.dropwhile(lambda frame: module_of(frame) in _LOOPS, frames)
-        return _executed(list(called)[-_LONGEST:], None)
+        with _uncollected():
+            innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented in spite of its name
+            frames = list(itertools.takewhile(lambda frame: frame is not runner, _callers(innermost)))[::-1]
+            called = itertools.dropwhile(lambda frame: module_of(frame) in _LOOPS, frames)
+            return _executed(list(called)[-_LONGEST:], None)
     except Exception:  # noqa: BLE001 - it changed under the reader
         return _NOWHERE
 
