@@ -3,10 +3,8 @@
 import asyncio
 import json
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -16,6 +14,7 @@ from aioshard.engine.insight.blocking import find_holder
 from aioshard.engine.loop_watch import LoopWatch
 from aioshard.testing import TestClient
 from tests.engine.running import engine_of
+from tests.support.questions import Questions
 
 SECONDS = 4.0
 RETRY = Retry(attempts=3, initial=0.001, maximum=0.01)
@@ -114,34 +113,6 @@ async def use(app: App, client: TestClient) -> None:
                 await client.assign("parked", 2)
             case _:
                 pass
-
-
-class Questions:
-    """Asks without pause, from a thread for each question."""
-
-    def __init__(self, *questions: Callable[[], object]) -> None:
-        self.asked = Counter[int]()
-        self.failures: list[BaseException] = []
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=one) for one in enumerate(questions)]
-
-    def _ask(self, index: int, question: Callable[[], object]) -> None:
-        while not self._over.is_set():
-            try:
-                question()
-            except BaseException as error:  # noqa: BLE001 - shown by the test
-                self.failures.append(error)
-            self.asked[index] += 1
-
-    async def __aenter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
 
 
 @pytest.mark.usefixtures("hurried")

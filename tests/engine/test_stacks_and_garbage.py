@@ -1,28 +1,82 @@
 """Reading stacks from other threads is safe in an interpreter that collects garbage wherever it allocates: 3.11's."""
 
+import asyncio
 import gc
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
-from aioshard.engine.insight.stack import stack_of
+from aioshard.engine.insight.stack import stack_above, stack_of, waits_for
+from tests.support.reading_stacks import READERS
 
 
-def run(*arguments: str) -> int:
+def run(*arguments: str) -> list[int]:
+    """How often each thread has read everything."""
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.reading_stacks", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
-    return int(done.stdout)
+    return [int(number) for number in done.stdout.split()]
 
 
 def test_stacks_are_read_while_garbage_is_collected() -> None:
-    assert run("read", "8") > 100
+    read = run("read", "8")
+    assert len(read) == READERS
+    assert min(read) > 5
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_who_is_forked_while_a_stack_is_read_reads_and_collects_too() -> None:
-    run("fork", "300")
+    assert len(run("fork", "300")) == READERS
+
+
+DEEP = 60
+
+
+async def deep(levels: int, innermost: Callable[[], None]) -> None:
+    if levels:
+        await deep(levels - 1, innermost)
+    else:
+        innermost()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        stack_of,
+        lambda coroutine: waits_for(coroutine, threading.get_ident()),
+        lambda _: stack_above(threading.get_ident(), None),
+    ],
+    ids=["stack_of", "waits_for", "stack_above"],
+)
+async def test_nothing_is_collected_while_a_stack_is_read(read: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    """Each frame is an allocation, and each would be a collection here."""
+    collections: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        collections.append(phase)
+
+    def read_here() -> None:
+        gc.callbacks.append(note)
+        threshold = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            read(coroutine)
+        finally:
+            gc.set_threshold(*threshold)
+            gc.callbacks.remove(note)
+
+    coroutine = deep(DEEP, read_here)
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+    assert len(collections) < DEEP / 2
 
 
 async def test_who_has_switched_the_collector_off_keeps_it_off() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from aioshard.engine.insight.stack import stack_above, stack_of, waits_for
+from tests.support.questions import Questions
 
 WORKERS = 16
 READERS = 3
@@ -55,70 +56,50 @@ def descend(levels: int) -> None:
         descend(levels - 1)
 
 
-class Readers:
-    def __init__(self, workers: list[Worker]) -> None:
-        self.over = threading.Event()
-        self.read = 0
-        self._workers = workers
-        self._loop_thread = threading.get_ident()
-        self._task = asyncio.current_task()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(READERS)]
+def reading(workers: list[Worker]) -> Questions:
+    """Threads that read where the workers stand, and the loop."""
+    loop_thread, task = threading.get_ident(), asyncio.current_task()
+    assert task is not None
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def read() -> None:
+        for worker in workers:
+            stack_of(worker.running)
+            waits_for(worker.running, task)
+        stack_above(loop_thread, None)
 
-    async def end(self) -> None:
-        self.over.set()
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
-
-    def _ask(self) -> None:
-        assert self._task is not None
-        while not self.over.is_set():
-            for worker in self._workers:
-                self.read += len(stack_of(worker.running).frames)
-                waits_for(worker.running, self._task)
-            stack_above(self._loop_thread, None)
+    return Questions(*[read] * READERS)
 
 
-async def read_stacks(seconds: float) -> int:
-    """How many frames were read in this time."""
+async def read_stacks(seconds: float) -> Questions:
     workers = [Worker() for _ in range(WORKERS)]
-    readers = Readers(workers)
     end = time.monotonic() + seconds
-    readers.start()
-    await asyncio.gather(*(worker.work(end) for worker in workers))
-    await readers.end()
-    return readers.read
+    async with reading(workers) as questions:
+        await asyncio.gather(*(worker.work(end) for worker in workers))
+    return questions
 
 
-async def fork_meanwhile(times: int) -> None:
+async def fork_meanwhile(times: int) -> Questions:
     """Children of a process whose stacks are being read can read stacks and collect garbage too."""
-    workers = [Worker()]
-    readers = Readers(workers)
-    readers.start()
-    for _ in range(times):
-        child = os.fork()
-        if child == 0:
-            stack_above(threading.get_ident(), None)
-            os._exit(0 if gc.isenabled() else 1)
-        _, status = await asyncio.to_thread(os.waitpid, child, 0)
-        assert status == 0, status
-    await readers.end()
+    async with reading([Worker()]) as questions:
+        for _ in range(times):
+            child = os.fork()
+            if child == 0:
+                stack_above(threading.get_ident(), None)
+                os._exit(0 if gc.isenabled() else 1)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert status == 0, status
+    return questions
 
 
 def main() -> None:
+    """Arguments: `read` and seconds, or `fork` and how often; prints how often each thread has read everything."""
     sys.setswitchinterval(5e-5)
     gc.set_threshold(20, 3, 3)
-    match sys.argv[1]:
-        case "read":
-            read = asyncio.run(read_stacks(float(sys.argv[2])))
-        case _:
-            asyncio.run(fork_meanwhile(int(sys.argv[2])))
-            read = 0
+    run = read_stacks if sys.argv[1] == "read" else fork_meanwhile
+    questions = asyncio.run(run(int(sys.argv[2])))
+    assert questions.failures == []
     assert gc.isenabled()
-    print(read)
+    print(*questions.asked.values())
 
 
 if __name__ == "__main__":
