@@ -274,19 +274,39 @@ class StuckError(AioshardError):
 
 
 class NotDrainedError(AioshardError):
-    """Records still ran when the time to stop was over; they stay uncommitted and are delivered again.
+    """The app could not finish and commit everything within `shutdown_timeout`; the rest is delivered again.
 
     Attributes:
         records: `topic/partition/offset` of each record that still ran.
+        uncommitted: How many finished records run again, by `topic/partition`: their last commit was not acknowledged.
     """
 
-    def __init__(self, records: Iterable[str], timeout: float) -> None:
+    def __init__(
+        self,
+        records: Iterable[str],
+        timeout: float,
+        *,
+        uncommitted: Mapping[str, int] | None = None,
+        reason: str | None = None,
+    ) -> None:
         self.records = tuple(records)
-        super().__init__(
-            f"{len(self.records)} record(s) still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
-            f"{_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the handler end when "
-            "it is cancelled"
-        )
+        self.uncommitted = dict(uncommitted or {})
+        sentences = []
+        if self.records:
+            sentences.append(
+                f"{_counted(len(self.records))} still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
+                f"{_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the handler end "
+                "when it is cancelled"
+            )
+        if self.uncommitted:
+            partitions = tuple(f"{name} ({count})" for name, count in self.uncommitted.items())
+            finished = _counted(sum(self.uncommitted.values()))
+            sentences.append(
+                f"{finished} finished and may run again, since the last commit was not acknowledged within "
+                f"shutdown_timeout={timeout:g} s ({reason}): {_some_of(partitions)}. Check the brokers, or raise "
+                "shutdown_timeout"
+            )
+        super().__init__(". ".join(sentences))
 
 
 # Runs over history --------------------------------------------------------------------
@@ -393,3 +413,8 @@ def _some_of(records: tuple[str, ...]) -> str:
     """The first of many records, so that a message stays readable; all of them are in `records`."""
     shown = ", ".join(records[:_SHOWN])
     return shown if len(records) <= _SHOWN else f"{shown}, …"
+
+
+def _counted(count: int) -> str:
+    """`1 record` or `2 records`."""
+    return "1 record" if count == 1 else f"{count:,} records"

@@ -241,10 +241,16 @@ class Transport(Protocol):
         """
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """The group's committed offsets as the broker has them; None where there is none."""
+        """The group's committed offsets as the broker has them; None where there is none.
+
+        Every partition is in the answer: a broker that leaves one out, or answers with an error, is asked again.
+        """
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """The log's first and end offset of each partition, asked from the brokers now."""
+        """The log's first and end offset of each partition, asked from the brokers now.
+
+        A partition whose leader is away, or does not answer soon, is left out: it keeps no other one waiting.
+        """
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """The partition numbers of a topic as last known; empty when the topic does not exist."""

@@ -1,5 +1,6 @@
-"""Fixtures that every test may use: a broker for the run, a broker of one's own, unique names."""
+"""Fixtures that every test may use: a broker or three for the run, a broker of one's own, unique names."""
 
+import contextlib
 import gc
 import re
 import shutil
@@ -17,8 +18,9 @@ from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import BrokerUnavailableError
 from tests.support.postgresql import PostgresqlServer, PostgresqlUnavailableError
 from tests.support.provision import in_ci
-from tests.support.shared_kafka import SharedKafka, begin_run, end_run, shared_kafka
+from tests.support.shared_kafka import SharedKafka, alone, begin_run, end_run, shared_kafka, shared_three_brokers
 from tests.support.spark import spark_session
+from tests.support.three_brokers import ThreeBrokers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,8 +54,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"kafka", "own_kafka"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.kafka)
+        if "brokers" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.kafka)
         if "postgresql" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.postgresql)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Lets one process of the run at a time have the cluster; its time-out begins after that."""
+    with alone("cluster") if item.get_closest_marker("cluster") else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -104,6 +116,17 @@ async def own_kafka(tmp_path: Path) -> AsyncIterator[KafkaBroker]:
         yield broker
     finally:
         await broker.kill()
+
+
+@pytest.fixture
+async def brokers() -> AsyncIterator[ThreeBrokers]:
+    """The run's cluster of three, which this test alone uses as long as it lasts, and may harm as it likes."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            cluster = await stack.enter_async_context(shared_three_brokers())
+        except BrokerUnavailableError as missing:
+            _skip_or_fail("Kafka broker", missing)
+        yield cluster
 
 
 @pytest.fixture(scope="session")

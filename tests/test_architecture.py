@@ -1,4 +1,4 @@
-"""What holds for every module: where it stands, how long it is, what it says of itself."""
+"""What holds for every module: where it stands, and what it says of itself."""
 
 import ast
 import importlib
@@ -15,9 +15,6 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGE = PROJECT / "aioshard"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-
-MODULE_LINES = 400
-FUNCTION_LINES = 60
 
 LATE_IMPORTS = ["click", "prometheus_client", "pyarrow", "pydantic", "pyspark", "rich", "starlette", "uvloop"]
 """Packages that cost start-up time or come with an extra: imported where they are used."""
@@ -90,30 +87,6 @@ def _lint(project: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
-
-
-@EVERY_MODULE
-def test_a_module_is_short(path: Path) -> None:
-    lines = path.read_text().count("\n")
-
-    assert lines <= MODULE_LINES
-
-
-@EVERY_MODULE
-def test_functions_are_short(path: Path) -> None:
-    """Lines of a function without its docstring."""
-    functions = [node for node in ast.walk(_tree(path)) if isinstance(node, Function)]
-
-    assert {node.name: lines for node in functions if (lines := _lines(node)) > FUNCTION_LINES} == {}
-
-
-def _lines(function: Function) -> int:
-    assert function.end_lineno is not None
-    lines = function.end_lineno - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function) is not None and first.end_lineno is not None:
-        lines -= first.end_lineno - first.lineno + 1
-    return lines
 
 
 @EVERY_PUBLIC_MODULE

@@ -6,7 +6,7 @@
 | 1 | crashed: the brokers, or an unexpected error |
 | 2 | usage: wrong options, unknown module or app, a setting, a handler or a plan refused |
 | 3 | unhealthy: halted records in the way, failed dead letters, an app that is not ready, a wrong figure or run |
-| 4 | records still ran when the time to stop was over; the group is busy, has moved or is leased |
+| 4 | records still ran or were not committed when the time to stop was over; the group is busy, moved or leased |
 | 5 | records that were to be read are not in the log any more |
 | 130 | interrupted, or left at a second signal |
 """

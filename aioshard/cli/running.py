@@ -194,6 +194,7 @@ class _Run:
                 "exit_code": 0 if error is None else exit_code(error),
                 "error": None if error is None else str(error),
                 "records": list(getattr(error, "records", ())),
+                "uncommitted": getattr(error, "uncommitted", {}),
                 "signal": self._signals.received or None,
                 "statistics": statistics.asdict(),
             }

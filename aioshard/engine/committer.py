@@ -92,8 +92,11 @@ class Committer:
         self._wake()
 
     def disown(self, epoch: Epoch) -> None:
-        """From now on nothing of the epoch is committed."""
-        self._owned.pop(epoch, None)
+        """Stop committing the epoch; count its records that finished and are not committed."""
+        if epoch in self._owned:
+            del self._owned[epoch]
+            due = self.notes.is_due(epoch)
+            epoch.uncommitted = epoch.tracker.completed - epoch.noted if due else 0
 
     async def flush(self, epochs: Collection[Epoch], timeout: float) -> bool:
         """Commit what is due of *epochs* now, and again until it is acknowledged.

@@ -196,7 +196,9 @@ async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> i
 
 async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
     client = engine.rebalance.client
-    log = (await client.log_ranges([topic_partition]))[topic_partition]
+    log = (await client.log_ranges([topic_partition])).get(topic_partition)
+    if log is None:
+        raise TransportError(f"the brokers did not tell where {topic_partition} begins and ends: no leader answers")
     match to:
         case "beginning":
             return log.start

@@ -124,6 +124,8 @@ class Epoch:
         """How many characters were stored with the committed offset when it was last acknowledged."""
         self.noted = 0
         """How many records had completed when what is finished was last noted, or there was nothing to note."""
+        self.uncommitted = 0
+        """How many records had finished without an acknowledged commit when the committer had to let go of it."""
         self.rerun: Rerun | None = None
         self.trouble: str | None = None
         """Why the partition could not be read when the client last said so; see `fault`."""

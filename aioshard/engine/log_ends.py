@@ -67,4 +67,5 @@ class LogEnds:
                 "the ends of %d partition(s) were not told: %s", len(partitions), str(error) or "no answer in time"
             )
         else:
-            self._asked = {name: log.end for name, log in ranges.items()}
+            known = {name: self._asked[name] for name in partitions if name in self._asked}
+            self._asked = known | {name: log.end for name, log in ranges.items()}

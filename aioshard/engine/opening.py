@@ -96,8 +96,11 @@ class Opening:
         self._committer = committer
         self._limits = limits
 
-    async def settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
+    async def settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> dict[TopicPartition, str]:
         """Open each of *partitions*, in place or in a new epoch, as long as *membership* lasts.
+
+        Returns:
+            The partitions whose leader is away, each with a sentence. They keep no other partition waiting.
 
         Raises:
             TransportError: Something could not be found out, or not be committed; what was opened stays so.
@@ -106,27 +109,35 @@ class Opening:
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
             LeasedError: A run over history has one of *partitions*.
         """
-        unsettled = [topic_partition for topic_partition in sorted(partitions) if not self._is_open(topic_partition)]
+        unsettled = [topic_partition for topic_partition in sorted(partitions) if not self.is_open(topic_partition)]
         if not unsettled:
-            return
+            return {}
         client = self._owner.client
         with anyio.fail_after(self._limits.commit_timeout):
             committed = await client.committed(unsettled)
+        with anyio.fail_after(self._limits.commit_timeout):
             ranges = await client.log_ranges(unsettled)
         # Reading long texts takes a while, which is none of the brokers': there is no deadline for it.
         texts = await _read(committed)
         self._refuse_leased(committed, texts)
         if client.membership() != membership:
-            return
+            return {}
+        waiting = {name: f"no leader of {name} answers" for name in unsettled if name not in ranges}
         fresh: list[TopicPartition] = []
         for topic_partition in unsettled:
+            if topic_partition in waiting:
+                continue
             log = ranges[topic_partition]
             # Lower than at first when the topic was made anew, and then there is no more to come.
             self._owner.ends[topic_partition] = min(self._owner.ends.get(topic_partition, log.end), log.end)
             fetcher = self._owner.fetchers.get(topic_partition)
             if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
                 fresh.append(topic_partition)
-        await self._open_resolved(await self._begin_all(fresh, committed, texts, ranges, membership), membership)
+        resolved, failures = await self._begin_all(fresh, committed, texts, ranges, membership)
+        await self._open_resolved(resolved, membership)
+        if failures:
+            raise failures[0]
+        return waiting
 
     def _refuse_leased(
         self, committed: Mapping[TopicPartition, Committed | None], texts: Mapping[TopicPartition, CommitMetadata]
@@ -147,7 +158,8 @@ class Opening:
                 fields = partition_fields("note_unused", topic_partition, offset=offset, why=why)
                 logger.warning(message, offset, topic_partition, why, extra=fields)
 
-    def _is_open(self, topic_partition: TopicPartition) -> bool:
+    def is_open(self, topic_partition: TopicPartition) -> bool:
+        """Whether nothing has to be looked into before records of a partition are handed out."""
         fetcher = self._owner.fetchers.get(topic_partition)
         if fetcher is None:
             return False
@@ -190,15 +202,19 @@ class Opening:
         texts: Mapping[TopicPartition, CommitMetadata],
         ranges: Mapping[TopicPartition, LogRange],
         membership: Membership,
-    ) -> list[Epoch]:
-        """New epochs for *partitions*, closed; those whose position was committed are opened."""
+    ) -> tuple[list[Epoch], list[TransportError | TimeoutError]]:
+        """Begin epochs for *partitions*, and open those whose position was committed.
+
+        Returns:
+            The epochs that are closed until their position is committed, and why others of them stay closed.
+        """
         topics = dict.fromkeys(name.topic for name in partitions)
         with anyio.fail_after(self._limits.commit_timeout):
             numbers = {topic: len(await self._owner.client.partitions(topic)) for topic in topics}
         unknown = dict.fromkeys(name.topic for name in partitions if committed[name] is None)
         noted = {topic: await self._noted(topic, numbers[topic]) for topic in unknown}
         if self._owner.client.membership() != membership:
-            return []
+            return [], []
         now = time.time()
         found: list[Epoch] = []
         resolved: list[Epoch] = []
@@ -216,16 +232,17 @@ class Opening:
                     epoch.inherited = _believable(texts[name].finished, name, ranges[name])
             self._acknowledge(epoch, committed[name])
             (resolved if origin.resolved else found).append(epoch)
-        doubtful = await self._restore([*found, *resolved], numbers, membership.generation)
+        restored = await self._restore([*found, *resolved], numbers, membership.generation)
         if self._owner.client.membership() != membership:
-            return []
+            return [], []
         for epoch in found:
-            if epoch in doubtful:
+            if restored[epoch] is True:
                 epoch.acknowledged = None  # it is committed once more: that shows whose the partition is
                 resolved.append(epoch)
-            else:
+            elif restored[epoch] is False:
                 self._owner.open(epoch, membership)
-        return resolved
+        failures = [result for result in restored.values() if not isinstance(result, bool)]
+        return [epoch for epoch in resolved if isinstance(restored[epoch], bool)], failures
 
     def _origin(
         self, topic_partition: TopicPartition, ours: Committed | None, log: LogRange, *, group_knows_topic: bool
@@ -253,14 +270,13 @@ class Opening:
         asked = self._owner.seeks.start_of(epoch.topic_partition)
         epoch.acknowledged = ours.offset if ours and asked is None else None  # the text with it is another
 
-    async def _restore(self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int) -> set[Epoch]:
+    async def _restore(
+        self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int
+    ) -> dict[Epoch, bool | TransportError | TimeoutError]:
         """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
 
         Returns:
-            Those of which something is kept that is of a later owner, if there is one.
-
-        Raises:
-            TransportError: That cannot be found out now; the epochs are closed still.
+            Whether something is kept of an epoch that is of a later owner, or why that cannot be found out now.
         """
         feeds = {epoch: self._owner.fetchers[epoch.topic_partition].feed for epoch in epochs}
         found = await asyncio.gather(
@@ -268,9 +284,9 @@ class Opening:
             return_exceptions=True,
         )
         for error in found:
-            if isinstance(error, BaseException):
+            if isinstance(error, BaseException) and not isinstance(error, TransportError | TimeoutError):
                 raise error
-        return {epoch for epoch, in_doubt in zip(feeds, found, strict=True) if in_doubt}
+        return dict(zip(feeds, found, strict=True))  # type: ignore[arg-type]
 
     def opened(self, epoch: Epoch) -> None:
         """An ownership goes on."""

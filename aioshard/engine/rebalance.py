@@ -33,6 +33,8 @@ __all__ = ["APPLICATION", "Outside", "Rebalance"]
 logger = logging.getLogger("aioshard.engine.rebalance")
 
 _RETRY_DELAY = 0.2
+_LEADER_DELAY = 1.0
+"""Seconds until a partition whose leader was away is asked for again."""
 
 APPLICATION = "application"
 """Who has paused a partition when the application asked for it; see `Epoch.pauses`."""
@@ -90,11 +92,11 @@ class Rebalance:
         self.log = RebalanceLog(clock, lambda: outside.replayed)
         """What each of them did."""
         self.settled = asyncio.Event()
-        """Set while the partitions of an assignment are all open (or there are none)."""
+        """Set while all partitions of an assignment are open, but for those whose leader is away."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen; for consuming up to there."""
-        self.unsettled: dict[frozenset[TopicPartition], str] = {}
-        """Why it is not known yet where to go on with partitions that are ours."""
+        self.unsettled: dict[TopicPartition, str] = {}
+        """Why it is not known yet where to resume a partition that is ours."""
         self.seeks = Seeks()
         """Where partitions are to go on, as the application asked for."""
         self._limits = limits
@@ -108,7 +110,12 @@ class Rebalance:
         self._opened_in: dict[Epoch, Membership] = {}
         """Of the epochs that are ours for certain: the membership of the latest assignment."""
         self._reruns: dict[TopicPartition, Rerun] = {}
-        self._settling: set[asyncio.Task[object]] = set()
+        self._given: frozenset[TopicPartition] = frozenset()
+        """The latest assignment."""
+        self._given_in = NOT_A_MEMBER
+        self._settling: asyncio.Task[object] | None = None
+        self._news = asyncio.Event()
+        """Set when something is to be opened, also while that is under way."""
         self._stopping = False
         self._epochs = 0
         self._opening = Opening(self, committer, limits)
@@ -136,8 +143,17 @@ class Rebalance:
 
     @property
     def in_place(self) -> bool:
-        """Whether no rebalance is under way, and no partition is on its way to where it is to go on."""
-        return self.settled.is_set() and not self.seeks.under_way
+        """Whether every partition is open where it is to resume: no rebalance, seek or absent leader is waited for."""
+        return self.settled.is_set() and not self.unsettled and not self.seeks.under_way
+
+    @property
+    def trouble(self) -> str | None:
+        """Why partitions that are ours are not open, else None."""
+        if not self.unsettled:
+            return None
+        name, reason = min(self.unsettled.items())
+        waiting = f"{len(self.unsettled)} partitions wait, {name} first" if len(self.unsettled) > 1 else f"{name} waits"
+        return f"{waiting}: {reason}"
 
     # Taken away ----------------------------------------------------------------------
 
@@ -151,7 +167,7 @@ class Rebalance:
         self.log.revoked(len(epochs), self._in_flight(epochs), lost=lost)
         if lost:
             for epoch in epochs:
-                self.end(epoch, "the group has dropped us")
+                self.end(epoch, "the group membership was lost")
             return
         for epoch in [epoch for epoch in epochs if epoch not in self._opened_in]:
             epochs.remove(epoch)
@@ -166,6 +182,12 @@ class Rebalance:
             self.log.handed_back()
             for epoch in epochs:
                 self._committer.disown(epoch)
+        if uncommitted := {str(epoch.topic_partition): epoch.uncommitted for epoch in epochs if epoch.uncommitted}:
+            logger.warning(
+                "the last commit before the hand-over was not acknowledged, so records that finished may run again: %s",
+                ", ".join(f"{name} ({count})" for name, count in uncommitted.items()),
+                extra={"event": "uncommitted", "records": sum(uncommitted.values()), "group": self._limits.group_id},
+            )
         for epoch in epochs:
             if epoch.gate is not Gate.ENDED:
                 self._claim(epoch)
@@ -257,7 +279,8 @@ class Rebalance:
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Take note of an assignment and look into it; see `GroupListener.assigned`."""
         self.rebalances += 1
-        given = frozenset(partitions)
+        given = self._given = frozenset(partitions)
+        self._given_in = membership
         self.seeks.keep(given)
         for epoch in self.epochs:
             if epoch in self._opened_in:
@@ -273,7 +296,7 @@ class Rebalance:
         self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
         # What came with an assignment before this one and is not open yet is in this one too.
         self._stop_settling()
-        self._look_into(given, membership, f"settle generation {membership.generation}")
+        self._look_into()
 
     def restart(self, epoch: Epoch, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
         """An epoch's position is not in its log any more: find where to go on."""
@@ -283,7 +306,7 @@ class Rebalance:
             epoch.outside_log = error.position
         else:
             self.end(epoch, str(error))
-        self._look_into(frozenset([topic_partition]), self.client.membership(), f"restart {topic_partition}")
+        self._look_into()
 
     def seek(self, epoch: Epoch, start: int) -> asyncio.Future[None]:
         """Have an open partition go on at *start*, drained first; the future ends when it does.
@@ -305,9 +328,8 @@ class Rebalance:
             logger.warning("%d record(s) still ran when the time to drain was over, and were cancelled", late)
         await self._committer.flush([epoch], self._limits.commit_timeout)
         if self.seeks.drains(epoch):
-            membership = self._opened_in[epoch]
             self.end(epoch, f"the application asked to go on at offset {start}")
-            self._look_into(frozenset([epoch.topic_partition]), membership, f"seek {epoch.topic_partition}")
+            self._look_into()
 
     def stop_opening(self) -> None:
         """From now on no gate opens: the app is draining for good."""
@@ -315,41 +337,47 @@ class Rebalance:
         self.seeks.give_up_all()
         self._stop_settling()
 
-    def _look_into(self, partitions: frozenset[TopicPartition], membership: Membership, name: str) -> None:
+    def _look_into(self) -> None:
+        """Open what is ours and is not open: now, or once more if that is under way."""
         self.settled.clear()
-        if self._stopping:
-            return
-        task = self._tasks.start(self._settle(partitions, membership), name)
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        self._news.set()
+        if not self._stopping and (self._settling is None or self._settling.done()):
+            self._settling = self._tasks.start(self._settle(), f"settle generation {self._given_in.generation}")
 
     def _stop_settling(self) -> None:
-        for task in self._settling:
-            task.cancel()
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
         self.unsettled.clear()
 
-    async def _settle(self, partitions: frozenset[TopicPartition], membership: Membership) -> None:
-        """Open each of *partitions*, in place or in a new epoch; try until done or overtaken."""
+    async def _settle(self) -> None:
+        """Open the partitions of the assignment, each in place or in a new epoch; try until done or overtaken."""
+        given, membership = self._given, self._given_in
         while self.client.membership() == membership:
+            self._news.clear()
             try:
-                await self._opening.settle(partitions, membership)
-            except OffsetOutOfRangeError as error:
-                self._outside.fail(error)
-                return
+                self.unsettled = await self._opening.settle(given, membership)
             except (TransportError, TimeoutError) as error:
-                reason = str(error) or "the brokers do not answer"
-                self.unsettled[partitions] = f"{len(partitions)} partition(s) wait, {min(partitions)} first: {reason}"
-                await asyncio.sleep(_RETRY_DELAY)
+                if isinstance(error, OffsetOutOfRangeError):
+                    self._outside.fail(error)
+                    return
+                why = str(error) or "the brokers do not answer"
+                self.unsettled = {name: why for name in given if not self._opening.is_open(name)}
+                delay = _RETRY_DELAY
             except AioshardError as error:
                 self._outside.fail(error)
                 return
             else:
-                self.unsettled.pop(partitions, None)
-                self._settling.difference_update([asyncio.current_task()])
-                if not self._settling:
+                if self.client.membership() != membership:
+                    return
+                if not self._news.is_set():
                     self.settled.set()
                     self.log.settled()
-                return
+                    if not self.unsettled:
+                        return
+                delay = _LEADER_DELAY
+            with anyio.move_on_after(delay):
+                await self._news.wait()
 
     def begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
         """Make a new epoch, closed."""

@@ -94,10 +94,10 @@ class RebalanceLog:
     def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
         """Partitions are being taken away, while so many of their records run."""
         self._finish()
-        cause = "the group had dropped us" if lost else "members, topics or partitions of the group have changed"
+        cause = "the group membership was lost" if lost else "members, topics or partitions of the group have changed"
         current = self._begin(cause, "join" if lost else "drain", "lost" if lost else "revoked")
         current.report = dataclasses.replace(current.report, revoked=partitions, in_flight=in_flight)
-        what = "lost, as the group had dropped us" if lost else "being taken away"
+        what = "lost with the group membership" if lost else "being taken away"
         fields = {"event": "lost" if lost else "revoked", "partitions": partitions, "in_flight": in_flight}
         logger.info("%d partition(s) are %s; %d record(s) of them run", partitions, what, in_flight, extra=fields)
 

@@ -245,6 +245,9 @@ class Engine:
                 backoff = _FIRST_BACKOFF if self._settled_once else backoff
                 if not error.retriable and self._refused(error):
                     return
+                if self._stopping:  # another client could not commit for the partitions of this one
+                    self.trouble = str(error)
+                    return
                 self._note_trouble(error, backoff)
             except AioshardError as error:
                 logger.error("no Kafka client can be built, and the app stops: %s", error)  # noqa: TRY400 - a sentence
@@ -274,7 +277,7 @@ class Engine:
     def _why_nothing_moves(self) -> str | None:
         """What a client that lives cannot do."""
         trouble = self.transport.trouble if self.transport is not None else None
-        return trouble or next(iter(self.rebalance.unsettled.values()), None)
+        return trouble or self.rebalance.trouble
 
     def _note_trouble(self, error: TransportError, backoff: float) -> None:
         self.client_losses += 1
@@ -304,7 +307,7 @@ class Engine:
                 self._tasks.dismiss(committing)
             if not self._stopping:
                 self.rebalance.end_all("the client was lost")
-                await self._close(transport)
+                await self._close(transport, self.options.limits.commit_timeout)
 
     async def _watch_settled(self) -> None:
         """The first assignment ends the start, and any later one ends the trouble."""
@@ -323,8 +326,9 @@ class Engine:
         """Of a line in the log about the app as a whole."""
         return {"event": event, "group": self.options.limits.group_id, **more}
 
-    async def _close(self, transport: Transport) -> None:
-        with anyio.move_on_after(self.options.limits.commit_timeout, shield=True):
+    async def _close(self, transport: Transport, within: float) -> None:
+        """Close a client, and wait for it no longer than *within* seconds, but one at least."""
+        with anyio.move_on_after(min(max(within, 1.0), self.options.limits.commit_timeout), shield=True):
             try:
                 await transport.close()
             except TransportError as error:
@@ -348,32 +352,43 @@ class Engine:
         """Drain, commit and end all tasks within `shutdown_timeout`.
 
         Raises:
-            NotDrainedError: Records still ran; they were cancelled and stay uncommitted.
+            NotDrainedError: Records still ran and were cancelled, or the last commit was not acknowledged.
         """
         deadline = self.clock() + self.options.shutdown_timeout
         try:
-            late = await self._drain(deadline)
+            failure = await self._drain(deadline)
         finally:
             await finish(self._tear_down(deadline), "tear down")
-        if late:
-            raise NotDrainedError(late, self.options.shutdown_timeout)
+        if failure is None:
+            return
+        if not failure.records and self.failed.done():
+            logger.error("%s", failure)  # what the app failed with is raised, and says why
+            return
+        raise failure
 
-    async def _drain(self, deadline: float) -> list[str]:
-        """End what runs and commit it; returns the records that did not end in time."""
+    async def _drain(self, deadline: float) -> NotDrainedError | None:
+        """End what runs and commit it; returns what did not end, or was not acknowledged, in time."""
         self.be_draining()
         timeout = self.options.shutdown_timeout
         reserve = min(self.options.limits.commit_timeout, timeout / 3)
+        enough = deadline - min(reserve / 2, 1.0)
         self.rebalance.stop_opening()
         epochs = self.rebalance.epochs
         await self.rebalance.drain(epochs, 0.0 if self._deserted else timeout - reserve)
         late = dict.fromkeys(d for d in self._running_now() if d.epoch.gate is not Gate.ENDED)
         # With the workers, the commit coordinator has been cancelled.
-        await self.committer.flush(epochs, 0.1 if self._deserted else max(min(deadline - self.clock(), reserve), 0.1))
-        enough = deadline - min(reserve, 1.0)
+        await self.committer.flush(epochs, 0.1 if self._deserted else enough - self.clock())
         # What was taken from us has been told to end, maybe just now: it is late only if it does not.
         while any(d not in late for d in self._running_now()) and self.clock() < enough:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(_TURN)
-        return [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
+        records = [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
+        reason = self.committer.trouble or self.trouble or "the partitions were taken away before"
+        for epoch in epochs:
+            self.committer.disown(epoch)
+        uncommitted = {str(epoch.topic_partition): epoch.uncommitted for epoch in epochs if epoch.uncommitted}
+        if not records and not uncommitted:
+            return None
+        return NotDrainedError(records, timeout, uncommitted=uncommitted, reason=reason)
 
     def _running_now(self) -> list[Delivery]:
         return [delivery for worker in self.workers for delivery in worker.deliveries]
@@ -386,7 +401,7 @@ class Engine:
             if self._supervisor is not None:
                 await self._tasks.cancel(self._supervisor)
             if self.transport is not None:
-                await self._close(self.transport)
+                await self._close(self.transport, deadline - self.clock())
         self.rebalance.end_all("the app stopped")
         await self._tasks.close(max(min(deadline - self.clock(), 1.0), 0.2))
         logger.info("the app has stopped", extra=self._fields("stopped"))

@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from aiokafka import errors as kafka
 from aiokafka.admin.config_resource import ConfigResourceType
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.cluster import ClusterMetadata
 from aiokafka.protocol.admin import DeleteRecordsRequest, DescribeConfigsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import AuthorizationError, TransportError
+from aioshard.kafka.answers import (
+    by_topic,
+    deleted_before,
+    refused_offsets,
+    stored_offsets,
+    topic_leaders,
+    topic_settings,
+)
 from aioshard.kafka.connecting import advertised_by, connected
 from aioshard.kafka.connections import close_client, refuse_useless_connections
 from aioshard.kafka.options import client_options
-from aioshard.kafka.translate import raise_for, reason, request_error
+from aioshard.kafka.translate import reason, request_error
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 
@@ -121,20 +127,36 @@ class Administration:
             node = self._client.get_random_node()
             resource = (ConfigResourceType.TOPIC, topic, sorted(names))
             answer = await self._client.send(node, DescribeConfigsRequest([resource]))
-            ((code, _, _, _, entries),) = answer.resources
-            raise_for(code)
-            return {name: value for name, value, *_ in entries}
+            return topic_settings(answer, topic, names)
 
         denied = f"see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS on it"
         return await self._patiently(ask, f"tell the settings of topic {topic!r}", denied=denied)
 
     async def _delete(self, topic: str, partition: int, offset: int) -> int:
-        leader = (await self._leaders(topic))[partition]
+        at = TopicPartition(topic, partition)
+        (leader,) = await self._by_leader([at])
         request = DeleteRecordsRequest([(topic, [(partition, offset)])], round(_PATIENCE * 1000))
-        answer = await self._client.send(leader, request)
-        ((_, ((_, start, code, *_),), *_),) = answer.topics
-        raise_for(code)
-        return int(start)
+        return deleted_before(await self._client.send(leader, request), at)
+
+    async def _by_leader(self, partitions: Collection[TopicPartition]) -> dict[int, list[TopicPartition]]:
+        """The partitions by the broker that leads them now.
+
+        Raises:
+            KafkaError: One has no leader.
+            TransportError: There is no such topic or partition.
+        """
+        leaders = {topic: await self._leaders(topic) for topic in {name.topic for name in partitions}}
+        found: dict[int, list[TopicPartition]] = {}
+        for name in partitions:
+            leader = leaders[name.topic].get(name.partition)
+            if leader is None:
+                raise TransportError(
+                    f"{name} does not exist: topic {name.topic!r} has {len(leaders[name.topic])} partitions"
+                )
+            if leader < 0:
+                raise kafka.StaleMetadata(f"no broker is the leader of {name} now")
+            found.setdefault(leader, []).append(name)
+        return found
 
     async def _leaders(self, topic: str) -> dict[int, int]:
         return await self._patiently(functools.partial(self._look_up, topic), f"tell the partitions of topic {topic!r}")
@@ -142,14 +164,10 @@ class Administration:
     async def _look_up(self, topic: str) -> dict[int, int]:
         node = self._client.get_random_node()
         answer = await self._client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
-        found = ClusterMetadata()
-        found.update_metadata(answer)
-        if topic in found.unauthorized_topics:
-            raise kafka.TopicAuthorizationFailedError(topic)
-        partitions = found.partitions_for_topic(topic)
-        if not partitions:
+        leaders = topic_leaders(answer, topic)
+        if not leaders:
             raise TransportError(f"topic {topic!r} does not exist: create it, or check its name")
-        return {partition: found.leader_for_partition(KafkaPartition(topic, partition)) for partition in partitions}
+        return leaders
 
     # Offsets of a group without members -----------------------------------------------
 
@@ -160,23 +178,17 @@ class Administration:
             AuthorizationError: We may not read with the group.
             TransportError: They were not told.
         """
-        asked = [(topic, sorted(partitions))]
-        ask = functools.partial(self._stored, group_id, asked)
+        ask = functools.partial(self._stored, group_id, [TopicPartition(topic, one) for one in partitions])
         found = await self._patiently(ask, f"tell the committed offsets of {topic}", group_id)
         return {one.partition: stored for one, stored in found.items()}
 
-    async def _stored(self, group_id: str, asked: Any) -> dict[TopicPartition, Committed]:
-        """What a group has committed of what is *asked*, in the request's form; None is everything. Asked once."""
+    async def _stored(
+        self, group_id: str, partitions: Collection[TopicPartition] | None
+    ) -> dict[TopicPartition, Committed]:
+        """What a group has committed of *partitions*, or, with None, of everything. Asked once."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-        answer = await self._client.send(node, OffsetFetchRequest(group_id, asked))
-        raise_for(getattr(answer, "error_code", 0))
-        found = {}
-        for topic, stored in answer.topics:
-            for partition, offset, metadata, code in stored:
-                raise_for(code)
-                if offset >= 0:
-                    found[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
-        return found
+        asked = None if partitions is None else by_topic({one: one.partition for one in partitions})
+        return stored_offsets(await self._client.send(node, OffsetFetchRequest(group_id, asked)), partitions or ())
 
     async def commit(self, group_id: str, topic: str, offsets: Mapping[int, Committed], *, retention: float) -> None:
         """Commit for a group that nobody is a member of.
@@ -191,17 +203,22 @@ class Administration:
             AuthorizationError: We may not read with the group.
             TransportError: They were not stored; or the group has members.
         """
-        stored = [(partition, due.offset, due.metadata) for partition, due in offsets.items()]
+        due = {TopicPartition(topic, partition): committed for partition, committed in offsets.items()}
 
         async def send() -> None:
-            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-            request = OffsetCommitRequest(group_id, -1, "", round(retention * 1000), [(topic, stored)])
-            answer = await self._client.send(node, request)
-            for _, partitions in answer.topics:
-                for _, code in partitions:
-                    raise_for(code)
+            for error in (await self._store(group_id, due, round(retention * 1000))).values():
+                raise error
 
         await self._patiently(send, f"store the offsets of {topic}", group_id)
+
+    async def _store(
+        self, group_id: str, offsets: Mapping[TopicPartition, Committed], retention_ms: int
+    ) -> dict[TopicPartition, kafka.KafkaError]:
+        """Commit once without a member; the partitions that are not acknowledged, and why."""
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        due = by_topic({name: (name.partition, *committed) for name, committed in offsets.items()})
+        request = OffsetCommitRequest(group_id, -1, "", retention_ms, due)
+        return refused_offsets(await self._client.send(node, request), offsets)
 
     # What goes wrong ------------------------------------------------------------------
 

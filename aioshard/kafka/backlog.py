@@ -55,7 +55,7 @@ class Backlog:
                 everything = {*intake.partitions, *internals.subscribed_partitions()}
                 others = everything - begins.keys()
                 committed = await internals.committed_once(others) if others else {}
-                ranges = await internals.log_ranges(everything)
+                ranges = await internals.log_ranges(everything, _TIMEOUT)
         except (kafka.KafkaError, TimeoutError) as error:
             logger.info("what is left to read of the partitions could not be asked for: %s", reason(error))
         else:

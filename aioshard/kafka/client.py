@@ -12,7 +12,7 @@ from aiokafka import errors as kafka
 
 from aioshard.errors import ClientLostError, SettingsError, StateError
 from aioshard.kafka.backlog import Backlog
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, advertised_by, find_broker, why_unreachable
+from aioshard.kafka.connecting import CONNECT_TIMEOUT, START_TIMEOUT, advertised_by, find_broker, why_unreachable
 from aioshard.kafka.instance_watch import InstanceWatch
 from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals, Rebalances
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["AiokafkaTransport"]
 
 logger = logging.getLogger("aioshard.kafka.client")
+
+_LEAST_PATIENCE = 2.0
+"""Seconds for an answer that a broker gives at once, however short the session is."""
 
 
 class AiokafkaTransport(Questions):
@@ -79,6 +82,7 @@ class AiokafkaTransport(Questions):
         self._listener_failure: Exception | None = None
         self._handed_back = asyncio.Event()
         self._handed_back.set()
+        self._losing: asyncio.Task[None] | None = None
         self._waiting = Waiting()
         self._backlog: Backlog | None = None
         """What is left to read, where the assignor wants to know."""
@@ -98,7 +102,7 @@ class AiokafkaTransport(Questions):
     # Life -----------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """See `Transport.start`; takes at most three times `CONNECT_TIMEOUT`, which is 3 s.
+        """See `Transport.start`; takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
 
         Topics and a pattern may be given together; the pattern is for a whole name.
         """
@@ -107,6 +111,7 @@ class AiokafkaTransport(Questions):
         if self._settings.assign is not None:
             await self._take_by_hand(internals)
             return
+        internals.watch_session(self._settings.session_timeout, self._lose)
         rebalances = Rebalances(self._hand_back, self._take_over)
         if pattern is None:
             internals.consumer.subscribe(topics=tuple(self._topics.names), listener=rebalances)
@@ -148,15 +153,22 @@ class AiokafkaTransport(Questions):
 
     async def _connect(self, server: str) -> Internals:
         consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
-        internals = self._internals = Internals(consumer, self._group_id)
+        # A member whose coordinator hangs has to find another one long before its session is over.
+        patience = max(self._settings.session_timeout / 5, _LEAST_PATIENCE)
+        internals = self._internals = Internals(consumer, self._group_id, patience)
         read_committed = self._settings.isolation_level == "read_committed"
-        self._intake = Intake(internals, self._group_id, read_committed=read_committed)
+        self._intake = Intake(
+            internals,
+            self._group_id,
+            read_committed=read_committed,
+            may_wait_longer="fetch_max_wait" not in self._settings.model_fields_set,
+        )
         if self._settings.assignor == "lag":
             self._backlog = Backlog(internals, self._intake, self._settings.auto_offset_reset)
         client = internals.client
         answered = False
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
+            async with asyncio.timeout(START_TIMEOUT):
                 await internals.consumer.start()
                 if self._topics.names:
                     client.set_topics(self._topics.names)
@@ -334,6 +346,23 @@ class AiokafkaTransport(Questions):
         if self._instance.taken is not None:
             await asyncio.Event().wait()  # joining anew would take the place from the other process once more
 
+    def _lose(self) -> None:
+        """Tell the engine at once that what we have may be another member's by now."""
+        intake, listener = self._intake, self._listener
+        if intake is None or listener is None or self._closed or not intake.partitions:
+            return
+        losing = self._tell_lost(listener, intake.partitions)
+        self._forget_assignment(intake)
+        self._losing = asyncio.create_task(losing, name=f"lost by {self._group_id}")
+
+    async def _tell_lost(self, listener: GroupListener, partitions: Collection[TopicPartition]) -> None:
+        try:
+            await listener.revoked(partitions, lost=True)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this; the next poll raises it
+            self._listener_failure = error
+        finally:
+            self._waiting.look_again()
+
     def _take_over(self) -> None:
         """Hand an assignment to the engine. Called, and done, before anything is awaited."""
         internals, intake, listener = self._internals, self._intake, self._listener
@@ -348,7 +377,7 @@ class AiokafkaTransport(Questions):
         self._membership = self._by_hand or internals.membership()
         if self._by_hand is None:
             self._instance.joined(self._membership)
-            internals.tell_generation(self._membership.generation)
+            internals.joined(self._membership.generation)
         try:
             listener.assigned(intake.partitions, self._membership)
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
@@ -357,4 +386,6 @@ class AiokafkaTransport(Questions):
 
     def _forget_assignment(self, intake: Intake) -> None:
         intake.end()
+        if self._internals is not None:
+            self._internals.end_session()
         self._membership = NOT_A_MEMBER

@@ -8,9 +8,10 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from aioshard.errors import AuthorizationError, SideTopicError, TransportError
+from aioshard.kafka.answers import only_part, topic_settings
 from aioshard.kafka.connections import close_administrator, start_administrator
 from aioshard.kafka.reading import ReadingClient
-from aioshard.kafka.translate import reason
+from aioshard.kafka.translate import error_for, reason
 
 __all__ = ["ensure_compacted"]
 
@@ -39,7 +40,10 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
         count = await client.partition_count(topic)
         if not count and await _create(admin, topic, partitions):
             return
-        await _check(admin, topic, count or await client.partition_count(topic), partitions)
+        count = count or await client.partition_count(topic)
+        if not count:
+            raise kafka.UnknownTopicOrPartitionError(topic)  # somebody else just created it; not every broker knows
+        await _check(admin, topic, count, partitions)
     except kafka.KafkaError as error:
         failed = TransportError(f"the brokers did not say whether topic {topic!r} is compacted: {reason(error)}")
         failed.retriable = bool(error.retriable)
@@ -60,17 +64,17 @@ async def _create(admin: Any, topic: str, partitions: int) -> bool:
     wanted = NewTopic(topic, partitions, 1, topic_configs=_CONFIGURATION)
     wanted.replication_factor = -1  # aiokafka does not take it as an argument.
     answer = await admin.create_topics([wanted])
-    ((_, code, *told),) = answer.topic_errors
-    error = kafka.for_code(code)
-    if not code or error is kafka.TopicAlreadyExistsError:
+    _, code, *told = only_part(answer.topic_errors, f"topic {topic!r}")
+    error = error_for(code)
+    if not code or isinstance(error, kafka.TopicAlreadyExistsError):
         return not code
-    if error in (kafka.TopicAuthorizationFailedError, kafka.ClusterAuthorizationFailedError):
+    if isinstance(error, kafka.TopicAuthorizationFailedError | kafka.ClusterAuthorizationFailedError):
         raise AuthorizationError(
             f"topic {topic!r} does not exist, as far as this user may see, and the brokers do not allow this user to "
             f"create it: grant CREATE on it, or create it with {partitions} partitions and cleanup.policy=compact and "
             "grant READ, WRITE and DESCRIBE_CONFIGS"
         )
-    failed = TransportError(f"topic {topic!r} could not be created: {told[0] if told and told[0] else reason(error())}")
+    failed = TransportError(f"topic {topic!r} could not be created: {told[0] if told and told[0] else reason(error)}")
     failed.retriable = bool(error.retriable)
     raise failed
 
@@ -83,16 +87,13 @@ async def _check(admin: Any, topic: str, count: int, partitions: int) -> None:
         )
     wanted = ConfigResource(ConfigResourceType.TOPIC, topic, configs={_POLICY: ""})
     (answer,) = await admin.describe_configs([wanted])
-    ((code, told, _, _, entries),) = answer.resources
-    error = kafka.for_code(code)
-    if error is kafka.TopicAuthorizationFailedError:
+    try:
+        policy = topic_settings(answer, topic, [_POLICY])[_POLICY]
+    except kafka.TopicAuthorizationFailedError as error:
         raise AuthorizationError(
             f"the brokers do not allow this user to look at the configuration of topic {topic!r}: grant "
             "DESCRIBE_CONFIGS on it"
-        )
-    if code:
-        raise error(told)
-    policy = next((str(value) for name, value, *_ in entries if name == _POLICY), "")
+        ) from error
     if policy.strip() != "compact":
         raise SideTopicError(
             f"topic {topic!r} has cleanup.policy={policy}: what it keeps would be deleted by its age. Set "

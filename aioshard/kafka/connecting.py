@@ -17,13 +17,23 @@ from aioshard.kafka.translate import reason
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["CONNECT_TIMEOUT", "advertised_by", "connected", "find_broker", "silence_client", "why_unreachable"]
+__all__ = [
+    "CONNECT_TIMEOUT",
+    "START_TIMEOUT",
+    "advertised_by",
+    "connected",
+    "find_broker",
+    "silence_client",
+    "why_unreachable",
+]
 
 C = TypeVar("C")
 
 CONNECT_TIMEOUT = 3.0
 """Seconds that a broker is given to take a connection, log us in and answer. Three of them fit into the default
 `start_timeout`, so that the app says what is wrong rather than that it took too long."""
+START_TIMEOUT = 1.5 * CONNECT_TIMEOUT
+"""Seconds that a client has to get an answer from one of the advertised brokers: the first that it tries may hang."""
 
 _CONNECTION_OPTIONS = frozenset(
     {
@@ -48,7 +58,7 @@ async def connected(
     begin: Callable[[C], Awaitable[bool]],
     end: Callable[[C], Awaitable[object]],
     advertised: Callable[[C], Collection[tuple[str, int]]] = lambda _: (),
-    timeout: float = CONNECT_TIMEOUT,
+    timeout: float = START_TIMEOUT,
 ) -> C:
     """A client of a broker that answers; takes at most *timeout* and twice `CONNECT_TIMEOUT`.
 
@@ -131,15 +141,22 @@ def advertised_by(cluster: Any) -> Collection[tuple[str, int]]:
 async def why_unreachable(
     settings: "Settings", options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
 ) -> TransportError:
-    """What is wrong when a bootstrap server answered, and the brokers that it named do not."""
+    """What is wrong when a bootstrap server answered, and a broker that it named does not."""
     found = await asyncio.gather(*(_ask(host, port, options) for host, port in advertised))
     failures = [
         (f"{host}:{port}", error) for (host, port), error in zip(advertised, found, strict=True) if error is not None
     ]
-    return _refusal(failures, settings) or ConnectError(
-        f"a broker of bootstrap_servers={options['bootstrap_servers']} answered, but the addresses that it advertises "
-        f"do not ({_told(failures, settings) or 'they did a moment later'}): advertised.listeners of the brokers must "
-        "name addresses that this machine can reach"
+    if (refused := _refusal(failures, settings)) is not None:
+        return refused
+    servers, told = options["bootstrap_servers"], _told(failures, settings)
+    if len(failures) < len(advertised):
+        return ConnectError(
+            f"the brokers of bootstrap_servers={servers} did not answer in time, and "
+            + (f"one or more still do not ({told}): check these brokers" if told else "all did a moment later")
+        )
+    return ConnectError(
+        f"a broker of bootstrap_servers={servers} answered, but the addresses that it advertises do not ({told}): "
+        "advertised.listeners of the brokers must name addresses that this machine can reach"
     )
 
 

@@ -5,13 +5,23 @@ Each attribute stands in the table of the canary tests. `client` is an `AIOKafka
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Iterable
+import random
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError
+from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.coordination import FindCoordinatorRequest
+from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
+from aiokafka.protocol.metadata import MetadataRequest
+
+from aioshard.kafka.connecting import CONNECT_TIMEOUT
 
 __all__ = [
     "CLOSE_GRACE",
@@ -26,6 +36,17 @@ __all__ = [
 
 logger = logging.getLogger("aioshard.kafka.connections")
 
+_ANSWERED_AT_ONCE = (
+    FindCoordinatorRequest,
+    HeartbeatRequest,
+    LeaveGroupRequest,
+    MetadataRequest,
+    OffsetFetchRequest,
+)
+"""Not those that wait: joins for other members, fetches for records, commits for replicas."""
+
+_HUNG_PAUSE = 1.0
+"""Seconds for which a broker that has taken no connection is not tried again: others come first."""
 CLOSE_GRACE = 1.0
 """Seconds for tasks and connections to end once they were told to."""
 
@@ -35,7 +56,7 @@ def is_connected(client: Any) -> bool:
     return any(connection.connected() for connection in client._conns.values())
 
 
-def refuse_useless_connections(client: Any) -> None:
+def refuse_useless_connections(client: Any, patience: float = 10.0) -> None:
     """Make the client fail at once, as with a broker that is away, where it would use a connection that is no good.
 
     * A broker that is just starting may name no versions. The client would keep the connection and fail with every
@@ -43,18 +64,36 @@ def refuse_useless_connections(client: Any) -> None:
     * A connection that was lost is seen as such a few turns of the loop later. In between uvloop refuses what is sent
       with a `RuntimeError`, which the client takes for a fault in the program: its heartbeat, a commit or its sender
       ends with it, and all else with them.
+    * A broker that hangs would hold up a look-up or a heartbeat for the full time-out of requests, and, as the client
+      makes one connection at a time, each new connection to any broker. Here it makes one to each broker at a time. A
+      broker that hangs is left alone for a moment, and not asked for coordinators while another one is connected.
 
     Call it before the client connects.
+
+    Args:
+        client: The client.
+        patience: Seconds for the answer to a request that brokers answer at once. To make a connection may take as
+            long, but not longer than `CONNECT_TIMEOUT`.
     """
     any_connection, any_bootstrap = client._get_conn, client.bootstrap
+    client._get_conn_lock_value = contextlib.nullcontext()
+    connecting: defaultdict[tuple[Any, Any], asyncio.Lock] = defaultdict(asyncio.Lock)
+    hung_at: dict[tuple[Any, Any], float] = {}
 
     async def usable_connection(node: Any, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False) -> Any:
-        try:
-            connection = await any_connection(node, group=group, no_hint=no_hint)
-        except RuntimeError as error:
-            logger.info("the connection to broker %s was lost while it was being made: %s", node, error)
-            client.force_metadata_update()
-            return None
+        clock = asyncio.get_running_loop().time
+        async with connecting[node, group]:
+            if clock() < hung_at.get((node, group), -_HUNG_PAUSE) + _HUNG_PAUSE:
+                return None
+            try:
+                async with asyncio.timeout(min(patience, CONNECT_TIMEOUT)):
+                    connection = await any_connection(node, group=group, no_hint=no_hint)
+            except (RuntimeError, TimeoutError) as error:
+                if isinstance(error, TimeoutError):
+                    hung_at[node, group] = clock()
+                logger.info("the connection to broker %s was not made: %s", node, str(error) or "no answer in time")
+                client.force_metadata_update()
+                return None
         if connection is None:
             return None
         if not connection._versions:
@@ -63,6 +102,7 @@ def refuse_useless_connections(client: Any) -> None:
             return None
         if not isinstance(connection._writer, _Writer):
             connection._writer = _Writer(connection._writer)
+            connection.send = _sending_in_time(connection, patience)
         return connection
 
     async def bootstrap() -> None:
@@ -72,6 +112,36 @@ def refuse_useless_connections(client: Any) -> None:
             raise KafkaConnectionError(f"the connection was lost while it was being made: {error}") from error
 
     client._get_conn, client.bootstrap = usable_connection, bootstrap
+    client.get_random_node = functools.partial(_connected_node, client, client.get_random_node)
+
+
+def _connected_node(client: Any, any_node: Callable[[], Any]) -> Any:
+    """A broker to which a connection is open; else any."""
+    nodes = [
+        node
+        for (node, group), connection in client._conns.items()
+        if group is ConnectionGroup.DEFAULT and node != "bootstrap" and connection.connected()
+    ]
+    return random.choice(nodes) if nodes else any_node()  # noqa: S311 - no secret
+
+
+def _sending_in_time(connection: Any, patience: float) -> Callable[..., Awaitable[Any]]:
+    """How a connection sends: it counts as lost when a request that brokers answer at once is not answered."""
+    send_any = connection.send
+
+    async def in_time(answer: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(patience):
+                return await answer
+        except TimeoutError:
+            connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+            raise
+
+    def send(request: Any, expect_response: bool = True) -> Awaitable[Any]:
+        answer: Awaitable[Any] = send_any(request, expect_response)
+        return in_time(answer) if isinstance(request, _ANSWERED_AT_ONCE) else answer
+
+    return send
 
 
 class _Writer:

@@ -9,6 +9,7 @@ from aiokafka.client import CoordinationType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 
 from aioshard.errors import StateError, TransportError
+from aioshard.kafka.answers import only_part, removed_member
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, RemoveMember
 from aioshard.kafka.history import GroupMember, HistoryBrokers
 from aioshard.kafka.translate import raise_for
@@ -16,7 +17,6 @@ from aioshard.records import TopicPartition
 
 __all__ = ["Coordinator", "Group", "GroupBrokers", "MemberOfGroup", "offsets_partition"]
 
-_UNKNOWN_MEMBER = 25
 _OFFSETS_TOPIC = "__consumer_offsets"
 _NO_SUCH_GROUP, _NOT_SERVED = 69, 35
 """Answers where a group is of the other protocol, and where the brokers do not have the newer one switched on."""
@@ -109,7 +109,7 @@ class GroupBrokers(HistoryBrokers):
             answer = await self._client.send(node, DescribeConsumerGroup(group_id))
         except (kafka.IncompatibleBrokerVersion, NotImplementedError):
             return None
-        (group,) = answer.to_object()["groups"]
+        group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
         if group["error_code"] in (_NO_SUCH_GROUP, _NOT_SERVED):
             return None
         raise_for(group["error_code"])
@@ -167,12 +167,7 @@ class GroupBrokers(HistoryBrokers):
 
     async def _removed(self, order: RemoveMember, group_id: str) -> bool:
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-        answer = await self._client.send(node, order)
-        raise_for(answer.error_code)
-        ((_, _, code),) = answer.members
-        if code != _UNKNOWN_MEMBER:
-            raise_for(code)
-        return bool(code != _UNKNOWN_MEMBER)
+        return removed_member(await self._client.send(node, order))
 
 
 def offsets_partition(group_id: str, partitions: int) -> int:

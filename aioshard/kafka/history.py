@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 from aiokafka import errors as kafka
 from aiokafka.client import CoordinationType
-from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 
 from aioshard.errors import AuthorizationError, CommitError, CommitRefusedError, TransportError
 from aioshard.kafka.administration import Administration
+from aioshard.kafka.answers import by_topic, existing_topics, log_offsets, only_part
 from aioshard.kafka.group_protocol import DescribeGroup
 from aioshard.kafka.translate import raise_for, reason, request_error
 from aioshard.ports import Committed
@@ -26,7 +26,6 @@ __all__ = [
     "GroupMember",
     "HistoryBrokers",
     "LogBounds",
-    "by_topic",
 ]
 
 _EARLIEST, _LATEST = -2, -1
@@ -104,8 +103,7 @@ class HistoryBrokers(Administration):
 
         async def ask() -> frozenset[str]:
             answer = await self._client.send(self._client.get_random_node(), MetadataRequest(None))
-            found = [topic for topic in answer.to_object()["topics"] if not topic.get("is_internal")]
-            return frozenset(topic["topic"] for topic in found)
+            return existing_topics(answer)
 
         return await self._patiently(ask, "tell the topics")
 
@@ -168,24 +166,10 @@ class HistoryBrokers(Administration):
         return await self._patiently(ask, f"tell the offsets of {_named(times)}")
 
     async def _ask_offsets(self, times: Mapping[TopicPartition, int], isolation: int) -> dict[TopicPartition, int]:
-        leaders = {topic: await self._leaders(topic) for topic in {one.topic for one in times}}
-        by_leader: dict[int, list[TopicPartition]] = {}
-        for one in times:
-            leader = leaders[one.topic].get(one.partition)
-            if leader is None:
-                raise TransportError(
-                    f"{one} does not exist: topic {one.topic!r} has {len(leaders[one.topic])} partitions"
-                )
-            by_leader.setdefault(leader, []).append(one)
         found: dict[TopicPartition, int] = {}
-        for leader, partitions in by_leader.items():
+        for leader, partitions in (await self._by_leader(times)).items():
             asked = by_topic({one: (one.partition, times[one]) for one in partitions})
-            answer = await self._client.send(leader, OffsetRequest(-1, isolation, asked))
-            for topic, told in answer.topics:
-                for partition, code, *rest in told:
-                    if code:
-                        raise kafka.for_code(code)
-                    found[TopicPartition(topic, partition)] = int(rest[1])
+            found |= log_offsets(await self._client.send(leader, OffsetRequest(-1, isolation, asked)), partitions)
         return found
 
     # The group ------------------------------------------------------------------------
@@ -203,7 +187,7 @@ class HistoryBrokers(Administration):
         async def ask() -> dict[TopicPartition, Committed | None]:
             found: dict[TopicPartition, Committed | None] = dict.fromkeys(partitions)
             if found:
-                found.update(await self._stored(group_id, by_topic({one: one.partition for one in partitions})))
+                found.update(await self._stored(group_id, partitions))
             return found
 
         return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
@@ -240,10 +224,9 @@ class HistoryBrokers(Administration):
         """A group of the classic protocol, as its coordinator describes it; asked once."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
         answer = await self._client.send(node, DescribeGroup(group_id))
-        (group,) = answer.to_object()["groups"]
+        group: dict[str, Any] = only_part(answer.to_object()["groups"], f"group {group_id!r}")
         raise_for(group["error_code"])
-        found: dict[str, Any] = group
-        return found
+        return group
 
     async def commit_without_member(self, group_id: str, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit for a group that nobody is a member of: one request, once.
@@ -262,24 +245,15 @@ class HistoryBrokers(Administration):
         """
         try:
             async with asyncio.timeout(_COMMIT_TIMEOUT):
-                node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-                topics = by_topic({one: (one.partition, *due) for one, due in offsets.items()})
-                request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, topics)
-                answer = await self._client.send(node, request)
+                refused = await self._store(group_id, offsets, RETENTION_MS)
         except (kafka.KafkaError, TimeoutError) as error:
             raise _not_stored(error, group_id) from error
-        codes = {
-            TopicPartition(topic, partition): code for topic, stored in answer.topics for partition, code in stored
-        }
-        refused = sorted((one, code) for one, code in codes.items() if code)
-        for _, code in refused:
-            if code in HAS_MEMBERS:
+        for why in refused.values():
+            if (told := HAS_MEMBERS.get(getattr(why, "errno", 0))) is not None:
                 raise CommitRefusedError(
-                    f"the broker refused a commit of group {group_id!r} from outside: it has members "
-                    f"({HAS_MEMBERS[code]})"
+                    f"the broker refused a commit of group {group_id!r} from outside: it has members ({told})"
                 )
-        if refused:
-            raise _not_stored(kafka.for_code(refused[0][1])(), group_id, [one for one, _ in refused])
+            raise _not_stored(why, group_id, refused)
 
 
 def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPartition] = ()) -> TransportError:
@@ -291,14 +265,6 @@ def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPa
     failed = CommitError(f"{what}{where} were not stored: {reason(error)}")
     failed.retriable = isinstance(error, TimeoutError) or bool(getattr(error, "retriable", False))
     return failed
-
-
-def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
-    """What is said of single partitions, in the order and the form of a request."""
-    found: dict[str, list[Any]] = {}
-    for one in sorted(values):
-        found.setdefault(one.topic, []).append(values[one])
-    return list(found.items())
 
 
 def _named(partitions: Collection[TopicPartition]) -> str:

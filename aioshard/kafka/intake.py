@@ -65,8 +65,14 @@ class Intake:
     Owned by the transport. Has partitions between `begin` and `end` only; everything is a no-op for others.
     """
 
-    def __init__(self, internals: Internals, group_id: str, *, read_committed: bool) -> None:
+    def __init__(
+        self, internals: Internals, group_id: str, *, read_committed: bool, may_wait_longer: bool = False
+    ) -> None:
+        """Take over what the client fetches; *may_wait_longer* allows fetches of idle partitions to."""
         self._internals = internals
+        self._may_wait_longer = may_wait_longer
+        self._fetched_at = 0.0
+        """When something was last fetched; loop time."""
         self._group_id = group_id
         self._read_committed = read_committed
         self._assignment: Any = None
@@ -93,6 +99,7 @@ class Intake:
             state.seek(0)
             self._internals.discard(name)
             self._partitions[name] = _Partition(name, state)
+        self._internals.hold_fetches(len(self._partitions))
 
     def end(self) -> None:
         """Forget the assignment."""
@@ -123,6 +130,7 @@ class Intake:
             partition = self._partitions.get(name)
             if partition is not None:
                 partition.state.pause()
+        self._internals.hold_fetches(len(self._partitions))
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
         """Go on with these.
@@ -176,8 +184,18 @@ class Intake:
                     break  # Nobody may take more now; asking for an allowance costs more than a record.
             elif partition.reported is not entry:
                 self._report_error(partition, entry, found)
-        internals.hurry(len(self._partitions) if found.left_over else 0)
+        if found.new or internals.buffered:
+            self._fetched_at = found.at
+        internals.hold_fetches(
+            len(self._partitions), left_over=found.left_over, idle=self._may_wait_longer and self._is_idle(found.at)
+        )
         return found
+
+    def _is_idle(self, now: float) -> bool:
+        """Whether all partitions are being fetched, and had nothing for a while."""
+        return self._fetched_at < now - _ACTIVE and not any(
+            partition.state.paused for partition in self._partitions.values()
+        )
 
     def _take_from(self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, found: Found) -> None:
         state = partition.state

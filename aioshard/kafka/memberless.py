@@ -7,13 +7,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from aiokafka import errors as kafka
-from aiokafka.client import ConnectionGroup
-from aiokafka.protocol.commit import OffsetCommitRequest
 
 from aioshard.errors import TransportError
 from aioshard.kafka.connecting import CONNECT_TIMEOUT
 from aioshard.kafka.groups import GroupBrokers
-from aioshard.kafka.history import HAS_MEMBERS, RETENTION_MS, by_topic
+from aioshard.kafka.history import HAS_MEMBERS, RETENTION_MS
 from aioshard.kafka.translate import commit_error, reason
 from aioshard.ports import Committed, GroupHasMembersError, Membership
 from aioshard.records import TopicPartition
@@ -28,8 +26,6 @@ logger = logging.getLogger("aioshard.kafka.memberless")
 
 _LIVES = itertools.count()
 _NAMED = 5
-_MOVED = frozenset({15, 16})
-"""Answers of a broker that does not coordinate the group, or not yet."""
 
 
 def by_hand() -> Membership:
@@ -99,31 +95,11 @@ async def commit_by_hand(internals: "Internals", offsets: Mapping[TopicPartition
     """
     try:
         await internals.find_coordinator()
-        await _commit_once(internals, offsets)
+        await internals.commit_once(offsets, RETENTION_MS)
     except kafka.KafkaError as error:
+        if (told := HAS_MEMBERS.get(getattr(error, "errno", 0))) is not None:
+            raise _has_members(internals.group_id, f"a commit was refused: {told}") from error
         raise commit_error(error, offsets.keys(), internals.group_id) from error
-
-
-async def _commit_once(internals: "Internals", offsets: Mapping[TopicPartition, Committed]) -> None:
-    coordinator, group_id = internals.coordinator, internals.group_id
-    topics = by_topic({one: (one.partition, *due) for one, due in offsets.items()})
-    request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, topics)
-    node = coordinator.coordinator_id
-    if node is None:
-        raise kafka.GroupCoordinatorNotAvailableError(group_id)  # the client is being closed
-    try:
-        answer = await internals.client.send(node, request, group=ConnectionGroup.COORDINATION)
-    except kafka.KafkaError:
-        coordinator.coordinator_dead()
-        raise
-    refused = [(topic, code) for topic, stored in answer.topics for _, code in stored if code]
-    codes = {code for _, code in refused}
-    if told := codes & HAS_MEMBERS.keys():
-        raise _has_members(group_id, f"a commit was refused: {HAS_MEMBERS[min(told)]}")
-    if codes & _MOVED:
-        coordinator.coordinator_dead()
-    for topic, code in refused:
-        raise kafka.for_code(code)(topic)
 
 
 def _has_members(group_id: str, what: str) -> GroupHasMembersError:

@@ -3,7 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Collection, Container, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiokafka import errors as kafka
 
@@ -13,6 +13,9 @@ from aioshard.kafka.internals import Internals
 from aioshard.kafka.translate import request_error
 from aioshard.ports import NOT_A_MEMBER, Committed, LogRange, Membership
 from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
 
 __all__ = ["Questions", "refuse_what_is_not_ours"]
 
@@ -26,6 +29,7 @@ class Questions:
     """The part of a transport that only asks."""
 
     _group_id: str
+    _settings: "Settings"
 
     @abstractmethod
     def _running(self) -> tuple[Internals, Intake]:
@@ -48,9 +52,10 @@ class Questions:
         return {}
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
+        """See `Transport.log_ranges`. It takes at most two thirds of `commit_timeout`."""
         internals, _ = self._running()
-        return await self._told(internals.log_ranges(partitions), f"the bounds of {', '.join(map(str, partitions))}")
+        asking = internals.log_ranges(partitions, self._settings.commit_timeout / 3)
+        return await self._told(asking, f"the bounds of {', '.join(map(str, partitions))}")
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""

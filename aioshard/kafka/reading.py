@@ -5,6 +5,7 @@ them, it creates the topics that it looks for, and it does not tell that a log h
 who restores something has to know.
 """
 
+import contextlib
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +19,11 @@ from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from aioshard.errors import TransportError
+from aioshard.kafka.answers import log_offsets, topic_leaders
 from aioshard.kafka.chunk import Chunk
 from aioshard.kafka.connecting import advertised_by, connected
 from aioshard.kafka.connections import close_client, is_connected, pace_look_ups, refuse_useless_connections
-from aioshard.kafka.translate import corrupt_record
+from aioshard.kafka.translate import corrupt_record, error_for, raise_for
 from aioshard.records import Record, TopicPartition
 
 if TYPE_CHECKING:
@@ -106,11 +108,13 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         """How many partitions a topic has now; 0 when there is none of that name, or we may not see it.
 
         Raises:
-            KafkaError: The broker did not answer.
+            KafkaError: The broker did not tell.
         """
         request = MetadataRequest([topic], allow_auto_topic_creation=False)
         answer = await self.send(self.get_random_node(), request)
-        return sum(len(found["partitions"]) for found in answer.to_object()["topics"])
+        with contextlib.suppress(kafka.TopicAuthorizationFailedError):
+            return len(topic_leaders(answer, topic))
+        return 0
 
     async def _metadata_update(self, cluster_metadata: Any, topics: Any) -> bool:
         """In place of aiokafka's, which creates the topics that it asks for, and asks for all when it has none."""
@@ -150,10 +154,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         request = OffsetRequest(-1, READ_COMMITTED, [(topic, [(partition, which)])])
         # Through a connection of its own: on the other one it would wait for the fetch in progress.
         answer = await self.send(node, request, group=ConnectionGroup.COORDINATION)
-        ((_, ((_, code, *found),)),) = answer.topics
-        if code:
-            raise kafka.for_code(code)
-        return int(found[-1])
+        return log_offsets(answer, [topic_partition])[topic_partition]
 
     async def fetch(
         self, node: int, offsets: Mapping[TopicPartition, int], wait: float, *, aside: bool = False
@@ -170,7 +171,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
             aside: Whether it takes the connection that no waiting fetch is on.
 
         Raises:
-            KafkaError: The broker did not answer.
+            KafkaError: The broker did not answer, or with an error.
         """
         by_topic: dict[str, list[tuple[int, int, int]]] = {}
         for (topic, partition), offset in offsets.items():
@@ -178,6 +179,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         request = FetchRequest(round(wait * 1000), 1, _MOST_BYTES, READ_COMMITTED, list(by_topic.items()))
         group = ConnectionGroup.COORDINATION if aside else ConnectionGroup.DEFAULT
         answer = await self.send(node, request, group=group)
+        raise_for(getattr(answer, "error_code", 0))  # from version 7 on
         parts = {
             TopicPartition(topic, partition): rest
             for topic, partitions in answer.topics
@@ -192,7 +194,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
                 if kafka.for_code(code) is kafka.OffsetOutOfRangeError:
                     found[at] = Fetched([], await self.start_offset(node, at), -1)
                 elif code:
-                    found[at] = Fetched([], offset, -1, kafka.for_code(code)())
+                    found[at] = Fetched([], offset, -1, error_for(code))
                 else:
                     aborted = rest[2] if answer.API_VERSION >= _PREFERRED_REPLICA else rest[-2]
                     found[at] = _decoded(at, offset, rest[0], aborted, rest[-1], certain=certain)

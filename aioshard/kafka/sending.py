@@ -7,6 +7,7 @@ What it does by itself, seen on a real broker, and what is done here instead:
 * a refusal does not say whether it is meant for one record, or for all that happened to be in the same batch;
 * a broker is sent nothing while a batch for it waits to be sent again, or a partition anywhere has no leader;
 * a batch whose callers have all given up is sent again and again, for ever: here it is dropped;
+* a batch that fails while it waits to be sent again is looked for where it no longer is: a KeyError in the log;
 * a key and a value that are both None, which Kafka stores, are refused by an assertion;
 * stopping waits for brokers that are gone.
 """
@@ -94,6 +95,7 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
             retry_backoff_ms=round(backoff * 1000),
             request_timeout_ms=self._request_timeout_ms,
         )
+        self._message_accumulator._pending_batches = _Pending()
         self._drain_by_nodes = self._message_accumulator.drain_by_nodes
         self._message_accumulator.drain_by_nodes = self._drain_and_look_up
         refuse_useless_connections(self.client)
@@ -194,6 +196,13 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         await close_client(self.client, [self._sender.sender_task, *self._sender.requests])
 
 
+class _Pending(set[Any]):
+    """The batches that are being sent; one that waits to be sent again was taken out, and may end all the same."""
+
+    def remove(self, batch: Any) -> None:
+        self.discard(batch)
+
+
 class _Sender(Sender):  # type: ignore[misc]
     """Sends with `_Request`, and lets a broker take more while batches wait to be sent again."""
 
@@ -272,7 +281,10 @@ class _Request(SendProduceReqHandler):  # type: ignore[misc]
         return again
 
     def handle_response(self, response: Any) -> None:
-        """Let the batches that are refused fail with what we want to know, before they fail without it."""
+        """Let the batches that are refused fail with what we want to know, before they fail without it.
+
+        A batch that the answer leaves out is sent again, with the sequence numbers that it has.
+        """
         for topic, answers in response.topics:
             for partition, code, *_ in answers:
                 batch = self._batches.get(TopicPartition(topic, partition))
@@ -281,6 +293,8 @@ class _Request(SendProduceReqHandler):  # type: ignore[misc]
                     continue
                 batch.failure(RefusedError(error, code, batch.record_count))
         super().handle_response(response)
+        answered = {TopicPartition(topic, partition) for topic, answers in response.topics for partition, *_ in answers}
+        self._to_reenqueue += [batch for name, batch in self._batches.items() if name not in answered]
 
     def _can_retry(self, error: Any, batch: Any) -> bool:
         return bool(error.retriable) and _is_wanted(batch)
@@ -292,7 +306,7 @@ def _is_wanted(batch: Any) -> bool:
 
 
 async def connect(settings: "Settings", options: Mapping[str, Any], topic: str) -> SendingClient:
-    """A client that is connected and has a producer id; takes at most three times `CONNECT_TIMEOUT`.
+    """A client that is connected and has a producer id; takes at most three and a half times `CONNECT_TIMEOUT`.
 
     Args:
         settings: Names for the sentences.

@@ -11,6 +11,7 @@ from aiokafka import errors as kafka
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from aioshard.errors import StateError, TransportError
+from aioshard.kafka.answers import IncompleteAnswerError
 from aioshard.kafka.connecting import connected
 from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import consumer_options
@@ -99,6 +100,8 @@ class TopicReader:
                 # One after the other: a start never lies behind an end that was asked for before it.
                 starts = await internals.consumer.beginning_offsets(self._partitions)
                 ends = await internals.consumer.end_offsets(self._partitions)
+                if missing := set(self._partitions) - (starts.keys() & ends.keys()):
+                    raise IncompleteAnswerError(f"{len(missing)} partitions are missing in the answer")
         except (TimeoutError, kafka.KafkaError) as error:
             raise request_error(error, f"the offsets of topic {self.topic!r}", "") from error
         self.ranges = {one.partition: LogRange(starts[one], ends[one]) for one in self._partitions}

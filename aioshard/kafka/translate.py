@@ -20,6 +20,7 @@ from aioshard.records import TopicPartition
 __all__ = [
     "commit_error",
     "corrupt_record",
+    "error_for",
     "group_error",
     "missing_topic",
     "nothing_acknowledged",
@@ -41,10 +42,23 @@ _TOO_LONG = (kafka.OffsetMetadataTooLargeError, kafka.InvalidCommitOffsetSizeErr
 """Answers that say: the text that goes with an offset, or all of them together, are more than is stored."""
 
 
-def raise_for(code: int) -> None:
+_PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
+"""Codes that Kafka calls retriable, and aiokafka final or does not know."""
+
+
+def error_for(code: int, *what: str) -> kafka.KafkaError:
+    """Make an answer's error code an error about *what*; retriable where Kafka's own clients try again."""
+    error = kafka.for_code(code)(*what)
+    error.retriable = error.retriable or code in _PASSES
+    if code not in kafka.kafka_errors:
+        error.errno, error.message, error.description = code, f"ERROR {code}", "the client has no name for it"
+    return error
+
+
+def raise_for(code: int, *what: str) -> None:
     """Raise what an answer's error code stands for; 0 is no error."""
     if code:
-        raise kafka.for_code(code)
+        raise error_for(code, *what)
 
 
 def reason(error: BaseException) -> str:

@@ -121,7 +121,7 @@ class JournalStatistics:
 
 
 RebalanceKind = Literal["assigned", "revoked", "lost", "by_hand"]
-"""How it began: we were given partitions and lost none, some were taken away, the group had dropped us, or by hand."""
+"""How it began: we were given partitions and lost none, some were taken away, the membership was lost, or by hand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -174,7 +174,8 @@ class Settings(BaseSettings):
     metadata_max_age: Seconds = 30.0
     """How often topics and partitions are looked up; new partitions are found within this time."""
     fetch_max_wait: Annotated[float, Field(gt=0, le=30, allow_inf_nan=False), _SECONDS] = 0.1
-    """How long a broker may hold a fetch that has nothing to return; at most 30."""
+    """How long a broker may hold a fetch that has nothing to return; at most 30. Unless you set it, the aiokafka client
+    waits longer, up to 0.5 s, while hundreds of partitions are idle."""
     max_buffered_records: Annotated[int, Field(ge=1), _RECORDS] = 10_000
     """Bound of the records in memory that are not complete, over all partitions of the process."""
     max_buffered_bytes: Annotated[int, Field(ge=1), _BYTES] = 64 * _MIB

@@ -293,7 +293,13 @@ class Journal:
             self._failed(error)
             logger.exception("%d row(s) of the journal cannot be written down", rows)
             return
-        if self._attempt(lambda: self._files.write(batch)) and self._trouble is not None:
+
+        def write() -> None:
+            self._files.write(batch)
+            if self._trouble is not None:
+                self._files.flush()  # rows that only wait in memory say nothing about the disk
+
+        if self._attempt(write) and self._trouble is not None:
             logger.warning("the journal is written again; %d row(s) were dropped so far", self._lost)
             self._trouble = None
 

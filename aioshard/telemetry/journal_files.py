@@ -131,13 +131,18 @@ class JournalFiles:
         self._group_rows += batch.num_rows
         self._group_bytes += int(batch.nbytes)
         if self._group_rows >= _GROUP_ROWS or self._group_bytes >= _GROUP_BYTES:
-            self._flush()
+            self.flush()
             if self._file.size >= self._max_bytes:
                 self.finish()
 
-    def _flush(self) -> None:
-        assert self._file is not None  # noqa: S101 - opened before the first batch
+    def flush(self) -> None:
+        """Write what waits to become a group of rows of the file.
+
+        Raises:
+            OSError: It cannot be written. The file is given up then (`discard`).
+        """
         if self._batches:
+            assert self._file is not None  # noqa: S101 - opened before the first batch
             self._file.write(self._batches)
             self._forget_group()
 
@@ -158,7 +163,7 @@ class JournalFiles:
         """
         if self._file is None:
             return
-        self._flush()
+        self.flush()
         now = time.process_time()
         self._file.finish({CPU_KEY: f"{now - self._cpu:.6f}".encode()})
         self._cpu = now

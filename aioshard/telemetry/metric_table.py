@@ -42,7 +42,7 @@ _APP = {
     ),
     "aioshard_rebalances": MetricInfo(
         "counter",
-        "Rebalances by how they began: assigned, revoked, lost (the group had dropped us), by_hand.",
+        "Rebalances by how they began: assigned, revoked, lost (with the group membership), by_hand.",
         ("kind",),
     ),
     "aioshard_rebalance_drain_duration_seconds": MetricInfo(

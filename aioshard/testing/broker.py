@@ -65,6 +65,7 @@ class InMemoryBroker(Watched):
         self._start_failures: deque[TransportError] = deque()
         self._faults: dict[TopicPartition, TransportError] = {}
         self._publish_faults: dict[str, tuple[TransportError, bool]] = {}
+        self._leaderless: set[TopicPartition] = set()
         self._available = True
 
     # Topics ----------------------------------------------------------------------------
@@ -294,6 +295,18 @@ class InMemoryBroker(Watched):
             self._faults[TopicPartition(topic, partition)] = error
         self.notify()
 
+    def set_leader(self, topic: str, partition: int, *, available: bool) -> None:
+        """Take the leader of a partition away from consumers, or elect one: without it nothing of its log is told.
+
+        Other partitions are not affected, nor are commits; what is published is stored.
+        """
+        self.check_partition(topic, partition)
+        if available:
+            self._leaderless.discard(TopicPartition(topic, partition))
+        else:
+            self._leaderless.add(TopicPartition(topic, partition))
+        self.notify()
+
     def fail_publishes(self, topic: str, error: TransportError | None, *, stored: bool = False) -> None:
         """Answer everything that an app publishes to a topic with *error*, until called with None.
 
@@ -344,6 +357,10 @@ class InMemoryBroker(Watched):
     def fault(self, topic_partition: TopicPartition) -> TransportError | None:
         """What `fail_fetches` asked for."""
         return self._faults.get(topic_partition)
+
+    def has_leader(self, topic_partition: TopicPartition) -> bool:
+        """Whether anybody answers for a partition; see `set_leader`."""
+        return topic_partition not in self._leaderless
 
     def publish_fault(self, topic: str) -> tuple[TransportError, bool] | None:
         """What `fail_publishes` asked for, and whether the record is stored nevertheless."""

@@ -125,7 +125,7 @@ class Reading:
         found = Found([], [])
         taken = Allowance(0, 0)
         for topic_partition in tuple(self._positions):
-            if topic_partition in self._paused:
+            if topic_partition in self._paused or not self._broker.has_leader(topic_partition):
                 continue
             log = self._broker.log(*topic_partition)
             position = self._positions[topic_partition]

@@ -1,6 +1,7 @@
 """A member of a consumer group on the in-memory broker: the `Transport` port without a network."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
@@ -39,6 +40,8 @@ Operation = Literal[
 """What a member asks the broker. `heartbeat` is the time until it notices a rebalance or its own loss, `join`
 that from the new generation to its `assigned`, `fetch` that between two responses with records; `commit` passes
 before the offsets are stored and `commit reply` after."""
+
+_TO_COORDINATOR = frozenset[Operation](["start", "commit", "commit reply", "committed"])
 
 Outcome = Literal["woken", "changed", "time"]
 
@@ -101,6 +104,10 @@ class InMemoryTransport:
         self._stirred = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._unwatch: Callable[[], None] | None = None
+        self._reachable = asyncio.Event()
+        """Set unless the client is cut off from the coordinator."""
+        self._reachable.set()
+        self._removal: asyncio.TimerHandle | None = None
         self._ending = False
         self._crashed = False
         self._lost: TransportError | None = None
@@ -139,7 +146,7 @@ class InMemoryTransport:
             if not self._crashed:
                 await self._take("close")
         finally:
-            if not self._crashed:
+            if not self._crashed and self._reachable.is_set():
                 self._group.leave(self._member_id)
             self._membership = NOT_A_MEMBER
             self._reading.take_all()
@@ -157,18 +164,42 @@ class InMemoryTransport:
         The group removes the member `session_timeout` seconds later, or when a test calls `lose` on it.
         """
         self._crashed = self._ending = True
+        self._reachable.set()
         self.kill()
         self._stirred.set()
         if self._unwatch is not None:
             self._unwatch()
         asyncio.get_running_loop().call_later(self._session_timeout, self._group.leave, self._member_id)
 
+    def cut_off(self) -> None:
+        """Leave every request to the coordinator unanswered from now on, heartbeats and commits too; fetches continue.
+
+        `session_timeout` seconds later the group removes the member, and the client ends by itself what it has: the
+        broker cannot tell it.
+        """
+        if self._ending or not self._reachable.is_set():
+            return
+        self._reachable.clear()
+        loop = asyncio.get_running_loop()
+        self._removal = loop.call_later(self._session_timeout, self._group.leave, self._member_id)
+        self._stirred.set()
+
+    def reconnect(self) -> None:
+        """End what `cut_off` began: the client is still a member, or joins again. Too late for one that is closed."""
+        if self._ending or self._removal is None:
+            return
+        self._removal.cancel()
+        self._reachable.set()
+        self._stirred.set()
+
     # The group -------------------------------------------------------------------------
 
     @property
     def trouble(self) -> str | None:
         """See `Transport.trouble`."""
-        return None if self._broker.available else "the in-memory broker is not available: the test has said so"
+        if not self._broker.available:
+            return "the in-memory broker is not available: the test has said so"
+        return None if self._reachable.is_set() else "the coordinator does not answer: the test has cut the client off"
 
     def membership(self) -> Membership:
         """See `Transport.membership`."""
@@ -178,6 +209,9 @@ class InMemoryTransport:
         try:
             while not self._ending:
                 self._stirred.clear()
+                if not self._reachable.is_set():
+                    await self._hear_nothing()
+                    continue
                 duty = self._group.duty(Membership(self._member_id, self._membership.generation))
                 if duty == "nothing":
                     await self._stirred.wait()
@@ -199,6 +233,16 @@ class InMemoryTransport:
             self._group.leave(self._member_id)
             self._changed()
 
+    async def _hear_nothing(self) -> None:
+        """Wait for the coordinator, and end what is ours when the session is over."""
+        removal = self._removal if self._membership != NOT_A_MEMBER else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(removal.when() if removal is not None else None):
+                await self._stirred.wait()
+                return
+        self._membership = NOT_A_MEMBER
+        await self._revoke(lost=True)
+
     async def _give_back(self) -> None:
         loop = asyncio.get_running_loop()
         leave = self._group.leave_unless_rejoined
@@ -209,13 +253,13 @@ class InMemoryTransport:
             remove.cancel()
         # What was given back may be somebody else's before we hear of it.
         self._membership = NOT_A_MEMBER
-        if not self._ending:
+        if not self._ending and self._reachable.is_set():
             self._group.rejoin(self._member_id)
 
     async def _join_anew(self) -> None:
         self._membership = NOT_A_MEMBER
         await self._revoke(lost=True)
-        if not self._ending:
+        if not self._ending and self._reachable.is_set():
             self._member_id = self._group.join(self._subscription, self._stirred.set)
 
     async def _revoke(self, *, lost: bool) -> None:
@@ -230,8 +274,9 @@ class InMemoryTransport:
         self._reading.take_all()
 
     def _adopt(self) -> None:
-        # The group may have moved on, and the client may have been closed, while the answer was on its way.
-        if self._ending or self._group.duty(Membership(self._member_id, self._membership.generation)) != "adopt":
+        # The group may have moved on, and the client may have been closed or cut off, while the answer was on its way.
+        unheard = self._ending or not self._reachable.is_set()
+        if unheard or self._group.duty(Membership(self._member_id, self._membership.generation)) != "adopt":
             return
         partitions = self._group.assignment(self._member_id)
         self._membership = self._group.adopt(self._member_id)
@@ -366,7 +411,7 @@ class InMemoryTransport:
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; a `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
-        return {partition: self._reading.log_range(partition) for partition in partitions}
+        return {name: self._reading.log_range(name) for name in partitions if self._broker.has_leader(name)}
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`; a `ConnectError` while the broker is not available."""
@@ -381,6 +426,8 @@ class InMemoryTransport:
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`; a `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
+        if not self._broker.has_leader(topic_partition):
+            raise TransportError(f"{topic_partition} has no leader: the test has taken it away")
         return self._reading.offset_at(topic_partition, timestamp)
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
@@ -396,3 +443,5 @@ class InMemoryTransport:
     async def _take(self, operation: Operation) -> None:
         """Let the time of an operation pass; a request always lets others run, as a network would."""
         await asyncio.sleep(0 if self._latency is None else self._latency(operation))
+        if operation in _TO_COORDINATOR:
+            await self._reachable.wait()

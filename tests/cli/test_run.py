@@ -175,10 +175,49 @@ async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
     await app.says("began 0")
     app.send(signal.SIGTERM)
     assert await app.ends() == 4
-    assert f"Error: 1 record(s) still ran after shutdown_timeout=1 s and stay uncommitted: {topic}/0/0" in app.errors
+    assert f"Error: 1 record still ran after shutdown_timeout=1 s and stay uncommitted: {topic}/0/0" in app.errors
     ending = json.loads(app.output.splitlines()[-1])
     assert (ending["exit_code"], ending["records"], ending["signal"]) == (4, [f"{topic}/0/0"], "SIGTERM")
     assert (await kafka.committed(group, topic)).get(0, 0) == 0
+
+
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
+    own_kafka: KafkaBroker, start: Start, group: str, topic: str, client: str
+) -> None:
+    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=25)
+    await asyncio.sleep(8)  # that long the brokers are away
+    own_kafka.thaw()
+    assert await app.ends() == 0
+    assert await own_kafka.committed(group, topic) == {0: 1}
+
+
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+async def test_a_last_commit_that_is_never_acknowledged_ends_with_4_and_names_the_partition(
+    own_kafka: KafkaBroker, start: Start, topic: str, client: str
+) -> None:
+    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=8)
+    began = asyncio.get_running_loop().time()
+    assert await app.ends() == 4
+    assert asyncio.get_running_loop().time() - began < 8 + 2
+    assert f"{topic}/0 (1)" in app.errors
+    ending = json.loads(app.output.splitlines()[-1])
+    assert (ending["exit_code"], ending["records"], ending["uncommitted"]) == (4, [], {f"{topic}/0": 1})
+
+
+async def frozen_while_the_last_record_runs(
+    kafka: KafkaBroker, start: Start, topic: str, client: str, *, shutdown_timeout: float
+) -> Running:
+    await kafka.create_topic(topic)
+    await kafka.produce(topic, [(b"k", b"0")], partition=0)
+    app = await start("held", kafka.bootstrap, "--json", client=client, shutdown_timeout=shutdown_timeout)
+    await app.says("began 0")
+    kafka.freeze()
+    app.send(signal.SIGTERM)
+    await app.warns("SIGTERM: draining and committing")
+    app.release()
+    await app.says("finished 0")
+    return app
 
 
 async def test_a_wrong_address_is_an_error_that_names_it_and_ends_with_1(start: Start) -> None:

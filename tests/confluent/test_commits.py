@@ -13,6 +13,7 @@ from aioshard.kafka.confluent.calls import Calls
 from aioshard.kafka.confluent.commits import Commits
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
+from aioshard.testing import run
 from tests.kafka_client.members import Member, settings_for
 from tests.support.shared_kafka import SharedKafka
 
@@ -36,15 +37,16 @@ class Client:
         self.sent: list[Mapping[TopicPartition, Committed]] = []
         self.at_once: list[Mapping[TopicPartition, Committed]] = []
         self.refuse = refuse
+        self.answered: list[Place] | None = [Place()]
 
     async def send_commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         self.sent.append(offsets)
 
-    async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> list[Place]:
+    async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> list[Place] | None:
         if self.refuse is not None:
             raise KafkaException(KafkaError(self.refuse))
         self.at_once.append(offsets)
-        return [Place()]
+        return self.answered
 
 
 async def test_a_commit_is_answered_in_a_later_read() -> None:
@@ -104,7 +106,7 @@ async def test_what_is_not_answered_when_the_group_drops_us_is_refused() -> None
 
     commits.lose()
 
-    with pytest.raises(CommitRefusedError, match="before it dropped us"):
+    with pytest.raises(CommitRefusedError, match="before the membership was lost"):
         await answer
 
 
@@ -126,6 +128,58 @@ async def test_an_answer_of_a_single_partition_counts(code: int, error: type[Exc
     await commits.hear(None, [Place(code)])
 
     with pytest.raises(error):
+        await answer
+
+
+@pytest.mark.parametrize("answered", [[], None])
+async def test_a_partition_that_the_client_leaves_out_of_its_answer_is_not_acknowledged(answered: Any) -> None:
+    commits = Commits("billing")
+    client: Any = Client()
+    client.answered = answered
+    answer = await commits.send(client, FIRST)
+
+    await commits.hear(None, answered)
+
+    with pytest.raises(CommitError, match="orders/0 was not acknowledged"):
+        await answer
+    with pytest.raises(CommitError, match="orders/0 was not acknowledged"):
+        await commits.send_at_once(client, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("code", "lost"),
+    [(None, 0), (KafkaError.REBALANCE_IN_PROGRESS, 0), (KafkaError._TIMED_OUT, 1), (KafkaError._WAIT_COORD, 1)],
+    ids=["acknowledged", "refused", "timed out", "no coordinator"],
+)
+def test_a_session_without_an_answer_of_the_coordinator_is_over(code: int | None, lost: int) -> None:
+    """Under KIP-848 the client itself keeps what it has meanwhile."""
+
+    async def test() -> None:
+        ends: list[float] = []
+        now = asyncio.get_running_loop().time
+        commits, client = Commits("billing", 45.0, lambda: ends.append(now())), Client()
+        as_client: Any = client
+        began = now()
+        for offsets in (FIRST, SECOND):
+            answer = await commits.send(as_client, offsets)
+            await asyncio.sleep(10)
+            error = None if code is None else KafkaError(code)
+            await commits.hear(error, [Place(code)])
+            await asyncio.wait([answer])
+        await asyncio.sleep(60)
+        assert [at - began for at in ends] == [pytest.approx(45.0)] * lost
+
+    run(test())
+
+
+async def test_an_error_of_the_whole_commit_is_told_where_no_partition_is_named() -> None:
+    commits, client = Commits("billing"), Client()
+    as_client: Any = client
+    answer = await commits.send(as_client, FIRST)
+
+    await commits.hear(KafkaError(KafkaError.UNKNOWN_MEMBER_ID), [])
+
+    with pytest.raises(CommitRefusedError):
         await answer
 
 

@@ -191,6 +191,30 @@ def test_a_partition_that_cannot_be_read_is_told_once_and_tried_again_later() ->
     assert intake.changes(2.1) == [Change(ONE, 1, anew=True)], "the client has given up on it"
 
 
+def test_the_end_of_the_log_does_not_move_a_position_that_a_fault_holds() -> None:
+    """The end is told behind records that the fault kept from being handed out."""
+    intake = reading(ONE)
+    fault = Sent(ONE, 11, KafkaError._VALUE_DESERIALIZATION)
+    intake.accept([*sent(ONE, 9, 10), fault, *sent(ONE, 11, 12), Sent(ONE, 13, KafkaError._PARTITION_EOF)], 1.0)
+
+    assert offsets(intake.take(everything)) == [9, 10]
+    assert [type(found) for found in intake.take(everything).new] == [Fault]
+    assert intake.position(ONE) == 11
+    assert intake.changes(1.5) == [Change(ONE, None)]
+    assert intake.changes(2.1) == [Change(ONE, 11)]
+    intake.accept(sent(ONE, 11, 12), 2.2)
+    assert offsets(intake.take(everything)) == [11, 12]
+
+
+def test_a_partition_that_the_client_has_given_up_stays_so_when_another_fault_follows() -> None:
+    """A seek alone would be lost on it."""
+    intake = reading(ONE)
+    gone, refused = Sent(ONE, 0, KafkaError.OFFSET_OUT_OF_RANGE), Sent(ONE, 0, KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    intake.accept([gone, refused], 1.0)
+
+    assert intake.changes(2.1) == [Change(ONE, 0, anew=True)]
+
+
 def test_a_record_that_does_not_fit_is_new_once() -> None:
     intake = reading(ONE)
     intake.accept([Sent(ONE, 0, size=1_000)], 0.0)

@@ -314,7 +314,7 @@ async def test_a_broker_starts_with_what_the_compose_file_says(tmp_path: Path) -
     """The image makes a property of each variable; ports and names are those of this machine here."""
     environment = yaml.safe_load(COMPOSE.read_text())["services"]["kafka"]["environment"]
     broker = KafkaBroker(tmp_path)
-    ports = broker._ports
+    ports = broker.ports
     here = {
         r"//(kafka)?:19092": f"//127.0.0.1:{ports.plain}",
         r"//(localhost)?:9092": f"//127.0.0.1:{ports.secure}",
@@ -325,7 +325,7 @@ async def test_a_broker_starts_with_what_the_compose_file_says(tmp_path: Path) -
     for name, value in environment.items():
         for found, instead in here.items():
             value = re.sub(found, instead, value)  # noqa: PLW2901  (one text after the other)
-        broker._extra[name.removeprefix("KAFKA_").lower().replace("_", ".")] = value
+        broker.properties[name.removeprefix("KAFKA_").lower().replace("_", ".")] = value
     try:
         await broker.start()
     except BrokerUnavailableError as missing:

@@ -55,6 +55,7 @@ class Behaviour:
         hangs: How it hangs: until it is cancelled, or beyond (in a thread it always is beyond).
         hangs_on: Which records it hangs on.
         hangs_once: Share of the records whose first attempt in a process hangs until it is cancelled.
+        fails_once: Share of the records whose first attempt in a process raises.
         report_intake: Whether each record is reported when the engine takes it in.
         explains: Whether its samples hold what `App.explain` says.
         on_failure: See `policy`.
@@ -78,6 +79,7 @@ class Behaviour:
     hangs: Literal["never", "until cancelled", "until released"] = "never"
     hangs_on: Literal["marked", "all"] = "marked"
     hangs_once: float = 0.0
+    fails_once: float = 0.0
     report_intake: bool = False
     explains: bool = False
     on_failure: Recourse = "halt"
@@ -130,8 +132,13 @@ class Behaviour:
             return True
         return self.hangs_once > 0 and attempt == 1 and _chance(record) * 1000 % 1 < self.hangs_once
 
-    def fail(self, record: Record) -> None:
-        """Raises for a record whose key is not healed, that cannot be decoded, or while the back end is down."""
+    def fail(self, record: Record, attempt: int) -> None:
+        """Raises for a record whose key is not healed, that cannot be decoded, or while the back end is down.
+
+        And at the first attempt, for a share of the records.
+        """
+        if attempt == 1 and _chance(record) * 1000 % 1 < self.fails_once:
+            raise ConnectionError("the back end is busy")
         if (record.key or b"").startswith(BAD) and not self.healed(record.key):
             raise ConnectionError(f"the account of {(record.key or b'').decode()} is locked")
         if (record.value or b"").startswith(POISON) and not self.healed(record.key):

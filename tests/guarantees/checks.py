@@ -17,6 +17,7 @@ from tests.guarantees.observations import Kind, Place, Seen
 __all__ = [
     "DEPLOYED",
     "SAFE",
+    "Apart",
     "CommitsAt",
     "CommitsOnlyAdvance",
     "Guarantee",
@@ -26,6 +27,7 @@ __all__ = [
     "NoDuplicates",
     "NothingLost",
     "OneAtATimePerKey",
+    "OneProcessPerKey",
     "OnlyUncommittedAgain",
     "Story",
     "TakenInOnce",
@@ -54,6 +56,19 @@ class CommitsAt(NamedTuple):
     """The ends of the partitions of the side topic, where there is one; asked for after that."""
     noted: Mapping[int, Sequence[Run]] = {}
     """What the commits noted as finished beyond them."""
+
+
+class Apart(NamedTuple):
+    """A process that cannot know what the group does: it stood still, or was cut off from its coordinator."""
+
+    process: str
+    since: int = 0
+    """Nanoseconds of the monotonic clock."""
+    until: int = FOREVER
+
+    def excuses(self, process: str, since: int, until: int) -> bool:
+        """Whether all that a process did in a time was done apart from the group."""
+        return process == self.process and self.since <= since and until <= self.until
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,43 @@ class OneAtATimePerKey:
 
 
 @dataclass(frozen=True)
+class OneProcessPerKey:
+    """I4: a key of a partition never runs in two processes at once; runs that a kill ended are not looked at.
+
+    Attributes:
+        apart: Processes that do not know yet that a partition is another's.
+    """
+
+    apart: Collection[Apart] = ()
+
+    def breaches(self, story: Story) -> Iterator[str]:
+        """Runs that began while another process ran the key."""
+        running: dict[tuple[str, Place], int] = {}
+        runs: dict[tuple[int, str], list[tuple[int, int, str, Place]]] = defaultdict(list)
+        for seen in sorted(story.seen):
+            if seen.kind is Kind.STARTED:
+                running[seen.process, seen.place] = seen.at
+            elif seen.kind in ENDS and seen.key:
+                began = running.pop((seen.process, seen.place), seen.at)
+                runs[seen.partition, seen.key].append((began, seen.at, seen.process, seen.place))
+        for lane in runs.values():
+            last: dict[str, tuple[int, int, str, Place]] = {}
+            for run in sorted(lane):
+                began, ended, process, place = run
+                for _, until, other, before in last.values():
+                    until = min(until, ended)  # noqa: PLW2901
+                    if process != other and began < until and not self._excuse(process, other, began, until):
+                        yield (
+                            f"{process} started {_name(place)} at {story.after(began)} while {other} ran "
+                            f"{_name(before)} of the same key, until {story.after(until)}"
+                        )
+                last[process] = run
+
+    def _excuse(self, process: str, other: str, since: int, until: int) -> bool:
+        return any(one.excuses(each, since, until) for one in self.apart for each in (process, other))
+
+
+@dataclass(frozen=True)
 class NeverAhead:
     """I1, I2: at the moment of each sample every record below the committed offset had a terminal outcome.
 
@@ -294,11 +346,11 @@ class OnlyUncommittedAgain:
 
     Attributes:
         apart_from: Records that were parked: they are run again after they were committed.
-        frozen: Processes that stood still: they do not know yet what others have committed since.
+        apart: Processes that do not know yet what others have committed since.
     """
 
     apart_from: Collection[Place] = ()
-    frozen: Collection[str] = ()
+    apart: Collection[Apart] = ()
 
     def breaches(self, story: Story) -> Iterator[str]:
         """Starts below an offset that was committed before them, or noted with it."""
@@ -309,7 +361,7 @@ class OnlyUncommittedAgain:
                 known[partition].append((commits.answered, offset))
                 noted[partition].append(commits.noted.get(partition, ()))
         for seen in story.of(Kind.STARTED):
-            if seen.place in self.apart_from or seen.process in self.frozen:
+            if seen.place in self.apart_from or any(one.excuses(seen.process, seen.at, seen.at) for one in self.apart):
                 continue
             told = known[seen.partition]
             before = bisect_left(told, (seen.at, -1)) - 1

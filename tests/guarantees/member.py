@@ -243,7 +243,7 @@ class _Handlers:
                 await asyncio.sleep(seconds)
             if behaviour.hangs_until_cancelled(record, context.attempt):
                 await asyncio.Event().wait()
-            behaviour.fail(record)
+            behaviour.fail(record, context.attempt)
             if behaviour.output is not None:
                 await context.publish(behaviour.output, record.value, key=context.idempotency_key)
 

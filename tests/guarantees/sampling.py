@@ -7,14 +7,13 @@ from typing import Self
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import GroupLoadInProgressError, KafkaError
+from aiokafka.errors import KafkaError
 
 from aioshard.core.commit_metadata import CommitMetadata
 from tests.guarantees.checks import CommitsAt
+from tests.support.cluster import committed_offsets
 
 __all__ = ["Sampling"]
-
-INTERVAL = 0.05
 
 
 class Sampling:
@@ -23,25 +22,25 @@ class Sampling:
     Attributes:
         commits: The samples so far, in order of time.
         side: The partitions of the side topic.
-        survives: Whether a broker that does not answer is asked again; else it ends the sampling.
+        survives: Whether a broker that does not answer, or with an error, is asked again; else it ends the sampling.
+        interval: Seconds between two samples.
     """
 
     def __init__(self, bootstrap: str, group: str, topic: str) -> None:
         self.commits: list[CommitsAt] = []
         self.side: Sequence[TopicPartition] = ()
         self.survives = False
+        self.interval = 0.05
         self._group = group
         self._topic = topic
-        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
+        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=2_000)
         self._reader = AIOKafkaConsumer(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
-        self._coordinator: int | None = None
         self._one_at_a_time = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self._admin.start()
         await self._reader.start()
-        self._coordinator = await self._admin.find_coordinator(self._group)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -67,14 +66,25 @@ class Sampling:
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 
+    def paused(self) -> asyncio.Lock:
+        """Used with `async with`: no question is open then, and none is asked."""
+        return self._one_at_a_time
+
     async def sample(self) -> CommitsAt:
-        """Asks once, and notes the answer."""
+        """Asks, again if that may fail, and notes the answer."""
+        while True:
+            try:
+                return await self._sample()
+            except (KafkaError, TimeoutError):
+                if not self.survives:
+                    raise
+            await asyncio.sleep(self.interval)
+
+    async def _sample(self) -> CommitsAt:
         async with self._one_at_a_time:
             asked = time.monotonic_ns()
-            found = await self._admin.list_consumer_group_offsets(self._group, group_coordinator_id=self._coordinator)
+            found = await committed_offsets(self._admin, self._group)
             answered = time.monotonic_ns()
-            if self.survives and not found and self.commits and self.commits[-1].offsets:
-                raise GroupLoadInProgressError(self._group)  # a coordinator that has just come back knows nothing
             ends = await self._reader.end_offsets(self.side) if self.side else {}
             offsets = {at.partition: found[at].offset for at in found if at.topic == self._topic}
             self.commits.append(
@@ -94,9 +104,5 @@ class Sampling:
 
     async def _run(self) -> None:
         while True:
-            try:
-                await self.sample()
-            except (KafkaError, TimeoutError):
-                if not self.survives:
-                    raise
-            await asyncio.sleep(INTERVAL)
+            await self.sample()
+            await asyncio.sleep(self.interval)

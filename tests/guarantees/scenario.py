@@ -91,6 +91,8 @@ class Scenario:
         directory.mkdir()
         other = Scenario(self.kafka, f"{self.topic}-{name}", self.group, directory)
         other.members = self.members
+        other.sampling.survives = self.sampling.survives
+        other.sampling.interval = self.sampling.interval
         return other
 
     def handled(self, **behaviour: Any) -> dict[str, Any]:
@@ -158,6 +160,14 @@ class Scenario:
             if key is not None and key.startswith((BAD, HANGING)):
                 self.failing.add(place)
         return places
+
+    async def read_back(self) -> None:
+        """Notes as produced what the log holds, and nothing else."""
+        originals = await self.originals()
+        self.produced = {place: (record.key or b"").decode() for place, record in originals.items()}
+        self.failing = {
+            place for place, key in self.produced.items() if key.startswith((BAD.decode(), HANGING.decode()))
+        }
 
     def start_feeding(self, keys: Iterator[bytes], *, backlog: int, chunk: int, least: int = 0) -> None:
         """Begins to produce a chunk each time there are fewer than *backlog* unfinished records.

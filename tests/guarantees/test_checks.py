@@ -7,6 +7,7 @@ import pytest
 
 from aioshard.core.finished_offsets import Run
 from tests.guarantees.checks import (
+    Apart,
     CommitsAt,
     CommitsOnlyAdvance,
     Guarantee,
@@ -16,6 +17,7 @@ from tests.guarantees.checks import (
     NoDuplicates,
     NothingLost,
     OneAtATimePerKey,
+    OneProcessPerKey,
     OnlyUncommittedAgain,
     Story,
     TakenInOnce,
@@ -60,6 +62,7 @@ ALL: tuple[Guarantee, ...] = (
     NothingLost(),
     KeyOrder(),
     OneAtATimePerKey(),
+    OneProcessPerKey(),
     NeverAhead(),
     CommitsOnlyAdvance(),
     OnlyUncommittedAgain(),
@@ -178,6 +181,19 @@ def test_the_same_key_may_run_in_two_processes() -> None:
     verify(without((30, E)), OneAtATimePerKey())
 
 
+def test_a_key_in_two_processes_at_once_is_found_unless_one_is_apart_all_that_time() -> None:
+    both = with_steps((41, "r", S, 0, 2, 1), (45, "r", F, 0, 2, 1))
+
+    assert "r started 0/2 at +0.000 s while q ran 0/2 of the same key" in broken(OneProcessPerKey(), both)
+    verify(both, OneProcessPerKey(apart=[Apart("r", 30, 43)]))
+    assert "q ran 0/2" in broken(OneProcessPerKey(apart=[Apart("q", 30, 42)]), both)
+    assert "q ran 0/2" in broken(OneProcessPerKey(apart=[Apart("p")]), both)
+
+
+def test_a_run_that_a_kill_ended_is_beside_no_other() -> None:
+    verify(with_steps((41, "r", S, 0, 2, 1)), OneProcessPerKey())
+
+
 def test_records_without_a_key_have_no_order() -> None:
     steps = [(10, S, 1), (11, S, 0), (12, F, 0), (13, F, 1), (14, S, 0)]
     seen = tuple(Seen(at, "p", kind, 0, offset, 1, "") for at, kind, offset in steps)
@@ -233,7 +249,7 @@ def test_a_start_of_what_was_noted_as_finished_is_found_unless_the_process_stood
     again = replace(GOOD, seen=(*GOOD.seen, *story((44, "p", S, 0, 4, 2)).seen), commits=(noted,))
 
     assert "p started 0/4 at +0.000 s, after it was noted as finished" in broken(OnlyUncommittedAgain(), again)
-    verify(again, OnlyUncommittedAgain(frozen={"p"}))
+    verify(again, OnlyUncommittedAgain(apart=[Apart("p")]))
 
 
 def test_a_partition_that_is_not_committed_to_its_end_lags() -> None:

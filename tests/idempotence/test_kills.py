@@ -124,5 +124,5 @@ async def test_a_member_that_stood_still_beyond_its_session_does_nothing_twice(o
 
 def has_rejoined(log: str) -> bool:
     """Whether it was given partitions after it had lost them, so that what it had in hand has ended."""
-    _, lost, after = log.rpartition("the group has dropped us")
+    _, lost, after = log.rpartition("ended: the group membership was lost")
     return bool(lost and ASSIGNED.search(after))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from aiokafka import errors as kafka_errors
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 
 from aioshard import App, Record, TopicPartition
 from aioshard.core.commit_metadata import CommitMetadata
@@ -21,6 +22,7 @@ from aioshard.errors import AuthorizationError, ClientLostError, CommitError, Me
 from aioshard.kafka.client import AiokafkaTransport
 from aioshard.kafka.confluent.client import ConfluentTransport
 from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.internals import Internals
 from aioshard.kafka.memberless import commit_by_hand
 from aioshard.ports import Committed, GroupHasMembersError
 from aioshard.settings import Settings
@@ -340,18 +342,29 @@ async def test_a_broker_that_was_restarted_is_read_and_committed_to_again(
 # One commit -------------------------------------------------------------------------------
 
 
-class Answering:
+class Answering(Internals):
     """A client and its coordinator's side that answer a commit with one code."""
+
+    generation, member_id = -1, ""
+    _send_req = GroupCoordinator._send_req
 
     def __init__(self, code: int) -> None:
         self.group_id = "billing"
-        self.client = self.coordinator = self
+        self.client = self._client = self
         self.coordinator_id: int | None = 1
         self.requests: list[Any] = []
         self.dead = 0
         self._code = code
 
+    @property
+    def coordinator(self) -> Any:
+        return self
+
     async def find_coordinator(self) -> None: ...
+
+    def request_rejoin(self) -> None: ...
+
+    def reset_generation(self) -> None: ...
 
     def coordinator_dead(self) -> None:
         self.dead += 1

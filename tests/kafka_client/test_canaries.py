@@ -25,7 +25,6 @@ from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, 
 from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.structs import OffsetAndMetadata
 from aiokafka.structs import TopicPartition as TheirTopicPartition
 
 import aioshard.kafka.chunk
@@ -54,6 +53,7 @@ ATTRIBUTES = {
     "client": {
         "_conns",
         "_get_conn",
+        "_get_conn_lock_value",
         "_maybe_wait_metadata",
         "_md_update_fut",
         "_md_update_waiter",
@@ -67,23 +67,26 @@ ATTRIBUTES = {
         "_closing",
         "_commit_refresh_task",
         "_coordination_task",
-        "_do_commit_offsets",
-        "_do_fetch_commit_offsets",
+        "_coordinator_dead_fut",
+        "_do_heartbeat",
         "_group_instance_id",
         "_heartbeat_task",
         "_pending_exception",
         "_performed_join_prepare",
+        "_send_req",
     },
     "outsider": {"_reset_committed_task"},
     "fetcher": {
         "_closed",
         "_create_fetch_waiter",
         "_fetch_max_wait_ms",
+        "_isolation_level",
         "_fetch_task",
         "_max_partition_fetch_bytes",
         "_notify",
         "_pending_tasks",
         "_records",
+        "_retrieve_offsets",
         "_wait_consume_future",
     },
     "result": {"_assignment", "_backoff", "_partition_records"},
@@ -113,14 +116,16 @@ INHERITED = {
 OTHERS = {
     "coordinator": {
         "check_errors",
+        "coordinator_dead",
         "coordinator_id",
         "ensure_coordinator_known",
         "generation",
         "member_id",
         "request_rejoin",
+        "reset_generation",
     },
-    "fetcher": {"beginning_offsets", "end_offsets", "get_offsets_by_times"},
     "client": {
+        "add_topic",
         "bootstrap",
         "cluster",
         "coordinator_lookup",
@@ -258,15 +263,15 @@ async def test_a_commit_is_built_before_anything_is_awaited_and_sent_once(
     await kafka.create_topic(topic)
     one = member()
     (_, membership) = await one.join(topic)
-    coordinator = one.transport._internals.coordinator  # type: ignore[union-attr]
+    internals: Any = one.transport._internals
     requests: list[Any] = []
 
     async def send(request: Any) -> None:
         requests.append(request)
         raise kafka_errors.GroupCoordinatorNotAvailableError
 
-    monkeypatch.setattr(coordinator, "_send_req", send)
-    committing = coordinator._do_commit_offsets(None, {TheirTopicPartition(topic, 0): OffsetAndMetadata(5, "m")})
+    monkeypatch.setattr(internals.coordinator, "_send_req", send)
+    committing = internals.commit_once({TopicPartition(topic, 0): Committed(5, "m")})
     with pytest.raises(kafka_errors.GroupCoordinatorNotAvailableError):
         committing.send(None)
 

@@ -158,9 +158,7 @@ async def test_polls_go_on_returning_while_the_broker_is_gone_and_then_with_reco
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await member.transport.committed(partitions)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.5):
-            await member.transport.log_ranges(partitions)
+    assert await member.transport.log_ranges(partitions) == {}, "no leader answers"
 
     await own_kafka.start()
     await own_kafka.produce(topic, [(None, b"after")])
@@ -244,7 +242,7 @@ async def test_a_broker_that_advertises_what_cannot_be_reached_is_found_out(
 ) -> None:
     dead = unused_port()
     broker = KafkaBroker(tmp_path)
-    broker._extra["advertised.listeners"] = f"PLAINTEXT://127.0.0.1:{dead},SECURE://127.0.0.1:{dead + 1}"
+    broker.properties["advertised.listeners"] = f"PLAINTEXT://127.0.0.1:{dead},SECURE://127.0.0.1:{dead + 1}"
     await asyncio.to_thread(broker._format)
     broker._launch()
     told = ""

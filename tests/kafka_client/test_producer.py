@@ -12,6 +12,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka import errors as kafka_errors
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.structs import TopicPartition
 from confluent_kafka.admin import AclOperation
 
 from aioshard.errors import (
@@ -446,6 +447,33 @@ async def test_what_was_given_up_is_not_sent_later(
 
     assert await producer.publish(Message(topic, b"after")) == 1
     assert await values(own_kafka, topic) == [b"before", b"after"]
+
+
+@pytest.mark.parametrize("end", ["dropped", "given up"])
+async def test_a_batch_that_fails_while_it_waits_to_be_sent_again_is_no_error(end: str) -> None:
+    told: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    client = SendingClient({"bootstrap_servers": "127.0.0.1:1", "enable_idempotence": True})
+    client._txn_manager.set_pid_and_epoch(1, 0)
+    accumulator = client._message_accumulator
+    added = await client.add(Message("orders", b"1"), 0)
+    batch = accumulator._pop_batch(TopicPartition("orders", 0))
+    accumulator.reenqueue(batch)
+
+    if end == "given up":
+        client.give_up(kafka_errors.KafkaTimeoutError())
+    else:
+        added.cancel()
+        dropping = loop.create_task(client._sender._maybe_wait_for_pid())
+        await asyncio.wait([dropping], timeout=0.05)  # it goes on to ask for a producer id
+        dropping.cancel()
+    await asyncio.wait([batch.future])
+    await asyncio.sleep(0)
+
+    assert told == []
+    assert not accumulator._pending_batches
+    await client.tear_down()
 
 
 async def test_a_broker_that_hangs_is_trouble_and_closing_does_not_wait_for_it(

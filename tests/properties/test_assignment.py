@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -194,6 +196,27 @@ def test_sticky_members_that_agree_on_everything_move_only_what_must(
     assert len(joined["new"]) == sum(map(len, before.values())) // (len(members) + 1)
 
 
+@given(seed=SEEDS)
+@settings(max_examples=150, deadline=None)
+def test_sticky_members_with_the_same_topics_lose_only_what_is_beyond_an_even_load(seed: int) -> None:
+    chance = random.Random(seed)
+    partitions = {f"t{number}": range(chance.randint(1, 60)) for number in range(chance.randint(1, 4))}
+    names = [f"m{number}" for number in range(chance.randint(1, 6))]
+    owned: dict[str, list[TopicPartition]] = {name: [] for name in names}
+    for at in (TopicPartition(topic, number) for topic, numbers in partitions.items() for number in numbers):
+        if (owner := chance.choice([*names[: chance.randint(1, len(names))], None])) is not None:
+            owned[owner].append(at)
+    members = {name: Member(frozenset(partitions), tuple(owned[name]), 1) for name in names}
+
+    found = ASSIGNORS["sticky"](members, partitions)
+
+    most_first = sorted(map(len, owned.values()), reverse=True)
+    assert loads(found) == most_even_loads(members, partitions)
+    assert away(members, found) == sum(
+        max(had - even, 0) for had, even in zip(most_first, reversed(loads(found)), strict=True)
+    )
+
+
 @given(group=GROUPS)
 @settings(max_examples=150, deadline=None)
 def test_sticky_and_lag_leave_alone_what_is_even(group: tuple[Members, Partitions]) -> None:
@@ -225,6 +248,36 @@ def test_lag_is_within_the_largest_backlog_of_what_is_best(group: tuple[Members,
             assert max(found.values()) - min(found.values()) <= largest + allowance
 
 
+# How long it takes -----------------------------------------------------------------------
+
+
+def seconds(name: str, total: int, topics: int, owners: int, joining: int) -> float:
+    """CPU time of the assignor when members join the owners of everything, every partition with the same backlog."""
+    partitions = {f"t{number}": range(total // topics) for number in range(topics)}
+    everything = [TopicPartition(topic, number) for topic in partitions for number in partitions[topic]]
+    members = {f"m{number}": Member(frozenset(partitions)) for number in range(owners, owners + joining)}
+    for number in range(owners):
+        owned = everything[number::owners]
+        members[f"m{number}"] = Member(frozenset(partitions), owned, 1, dict.fromkeys(owned, 1_000))
+    begin = time.process_time()
+    assignment = ASSIGNORS[name](members, partitions)
+    spent = time.process_time() - begin
+    assert sum(loads(assignment)) == total
+    return spent
+
+
+@EVERY_ASSIGNOR
+@pytest.mark.parametrize(("topics", "owners", "joining"), [(1, 1, 1), (20, 10, 10)])
+def test_eight_times_the_partitions_do_not_take_much_more_than_eight_times_as_long(
+    name: str, topics: int, owners: int, joining: int
+) -> None:
+    """The leader assigns on its event loop: with a quadratic algorithm it misses its own heartbeats."""
+    small, large = (min(seconds(name, total, topics, owners, joining) for _ in range(3)) for total in (1_000, 8_000))
+
+    assert large <= 0.5
+    assert large <= 24 * small, "64 times as long is quadratic"
+
+
 # What is known ---------------------------------------------------------------------------
 
 
@@ -243,6 +296,16 @@ def as_text(assignment: Assignment) -> dict[str, str]:
 )
 def test_five_topics_and_four_members_that_do_not_all_read_all(name: str, expected: dict[str, str]) -> None:
     assert as_text(ASSIGNORS[name](ARTICLE_MEMBERS, ARTICLE_PARTITIONS)) == expected
+
+
+def test_a_member_that_joins_gets_half_of_each_topic() -> None:
+    partitions = {"t": range(40), "u": range(8), "v": range(2)}
+    topics = frozenset(partitions)
+    everything = tuple(TopicPartition(topic, number) for topic in partitions for number in partitions[topic])
+
+    found = ASSIGNORS["sticky"]({"a": Member(topics, everything, 1), "b": Member(topics)}, partitions)
+
+    assert Counter(at.topic for at in found["a"]) == Counter(at.topic for at in found["b"]) == Counter(t=20, u=4, v=1)
 
 
 def test_sticky_exchanges_what_it_has_given_out_before_it_takes_anything_from_its_owner() -> None:

@@ -19,7 +19,7 @@ class BatchProcess(Process):
     world: "BatchWorld"
 
     def _app(self) -> App:
-        app = App(GROUP, **SETTINGS)
+        app = App(GROUP, **SETTINGS | {"auto_offset_reset": self.world.reset})
         options: dict[str, Any] = {"shards": 5} if self.world.fixed_shards else {"concurrency": 4}
         options |= self.world.consume_options()
 
@@ -55,8 +55,7 @@ class BatchWorld(World):
         running = {record.key: record for record in records if record.key is not None}
         process.running |= running
         try:
-            worked = await self._work()
-            if process.alive and worked:
+            if await self._work(process, *records) and process.alive:
                 self._name_some(records)
         except BatchError as error:
             self.failed_in(list(error.errors))
@@ -99,6 +98,7 @@ class BatchWorld(World):
         for record in records:
             key, tp = record.key, record.topic_partition
             if key is not None:
+                self._check_other_processes(process, record)
                 other = process.running.get(key)
                 if other is not None and key not in keys:
                     self._breach(f"I4: {record.offset} starts while {other} of its key runs in {process.number}")

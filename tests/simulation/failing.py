@@ -154,9 +154,13 @@ class FailingWorld(World):
 
     @property
     def left_parked(self) -> list[Place]:
-        """What is in the side topic and has to leave it, sorted."""
+        """What is in the side topic and has to leave it, sorted; it cannot while the leader is away."""
         self.read_side()
-        return sorted(self.side_records) if self.policy.startswith("park") else []
+        if not self.policy.startswith("park"):
+            return []
+        return sorted(
+            place for place in self.side_records if self.broker.has_leader(TopicPartition(*place.coordinates[:2]))
+        )
 
     def finished(self) -> bool:
         return super().finished() and not self.left_parked

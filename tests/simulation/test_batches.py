@@ -1,17 +1,15 @@
 """Handlers of batches under hundreds of seeded interleavings, I1 to I10 asserted after every step."""
 
-import asyncio
 import os
 
 import pytest
 
 from tests.simulation.batching import BatchWorld, FailingBatchWorld
 from tests.simulation.failing import POLICIES
-from tests.simulation.world import live, stop_quietly
+from tests.simulation.world import live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "1000"))
 CHUNK = 100
-EVENTS = 25
 
 
 def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> BatchWorld:
@@ -25,14 +23,7 @@ def simulate(seed: int, *, clean: bool = False, policy: str | None = None) -> Ba
         else:
             world = FailingBatchWorld(seed, policy, shard_by=shard_by, fixed_shards=fixed)
         worlds.append(world)
-        world.publish(30)
-        world.start_process()
-        for _ in range(EVENTS):
-            await world.something_happens()
-            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.1, 0.3, 2.0]))
-        await world.calm_down()
-        for process in world.living:
-            await stop_quietly(process)
+        await world.live_through(25, [0.0, 0.01, 0.1, 0.3, 2.0])
 
     live(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
     return worlds[0]

@@ -1,6 +1,5 @@
 """The engine with rate limits and a concurrency that changes, under seeded interleavings."""
 
-import asyncio
 import os
 from typing import Any
 
@@ -8,11 +7,10 @@ import pytest
 
 from aioshard import Adaptive, RateLimit
 from aioshard.engine.control import set_concurrency
-from tests.simulation.world import World, live, stop_quietly
+from tests.simulation.world import World, live
 
 SEEDS = int(os.environ.get("AIOSHARD_TEST_SEEDS", "1000")) // 10
 CHUNK = 50
-EVENTS = 30
 
 
 class FlowWorld(World):
@@ -46,14 +44,7 @@ def simulate(seed: int, *, clean: bool) -> FlowWorld:
     async def life() -> None:
         world = FlowWorld(seed, clean=clean)
         worlds.append(world)
-        world.publish(30)
-        world.start_process()
-        for _ in range(EVENTS):
-            await world.something_happens()
-            await asyncio.sleep(world.rng.choice([0.0, 0.01, 0.1, 1.0]))
-        await world.calm_down()
-        for process in world.living:
-            await stop_quietly(process)
+        await world.live_through(30, [0.0, 0.01, 0.1, 1.0])
 
     live(life(), seed=seed, on_step=lambda: worlds[0].check() if worlds else None)
     return worlds[0]

@@ -6,17 +6,18 @@ published, and the guarantees are asserted after every step of the loop.
 
 import asyncio
 import bisect
+import math
 import random
 import unittest.mock
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from aioshard import App, Context, Record, Retry
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run, holds
 from aioshard.engine.runtime import Engine
-from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError
+from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError, TransportError
 from aioshard.ports import Committed, GroupListener, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport
@@ -24,10 +25,10 @@ from aioshard.testing import run as run_virtually
 
 TOPIC = "flights"
 GROUP = "simulated"
-DRAIN, COMMIT = 2.0, 1.0
+DRAIN, COMMIT, SESSION = 2.0, 1.0, 6.0
 SETTINGS: dict[str, Any] = {
     "auto_offset_reset": "earliest",
-    "session_timeout": 6.0,
+    "session_timeout": SESSION,
     "heartbeat_interval": 0.5,
     "rebalance_timeout": 10.0,
     "drain_timeout": DRAIN,
@@ -40,6 +41,8 @@ SETTINGS: dict[str, Any] = {
     "max_buffered_bytes": 40 * 600,
 }
 OVERSIZED = 30_000
+MARGIN = 1.0
+"""Seconds after the end of the session within which a member that is cut off has to have ended its runs."""
 
 
 class TimedListener:
@@ -61,13 +64,54 @@ class TimedListener:
         self._listener.assigned(partitions, membership)
 
 
-class TimedTransport(InMemoryTransport):
-    """A transport whose engine is held to its deadline."""
+class ClusterTransport(InMemoryTransport):
+    """A client whose engine is held to its deadline, and whose coordinator may have moved."""
 
     breaches: list[str]
+    cut_at = math.inf
+    _answers_nothing = _answers_right = -math.inf
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
         await super().start(topics, pattern, TimedListener(listener, self.breaches))
+
+    def cut_off(self) -> None:
+        super().cut_off()
+        self.cut_at = min(self.cut_at, asyncio.get_running_loop().time())
+
+    def reconnect(self) -> None:
+        super().reconnect()
+        self.cut_at = math.inf
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it has been cut off for so long that nothing of it may run any more."""
+        return asyncio.get_running_loop().time() > self.cut_at + SESSION + MARGIN
+
+    def ask_old_coordinator(self, seconds: float) -> None:
+        """Ask a broker that is the coordinator no more: its answers are errors at first, and empty later."""
+        now = asyncio.get_running_loop().time()
+        self._answers_nothing, self._answers_right = now + seconds / 2, now + seconds
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        if asyncio.get_running_loop().time() < self._answers_right:
+            raise CommitError("NOT_COORDINATOR")
+        await super().commit(offsets, membership)
+
+    async def ask_offsets(
+        self, partitions: Collection[TopicPartition]
+    ) -> tuple[str | None, Mapping[TopicPartition, Committed | None]]:
+        """The answer of the broker that is asked: its top-level error, and the partitions that are in it."""
+        found = await super().committed(partitions)
+        now = asyncio.get_running_loop().time()
+        if now < self._answers_right:
+            return ("NOT_COORDINATOR" if now < self._answers_nothing else None), {}
+        return None, found
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        error, found = await self.ask_offsets(partitions)
+        if error is not None or len(found) < len(partitions):
+            raise TransportError(error or "a partition is missing in the answer")
+        return found
 
 
 class Process:
@@ -77,7 +121,9 @@ class Process:
         self.world = world
         self.number = number
         self.running: dict[bytes, Record] = {}
-        self.transports: list[TimedTransport] = []
+        self.told_to_end: set[Record] = set()
+        """Those of them that were cancelled, and may take their time."""
+        self.transports: list[ClusterTransport] = []
         self.app = self._app()
         self.finish = asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=f"process {number}")
@@ -88,7 +134,7 @@ class Process:
         return self.app._engine
 
     def _app(self) -> App:
-        app = App(GROUP, **SETTINGS)
+        app = App(GROUP, **SETTINGS | {"auto_offset_reset": self.world.reset})
         fixed = self.world.fixed_shards
         options: dict[str, Any] = {"shards": 5} if fixed else {"concurrency": 4}
         options |= self.world.consume_options()
@@ -99,16 +145,16 @@ class Process:
 
         return app
 
-    def _make_transport(self) -> TimedTransport:
+    def _make_transport(self) -> ClusterTransport:
         world = self.world
-        transport = TimedTransport(
+        transport = world.transport_class(
             world.broker,
             GROUP,
             latency=world.latency,
             max_batch_records=world.rng.choice([3, 10, 500]),
             max_fetch_offsets=world.rng.choice([None, 5]),
-            rebalance_timeout=10.0,
-            session_timeout=6.0,
+            rebalance_timeout=SETTINGS["rebalance_timeout"],
+            session_timeout=SESSION,
         )
         transport.breaches = world.breaches
         self.transports.append(transport)
@@ -120,6 +166,26 @@ class Process:
 
     def _make_side_topics(self) -> InMemorySideTopics:
         return InMemorySideTopics(self.world.broker, max_records=self.world.rng.choice([3, 500]))
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has started."""
+        return self.engine is not None and self.engine.state == "running"
+
+    @property
+    def member_id(self) -> str:
+        """The id under which its client has joined, whatever the group knows of it now."""
+        return self.transports[-1]._member_id if self.transports else ""
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the group has not dropped it."""
+        return self.member_id in self.world.broker.group(GROUP).members
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its client is cut off, and its session has been over for a while."""
+        return bool(self.transports) and self.transports[-1].is_overdue
 
     async def _run(self) -> None:
         try:
@@ -154,10 +220,13 @@ class Process:
 class World:
     """The broker, the processes, and the record of what was published and processed."""
 
+    transport_class: type[ClusterTransport] = ClusterTransport
+
     def __init__(self, seed: int, *, shard_by: Any = "key", fixed_shards: bool = False, clean: bool = False) -> None:
         self.clean = clean
         """Whether nothing fails and every handler is quick: then nothing may run twice (I12)."""
         self.rng = random.Random(seed)
+        self.reset = "latest" if seed % 3 == 0 else "earliest"
         self.broker = InMemoryBroker(partitions=3, clock=lambda: 0.0)
         self.broker.create_topic(TOPIC, 3)
         self.shard_by = shard_by
@@ -193,14 +262,13 @@ class World:
         if key is not None:
             process.running[key] = record
         try:
-            worked = await self._work()
-            if process.alive and worked:
+            if await self._work(process, record) and process.alive:
                 self.done[record.topic_partition].add(record.offset)
         finally:
             if key is not None and process.running.get(key) is record:
                 del process.running[key]
 
-    async def _work(self) -> bool:
+    async def _work(self, process: Process, *records: Record) -> bool:
         """Whether the work was done; a run that was cancelled and returns nevertheless has done nothing."""
         chance = self.rng.random()
         if self.clean:
@@ -222,6 +290,7 @@ class World:
         except asyncio.CancelledError:
             if chance < 0.97:
                 raise
+            process.told_to_end.update(records)
             await asyncio.sleep(self.rng.choice([0, 1.0, 4.0]))  # swallows its cancellation
             if chance < 0.98:
                 message = "cancelled, and took its time"
@@ -237,11 +306,26 @@ class World:
         if other is not None:
             self._breach(f"I4: {record.offset} starts while {other} of its key runs in process {process.number}")
         topic_partition = record.topic_partition
+        self._check_other_processes(process, record)
         earlier = self.of_key[topic_partition, key]
         done = self.done[topic_partition]
         for offset in reversed(earlier[: earlier.index(record.offset)]):
             if offset not in done and not self.is_terminal(topic_partition, offset):
                 self._breach(f"I4: {topic_partition} {record.offset} starts before {offset} of its key was done")
+
+    def _check_other_processes(self, process: Process, record: Record) -> None:
+        """A member starts nothing once its session is over, and no two members run a key at once."""
+        process.told_to_end.discard(record)
+        if process.is_overdue:
+            self._breach(f"I4: {record} starts in process {process.number}, cut off for longer than its session")
+        for other in self.living:
+            rival = other.running.get(record.key or b"") if other is not process else None
+            if rival is None or rival.topic_partition != record.topic_partition or rival in other.told_to_end:
+                continue
+            if process.is_overdue or other.is_overdue or (process.is_member and other.is_member):
+                self._breach(
+                    f"I4: {record} starts in process {process.number} while {rival} of its key runs in {other.number}"
+                )
 
     def _check_not_noted(self, process: Process, record: Record) -> None:
         """What the group's latest commit notes as finished is not run again by whoever goes on there.
@@ -255,8 +339,9 @@ class World:
         committed, finished = self.latest.get(record.topic_partition, (None, ()))
         now = self.broker.group(GROUP).committed(record.topic_partition)
         again = self.runs_again(record.topic_partition, record.offset)
-        if committed == now and holds(finished, record.offset) and not again:
-            self._breach(f"I12: {record.topic_partition} {record.offset} runs, and is noted as finished")
+        below = now is not None and record.offset < now.offset
+        if not again and (below or (committed == now and holds(finished, record.offset))):
+            self._breach(f"I12: {record.topic_partition} {record.offset} runs, and was committed as finished")
 
     def _breach(self, sentence: str) -> None:
         self.breaches.append(sentence)
@@ -292,6 +377,8 @@ class World:
                 check_engine(process.engine)
 
     def _check_never_ahead(self, topic_partition: TopicPartition, committed: int) -> None:
+        before = self.latest.get(topic_partition, (Committed(0, ""), ()))[0].offset
+        assert committed >= before, f"I3: {topic_partition} was committed to {before}, and then to {committed}"
         done = self.done[topic_partition]
         offsets = self.offsets[topic_partition]
         index = self._checked[topic_partition]
@@ -336,6 +423,20 @@ class World:
             if self.rng.random() < 0.1:
                 self.broker.skip(TOPIC, record.partition, self.rng.randrange(1, 8))
 
+    async def live_through(self, events: int, pauses: Sequence[float]) -> None:
+        """Live a life: so many events, and then the end of all trouble."""
+        self.start_process()
+        if self.reset == "latest":  # what is there before the group has a position does not count
+            positions = self.broker.group(GROUP).committed
+            await self.broker.until(lambda: all(positions(TopicPartition(TOPIC, number)) for number in range(3)))
+        self.publish(30)
+        for _ in range(events):
+            await self.something_happens()
+            await asyncio.sleep(self.rng.choice(pauses))
+        await self.calm_down()
+        for process in self.living:
+            await stop_quietly(process)
+
     def start_process(self) -> None:
         self._number += 1
         self.processes.append(Process(self, self._number))
@@ -353,6 +454,7 @@ class World:
             else ["publish"] * 6
             + ["rebalance", "rebalance", "revoke", "assign", "lose", "lose one", "commit error", "commit refused"]
             + ["acknowledgement lost", "client lost", "start", "stop", "kill", "away", "truncate", "outside commit"]
+            + ["coordinator moves", "cut off", "leader"]
         )
         group = self.broker.group(GROUP)
         partition = self.rng.randrange(3)
@@ -387,11 +489,32 @@ class World:
             case "away":
                 self.broker.available = not self.broker.available
             case "outside commit":
-                self._progress_outside(group.withheld)
+                self._progress_outside([name for name in group.withheld if group.owner(name) is None])
             case "truncate":
                 self._truncate(TopicPartition(TOPIC, partition))
+            case "coordinator moves":
+                await self._move_coordinator()
+            case "cut off" if living:
+                self.cut_off(self.rng.choice(living), self.rng.choice([0.3, 3.0, 12.0]))
+            case "leader":
+                led = self.broker.has_leader(TopicPartition(TOPIC, partition))
+                self.broker.set_leader(TOPIC, partition, available=not led)
             case _:
                 pass
+
+    async def _move_coordinator(self) -> None:
+        """Each client learns of it at its own time; in half of the cases a member dies meanwhile."""
+        if len(self.living) > 1 and self.rng.random() < 0.5:
+            await self.rng.choice(self.living).kill()
+        for process in self.living:
+            for transport in process.transports:
+                transport.ask_old_coordinator(self.rng.choice([0.1, 1.0, 8.0]))
+
+    def cut_off(self, process: Process, seconds: float) -> None:
+        """Let nothing of the coordinator reach a process for a while."""
+        for transport in process.transports[-1:]:
+            transport.cut_off()
+            asyncio.get_running_loop().call_later(seconds, transport.reconnect)
 
     def _progress_outside(self, withheld: Collection[TopicPartition]) -> None:
         """Somebody outside who has the withheld partitions processes and commits some records."""
@@ -418,8 +541,16 @@ class World:
             self.broker.assign(*withheld)
         if not self.living:
             self.start_process()
+        if not all(self.broker.has_leader(topic_partition) for topic_partition in self.offsets):
+            self.start_process()
+            await self._until_finished()  # what has a leader
+        for topic_partition in self.offsets:
+            self.broker.set_leader(*topic_partition, available=True)
+        await self._until_finished()
+
+    async def _until_finished(self) -> None:
         deadline = asyncio.get_running_loop().time() + 600.0
-        while not self.finished():
+        while not (self.finished() and all(process.runs for process in self.living)):
             assert asyncio.get_running_loop().time() < deadline, "I11: nothing moves\n" + self.describe()
             self.release_all()
             await asyncio.sleep(0.5)
@@ -428,10 +559,12 @@ class World:
         """Do what an operator does; nothing, where nothing halts."""
 
     def finished(self) -> bool:
+        """Whether all partitions that have a leader are processed and committed."""
         return all(
             all(offset in self.done[tp] or self.is_terminal(tp, offset) for offset in offsets)
             and (self.broker.committed(GROUP, *tp) or 0) >= self.broker.log(*tp).end
             for tp, offsets in self.offsets.items()
+            if self.broker.has_leader(tp)
         )
 
     def describe(self) -> str:

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["Certificates", "certificates_in", "make_certificates"]
+__all__ = ["Certificates", "make_certificates"]
 
 LIFETIME = timedelta(days=2)
 
@@ -25,18 +25,20 @@ class Certificates:
     """Private key and certificate chain, as a broker's PEM key store wants them."""
 
 
-def certificates_in(directory: Path) -> Certificates:
+def _certificates_in(directory: Path) -> Certificates:
     """The files that `make_certificates` writes into *directory*."""
     return Certificates(directory / "ca.pem", directory / "stranger.pem", directory / "server.pem")
 
 
 def make_certificates(directory: Path) -> Certificates:
-    """Makes an authority, a stranger and a server certificate for localhost and 127.0.0.1."""
+    """Makes an authority, a stranger and a server certificate for localhost and 127.0.0.1, once in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
+    files = _certificates_in(directory)
+    if files.server_file.exists():
+        return files
     authority_key, authority = _authority("aioshard test authority")
     _, stranger = _authority("aioshard test stranger")
     server_key, server = _server(authority_key, authority)
-    files = certificates_in(directory)
     files.ca_file.write_bytes(_pem(authority))
     files.stranger_file.write_bytes(_pem(stranger))
     files.server_file.write_bytes(_private_pem(server_key) + _pem(server) + _pem(authority))

@@ -4,19 +4,22 @@ Everything here has a deadline and leaves no connection open.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
-from aiokafka.errors import KafkaError, for_code
+from aiokafka.errors import GroupLoadInProgressError, KafkaError, NotCoordinatorForGroupError, for_code
 from aiokafka.partitioner import DefaultPartitioner
+from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.structs import OffsetAndMetadata
 
 from aioshard.records import Record
 from tests.support.certificates import Certificates
 
-__all__ = ["DEADLINE", "POLL_INTERVAL", "GuardedCluster", "KafkaCluster", "Message", "is_ready"]
+__all__ = ["DEADLINE", "POLL_INTERVAL", "GuardedCluster", "KafkaCluster", "Message", "committed_offsets", "is_ready"]
 
 DEADLINE = 30.0
 MARKER_INTERVAL = 0.01
@@ -40,17 +43,43 @@ class KafkaCluster:
 
     Attributes:
         bootstrap: Address of the plain listener, where everything is allowed.
+        replication: Of the topics that it creates.
     """
+
+    replication = 1
 
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap = bootstrap
 
-    async def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> None:
-        """Creates a topic; returns when every partition has a leader."""
-        topic = NewTopic(name, partitions, 1, topic_configs=dict(config or {}))
+    @property
+    def reachable(self) -> str:
+        """Address of the brokers that answer at the moment, for what is done from outside."""
+        return self.bootstrap
+
+    async def create_topic(
+        self,
+        name: str,
+        partitions: int = 1,
+        config: Mapping[str, str] | None = None,
+        *,
+        assignment: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Creates a topic; returns when every partition has a leader.
+
+        Args:
+            name: Of the topic.
+            partitions: How many.
+            config: Of the topic.
+            assignment: The nodes of each partition, the one that should lead first, instead of *partitions*.
+        """
+        if assignment is None:
+            topic = NewTopic(name, partitions, self.replication, topic_configs=dict(config or {}))
+        else:
+            partitions = len(assignment)
+            topic = NewTopic(name, -1, -1, assignment, dict(config or {}))
         async with self._admin() as admin:
             _raise_first_error((await admin.create_topics([topic])).topic_errors)
-            await _until_led(admin, name, partitions)
+            await self._until_led(admin, name, partitions)
 
     async def delete_topic(self, name: str) -> None:
         """Deletes a topic; returns when the cluster does not list it any more."""
@@ -63,7 +92,7 @@ class KafkaCluster:
         """Grows a topic to *total* partitions; returns when each has a leader."""
         async with self._admin() as admin:
             await admin.create_partitions({name: NewPartitions(total)})
-            await _until_led(admin, name, total)
+            await self._until_led(admin, name, total)
 
     async def delete_records(self, topic: str, before: Mapping[int, int]) -> None:
         """Deletes the records of each partition that lie before the given offset."""
@@ -98,7 +127,12 @@ class KafkaCluster:
         Returns:
             Partition and offset of each message, in the order given.
         """
-        producer = AIOKafkaProducer(bootstrap_servers=self.bootstrap, acks="all", max_batch_size=BATCH_BYTES)
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self.reachable,
+            acks="all",
+            enable_idempotence=self.replication > 1,  # a leader that dies before it answers has the records already
+            max_batch_size=BATCH_BYTES,
+        )
         async with asyncio.timeout(DEADLINE), producer:
             return await _send(producer, topic, messages, partition, headers)
 
@@ -117,7 +151,7 @@ class KafkaCluster:
         answer before the markers are written; this returns when they are.
         """
         producer = AIOKafkaProducer(
-            bootstrap_servers=self.bootstrap, transactional_id=transactional_id, max_batch_size=BATCH_BYTES
+            bootstrap_servers=self.reachable, transactional_id=transactional_id, max_batch_size=BATCH_BYTES
         )
         async with asyncio.timeout(DEADLINE), producer:
             await producer.begin_transaction()
@@ -136,7 +170,11 @@ class KafkaCluster:
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         """The group's committed offset of each partition that has one."""
         async with self._admin() as admin:
-            found = await admin.list_consumer_group_offsets(group)
+            while True:
+                with contextlib.suppress(NotCoordinatorForGroupError, GroupLoadInProgressError):
+                    found = await committed_offsets(admin, group)
+                    break
+                await asyncio.sleep(POLL_INTERVAL)
         return {at.partition: found[at].offset for at in found if at.topic == topic and found[at].offset >= 0}
 
     async def end_offsets(self, topic: str, isolation: Isolation = "read_uncommitted") -> dict[int, int]:
@@ -188,9 +226,18 @@ class KafkaCluster:
                         records += [_record(found) for found in batch]
         return sorted(records, key=lambda record: (record.partition, record.offset))
 
+    async def _until_led(self, admin: Any, topic: str, partitions: int) -> None:
+        """Waits until the broker that answers knows the topic as it should be."""
+        while True:
+            (found,) = await admin.describe_topics([topic])
+            led = [one for one in found["partitions"] if one["error_code"] == 0 and one["leader"] >= 0]
+            if found["error_code"] == 0 and len(led) == partitions:
+                return
+            await asyncio.sleep(POLL_INTERVAL)
+
     @asynccontextmanager
     async def _admin(self) -> AsyncIterator[Any]:
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.reachable)
         async with asyncio.timeout(DEADLINE):
             try:
                 await admin.start()
@@ -200,7 +247,7 @@ class KafkaCluster:
 
     @asynccontextmanager
     async def _reader(self, isolation: Isolation) -> AsyncIterator[Any]:
-        reader = AIOKafkaConsumer(bootstrap_servers=self.bootstrap, isolation_level=isolation, fetch_max_wait_ms=50)
+        reader = AIOKafkaConsumer(bootstrap_servers=self.reachable, isolation_level=isolation, fetch_max_wait_ms=50)
         async with asyncio.timeout(DEADLINE), reader:
             yield reader
 
@@ -225,16 +272,6 @@ def _raise_first_error(answers: Sequence[tuple[Any, ...]]) -> None:
     for topic, code, *rest in answers:
         if code:
             raise for_code(code)(f"topic {topic!r}: {rest[0] if rest else 'refused'}")
-
-
-async def _until_led(admin: Any, topic: str, partitions: int) -> None:
-    """Waits until the broker that answers knows the topic as it should be."""
-    while True:
-        (found,) = await admin.describe_topics([topic])
-        led = [one for one in found["partitions"] if one["error_code"] == 0 and one["leader"] >= 0]
-        if found["error_code"] == 0 and len(led) == partitions:
-            return
-        await asyncio.sleep(POLL_INTERVAL)
 
 
 async def _send(
@@ -287,6 +324,23 @@ def _record(found: Any) -> Record:
     return Record(
         found.topic, found.partition, found.offset, found.key, found.value, tuple(found.headers), found.timestamp / 1000
     )
+
+
+async def committed_offsets(admin: Any, group: str) -> dict[TopicPartition, OffsetAndMetadata]:
+    """All that a group has committed; aiokafka's own question takes "I am not the coordinator" for "nothing".
+
+    Raises:
+        KafkaError: What the broker answers, for the group or for a partition.
+    """
+    answer = await admin._send_request_to_node(await admin.find_coordinator(group), OffsetFetchRequest(group, None))
+    codes = [answer.error_code, *(code for _, partitions in answer.topics for *_, code in partitions)]
+    if code := next(filter(None, codes), 0):
+        raise for_code(code)(f"committed offsets of {group!r}")
+    return {
+        TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)
+        for topic, partitions in answer.topics
+        for partition, offset, metadata, _ in partitions
+    }
 
 
 async def is_ready(bootstrap: str, **login: Any) -> bool:

@@ -1,6 +1,7 @@
 """A real Kafka broker in a process of its own, on free ports of 127.0.0.1."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -36,7 +38,6 @@ PORTS = range(16_000, 32_000)
 
 JVM_OPTIONS = [
     "-Xms128m",
-    "-Xmx512m",
     "-XX:+UseSerialGC",  # the quickest start, and the least CPU beside the tests
     "-XX:TieredStopAtLevel=1",
     "-XX:-UsePerfData",
@@ -51,35 +52,51 @@ class KafkaFailedError(RuntimeError):
 class KafkaBroker(GuardedCluster):
     """One KRaft node, broker and controller in one, that keeps its ports and data over a restart.
 
-    It ends with the process *watched*, however that ends.
+    It ends with the process *watched*, however that ends. The directory holds all its state, so that several
+    processes may each have an object of the same broker, as long as only one at a time starts or ends it.
 
     Attributes:
         log_file: What the broker printed, over all its starts.
+        ports: Where it listens.
+        properties: Settings that win over our own, as of the first start.
+        cluster_id: What its storage is formatted with.
     """
 
     def __init__(
-        self, directory: Path, *, properties: Mapping[str, str] | None = None, watched: int | None = None
+        self,
+        directory: Path,
+        *,
+        properties: Mapping[str, str] | None = None,
+        watched: int | None = None,
+        heap: str = "512m",
+        cluster_id: uuid.UUID | None = None,
     ) -> None:
         self.directory = directory
         self.log_file = directory / "broker.log"
         super().__init__("", "", make_certificates(directory / "certificates"))
-        self._extra = dict(properties or {})
+        self.properties = dict(properties or {})
+        self.cluster_id = cluster_id or uuid.uuid4()
         self._watched = watched or os.getpid()
+        self._heap = heap
         self._process: subprocess.Popen[bytes] | None = None
-        self._formatted = False
         self._take_ports()
 
     @property
     def running(self) -> bool:
-        """Whether the process is alive."""
-        return self._process is not None and self._process.poll() is None
+        """Whether the process is alive, frozen or not."""
+        return self._process_file.exists() and not wait_for_end(self.process_group, 0)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the process is alive and not frozen."""
+        return self.running and psutil.Process(self.process_group).status() != psutil.STATUS_STOPPED
 
     @property
     def process_group(self) -> int:
         """Id of the process group that is the broker; signal this to end it from another process."""
-        if self._process is None:
+        if not self._process_file.exists():
             raise KafkaFailedError("the broker was not started: call start() first")
-        return self._process.pid
+        return int(self._process_file.read_text())
 
     async def start(self) -> None:
         """Starts the broker; returns when it answers and coordinates groups.
@@ -89,20 +106,38 @@ class KafkaBroker(GuardedCluster):
             KafkaFailedError: It ended or did not answer in time.
         """
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            first = not self._formatted
+            first = not self._properties_file.exists()
             try:
-                if first:
-                    await asyncio.to_thread(self._format)
-                self._launch()
+                await self.launch()
                 await self._until_ready()
             except KafkaFailedError as failure:
                 taken = "Address already in use" in str(failure)
                 if not (first and taken) or attempt == PORT_ATTEMPTS:
                     raise
-                self._take_ports()  # nobody knows the old ones yet
-                self._formatted = False
+                self._ports_file.unlink()  # nobody knows the old ones yet
+                self._properties_file.unlink()
+                self._take_ports()
             else:
                 return
+
+    async def launch(self) -> None:
+        """Starts the process and does not wait until it answers."""
+        if not self._properties_file.exists():
+            await asyncio.to_thread(self._format)
+        self._launch()
+
+    def _launch(self) -> None:
+        self._reap()
+        guard = [sys.executable, "-S", str(PROJECT / "tests" / "support" / "guard.py"), str(self._watched)]
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*guard, *self._java(), "kafka.Kafka", str(self._properties_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._process_file.write_text(str(self._process.pid))
 
     async def stop(self) -> None:
         """Lets the broker shut down in order, as an operator would."""
@@ -131,18 +166,20 @@ class KafkaBroker(GuardedCluster):
         return "\n".join(lines[-TAIL_LINES:])
 
     def _take_ports(self) -> None:
-        self._ports = Ports(*_free_ports(3))
-        self.bootstrap = f"127.0.0.1:{self._ports.plain}"
-        self.secure_bootstrap = f"127.0.0.1:{self._ports.secure}"
+        if not self._ports_file.exists():
+            self._ports_file.write_text(json.dumps(asdict(Ports(*_free_ports(5)))))
+        self.ports = Ports(**json.loads(self._ports_file.read_text()))
+        self.bootstrap = f"127.0.0.1:{self.ports.plain}"
+        self.secure_bootstrap = f"127.0.0.1:{self.ports.secure}"
 
     def _format(self) -> None:
         """Writes the configuration and an empty metadata log with the one SCRAM user in it."""
-        text = broker_properties(self.directory, self._ports, self.certificates, self._extra)
-        self._properties_file.write_text(text)
-        cluster_id = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        written = self._properties_file.with_suffix(".new")
+        written.write_text(broker_properties(self.directory, self.ports, self.certificates, self.properties))
+        cluster_id = urlsafe_b64encode(self.cluster_id.bytes).decode().rstrip("=")
         command = ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
         # Joined with "=", as one id in 64 begins with a dash.
-        command += [f"--cluster-id={cluster_id}", f"--config={self._properties_file}"]
+        command += [f"--cluster-id={cluster_id}", f"--config={written}"]
         for mechanism in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
             credentials = f"name={SCRAM_USER.username},password={SCRAM_USER.password}"
             command += ["--add-scram", f"{mechanism}=[{credentials}]"]
@@ -151,18 +188,7 @@ class KafkaBroker(GuardedCluster):
         )
         if done.returncode != 0:
             raise KafkaFailedError(f"the broker's storage could not be formatted:\n{done.stdout}{done.stderr}")
-        self._formatted = True
-
-    def _launch(self) -> None:
-        guard = [sys.executable, "-S", str(PROJECT / "tests" / "support" / "guard.py"), str(self._watched)]
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*guard, *self._java(), "kafka.Kafka", str(self._properties_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        written.replace(self._properties_file)
 
     async def _until_ready(self) -> None:
         loop = asyncio.get_running_loop()
@@ -170,7 +196,7 @@ class KafkaBroker(GuardedCluster):
         while loop.time() < give_up:
             if not self.running:
                 raise KafkaFailedError(f"the broker ended while it started; its log ends with\n{self.tail()}")
-            if await _listens(self._ports.plain) and await is_ready(self.bootstrap):
+            if await _listens(self.ports.plain) and await is_ready(self.bootstrap):
                 return
             await asyncio.sleep(READY_INTERVAL)
         await self.kill()
@@ -179,21 +205,39 @@ class KafkaBroker(GuardedCluster):
         )
 
     async def _end(self, number: signal.Signals) -> None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        if not await asyncio.to_thread(end_group, process.pid, number, STOP_TIMEOUT):
-            await asyncio.to_thread(end_group, process.pid, signal.SIGKILL, STOP_TIMEOUT)
-        process.wait()
+        if self.running and not await asyncio.to_thread(end_group, self.process_group, number, STOP_TIMEOUT):
+            await asyncio.to_thread(end_group, self.process_group, signal.SIGKILL, STOP_TIMEOUT)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Take note of the end of the process that we started; another process may have ended it."""
+        if self._process is not None and wait_for_end(self._process.pid, 0):
+            self._process.wait()
 
     def _java(self) -> list[str]:
         log_settings = PROJECT / "tests" / "kafka" / "log4j2.properties"
         libs = kafka_libs()
-        return ["java", *JVM_OPTIONS, f"-Dlog4j2.configurationFile={log_settings}", "-cp", f"{libs}/*"]
+        return [
+            "java",
+            *JVM_OPTIONS,
+            f"-Xmx{self._heap}",
+            f"-Dlog4j2.configurationFile={log_settings}",
+            "-cp",
+            f"{libs}/*",
+        ]
 
     @property
     def _properties_file(self) -> Path:
+        """Exists when the storage is formatted."""
         return self.directory / "server.properties"
+
+    @property
+    def _ports_file(self) -> Path:
+        return self.directory / "ports.json"
+
+    @property
+    def _process_file(self) -> Path:
+        return self.directory / "process"
 
 
 def end_group(leader: int, number: signal.Signals, timeout: float) -> bool:

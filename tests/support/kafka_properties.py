@@ -27,11 +27,13 @@ SUPER_USER = Credentials("root", "root-secret")
 
 @dataclass(frozen=True)
 class Ports:
-    """The loopback ports of one broker."""
+    """The loopback ports of one broker; clients that come through *proxied* are told to speak to *proxy*."""
 
     plain: int
     secure: int
     controller: int
+    proxied: int
+    proxy: int
 
 
 QUICK: dict[str, str] = {
@@ -79,9 +81,11 @@ def broker_properties(directory: Path, ports: Ports, certificates: Certificates,
         "node.id": "1",
         "controller.quorum.voters": f"1@127.0.0.1:{ports.controller}",
         "controller.listener.names": "CONTROLLER",
-        "listeners": _listeners(ports, controller=True),
-        "advertised.listeners": _listeners(ports, controller=False),
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SECURE:SASL_SSL",
+        "listeners": _listeners(ports, PROXIED=ports.proxied, CONTROLLER=ports.controller),
+        "advertised.listeners": _listeners(ports, PROXIED=ports.proxy),
+        "listener.security.protocol.map": (
+            "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,PROXIED:PLAINTEXT,SECURE:SASL_SSL"
+        ),
         "inter.broker.listener.name": "PLAINTEXT",
         "log.dirs": str(directory / "data"),
         **QUICK,
@@ -91,10 +95,8 @@ def broker_properties(directory: Path, ports: Ports, certificates: Certificates,
     return "".join(f"{name}={value}\n" for name, value in settings.items())
 
 
-def _listeners(ports: Ports, *, controller: bool) -> str:
-    named = {"PLAINTEXT": ports.plain, "SECURE": ports.secure}
-    if controller:
-        named["CONTROLLER"] = ports.controller
+def _listeners(ports: Ports, **others: int) -> str:
+    named = {"PLAINTEXT": ports.plain, "SECURE": ports.secure, **others}
     return ",".join(f"{name}://127.0.0.1:{port}" for name, port in named.items())
 
 

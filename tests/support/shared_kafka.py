@@ -1,39 +1,28 @@
-"""The one broker of a test run, shared by every process of the run.
+"""The one broker of a test run, and the one cluster of three, shared by every process of the run.
 
-The first process that needs it starts it, under a lock; the process that leads the run ends it.
+The first process that needs one starts it, under a lock; the process that leads the run ends both.
 """
 
 import asyncio
 import fcntl
-import json
+import functools
 import os
 import shutil
-import signal
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.certificates import certificates_in
 from tests.support.cluster import GuardedCluster
-from tests.support.kafka import STOP_TIMEOUT, KafkaBroker, end_group
+from tests.support.kafka import KafkaBroker
+from tests.support.three_brokers import ThreeBrokers
 
-__all__ = ["SharedKafka", "begin_run", "end_run", "shared_kafka"]
+__all__ = ["SharedKafka", "alone", "begin_run", "end_run", "shared_kafka", "shared_three_brokers"]
 
 RUN_DIRECTORY = "AIOSHARD_TEST_RUN"
 """Environment variable by which the leading process tells its workers where the run keeps its state."""
 RUN_LEADER = "AIOSHARD_TEST_LEADER"
-"""Environment variable with the id of the leading process; the broker ends with it."""
-
-# A started broker is kept until its process ends: a dropped `Popen` would warn that it still runs.
-_started: list[KafkaBroker] = []
-
-
-@dataclass(frozen=True)
-class _Address:
-    bootstrap: str
-    secure_bootstrap: str
-    directory: str
-    process_group: int
+"""Environment variable with the id of the leading process; the brokers end with it."""
 
 
 class SharedKafka(GuardedCluster):
@@ -47,14 +36,21 @@ def begin_run() -> None:
 
 
 def end_run() -> None:
-    """Called by the leading process at the very end: ends the broker, if there is one, and its data."""
-    directory = Path(os.environ.pop(RUN_DIRECTORY))
+    """Called by the leading process at the very end: ends the brokers that there are, and their data."""
+    if _directory("kafka").exists():
+        asyncio.run(_broker().kill())
+    if _directory("cluster").exists():
+        asyncio.run(shared_three_brokers().end())
     os.environ.pop(RUN_LEADER)
-    if (address := _read(directory)) is not None:
-        end_group(address.process_group, signal.SIGKILL, STOP_TIMEOUT)
-    if _started:
-        asyncio.run(_started.pop().kill())
-    shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(os.environ.pop(RUN_DIRECTORY), ignore_errors=True)
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Hold the lock *what*, which one process of the run holds at a time."""
+    with Path(os.environ[RUN_DIRECTORY], f"{what}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def shared_kafka() -> SharedKafka:
@@ -64,25 +60,24 @@ def shared_kafka() -> SharedKafka:
         BrokerUnavailableError: Java or the broker's jars are missing.
         KafkaFailedError: It ended or did not answer in time.
     """
-    directory = Path(os.environ[RUN_DIRECTORY])
-    with (directory / "kafka.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        address = _read(directory) or _start(directory)
-    certificates = certificates_in(Path(address.directory) / "certificates")
-    return SharedKafka(address.bootstrap, address.secure_bootstrap, certificates)
+    with alone("kafka"):
+        broker = _broker()
+        if not broker.running:
+            asyncio.run(broker.start())
+    return SharedKafka(broker.bootstrap, broker.secure_bootstrap, broker.certificates)
 
 
-def _read(directory: Path) -> _Address | None:
-    file = directory / "kafka.json"
-    return _Address(**json.loads(file.read_text())) if file.exists() else None
+# Both are kept until the process ends: a dropped `Popen` would warn that it still runs.
+@functools.cache
+def _broker() -> KafkaBroker:
+    return KafkaBroker(_directory("kafka"), watched=int(os.environ[RUN_LEADER]))
 
 
-def _start(directory: Path) -> _Address:
-    home = directory / "kafka"
-    home.mkdir(exist_ok=True)  # an attempt of another process may have failed
-    broker = KafkaBroker(home, watched=int(os.environ[RUN_LEADER]))
-    asyncio.run(broker.start())
-    _started.append(broker)
-    address = _Address(broker.bootstrap, broker.secure_bootstrap, str(home), broker.process_group)
-    (directory / "kafka.json").write_text(json.dumps(asdict(address)))
-    return address
+@functools.cache
+def shared_three_brokers() -> ThreeBrokers:
+    """The run's cluster, as whoever holds the lock `cluster` may start, use and harm it."""
+    return ThreeBrokers(_directory("cluster"), watched=int(os.environ[RUN_LEADER]))
+
+
+def _directory(name: str) -> Path:
+    return Path(os.environ[RUN_DIRECTORY], name)

@@ -23,7 +23,7 @@ from aioshard.core.key_hash import key_hash
 from aioshard.core.sharding import shard_number
 from aioshard.errors import SettingsError
 from aioshard.observe import JournalStatistics
-from aioshard.telemetry import journal
+from aioshard.telemetry import journal, journal_files
 from aioshard.telemetry.journal_files import METADATA_KEY, JournalFiles
 from aioshard.telemetry.journal_rows import ROW_WIDTH, SCHEMA, record_batch
 from aioshard.testing import TestClient, run
@@ -693,6 +693,51 @@ def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
     assert app.statistics().journal == JournalStatistics(written=1, waiting=0, dropped=3, files=1, trouble=None)
     assert sum("No space left" in text for text in caplog.messages) == 1
     assert sum("is written again" in text for text in caplog.messages) == 1
+
+
+def test_the_trouble_lasts_until_rows_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that wait for their group are no sign that there is room again."""
+    monkeypatch.setattr(journal, "_PAUSE", 0.0)
+    monkeypatch.setattr(journal_files, "_GROUP_ROWS", 3)
+    full = threading.Event()
+    write = journal_files._OpenFile.write
+
+    def failing(file: journal_files._OpenFile, batches: list[Any]) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        write(file, batches)
+
+    monkeypatch.setattr(journal_files._OpenFile, "write", failing)
+    full.set()
+    app = App("billing", journal=tmp_path)
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    def now() -> JournalStatistics:
+        found = app.statistics().journal
+        assert found is not None
+        return found
+
+    async def scenario() -> None:
+        async with TestClient(app) as client:
+            for number in range(3):
+                await client.publish("orders", str(number))
+            await until(lambda: now().dropped == 3, 20.0, look_every=0.01)
+            await client.publish("orders", "lost too")
+            await client.settle()
+            await until(lambda: now().dropped == 4 or now().trouble is None, 20.0, look_every=0.01)
+            assert now().trouble == "the journal cannot be written: No space left on device"
+            full.clear()
+            await client.publish("orders", "kept")
+            await until(lambda: now().trouble is None, 20.0, look_every=0.01)
+
+    asyncio.run(scenario())
+
+    assert app.statistics().journal == JournalStatistics(written=1, waiting=0, dropped=4, files=1, trouble=None)
+    assert sum("No space left" in text for text in caplog.messages) == 1
 
 
 def test_an_app_ends_also_when_its_disk_does_not_answer(

@@ -447,3 +447,77 @@ def test_events_alternate_between_assigned_and_revoked() -> None:
 
     events = run(scenario())
     assert [event.partitions for event in events] == [(ONE, TWO), (ONE, TWO), (TWO,), (TWO,), (ONE, TWO)]
+
+
+def test_a_member_that_is_cut_off_ends_what_it_has_when_its_session_is_over() -> None:
+    async def scenario() -> None:
+        broker = make_broker()
+        client, listener = await started(broker, session_timeout=6.0)
+        before = client.membership()
+        client.cut_off()
+        broker.publish("orders", b"a", partition=0)
+        assert await take(client, 1), "fetches continue"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await client.commit({ONE: Committed(1, "")}, before)
+        assert await listener.revocations.get() == Revoked((ONE, TWO), lost=True)
+        assert now() == pytest.approx(6.0)
+        assert client.membership() == NOT_A_MEMBER
+        assert before.member_id not in broker.group("billing").members
+        assert broker.committed("billing", "orders", 0) is None
+        client.reconnect()
+        assigned = await listener.assignments.get()
+        assert assigned.partitions == (ONE, TWO)
+        assert client.membership().member_id not in ("", before.member_id)
+        await client.close()
+
+    run(scenario())
+
+
+def test_a_short_cut_is_not_noticed_by_the_group() -> None:
+    async def scenario() -> None:
+        broker = make_broker()
+        client, _ = await started(broker, session_timeout=6.0)
+        before = client.membership()
+        client.cut_off()
+        await asyncio.sleep(5.0)
+        client.reconnect()
+        await asyncio.sleep(60.0)
+        assert client.membership() == before
+        await client.commit({ONE: Committed(0, "")}, before)
+        await client.close()
+
+    run(scenario())
+
+
+def test_the_group_drops_a_member_that_is_closed_while_it_is_cut_off() -> None:
+    async def scenario() -> None:
+        broker = make_broker()
+        client, _ = await started(broker, session_timeout=6.0)
+        client.cut_off()
+        await client.close()
+        client.reconnect()
+        assert broker.group("billing").members
+        await asyncio.sleep(6.1)
+        assert not broker.group("billing").members
+
+    run(scenario())
+
+
+def test_nothing_of_a_partition_without_a_leader_is_told() -> None:
+    async def scenario() -> None:
+        broker = make_broker()
+        client, _ = await started(broker)
+        broker.set_leader("orders", 0, available=False)
+        broker.publish("orders", b"a", partition=0)
+        broker.publish("orders", b"b", partition=1)
+        assert [record.partition for record in await take(client, 1)] == [1]
+        assert await client.poll(unlimited, 1.0) == []
+        assert list(await client.log_ranges([ONE, TWO])) == [TWO]
+        with pytest.raises(TransportError, match="orders/0"):
+            await client.offset_at(ONE, 0.0)
+        broker.set_leader("orders", 0, available=True)
+        assert [record.partition for record in await take(client, 1)] == [0]
+        await client.close()
+
+    run(scenario())

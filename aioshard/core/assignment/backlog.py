@@ -1,9 +1,12 @@
 """Lag-aware: the records that are still to be read, spread evenly; and the partitions, where hardly any are left."""
 
-from collections.abc import Collection, Mapping
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from aioshard.core.assignment.balance import quotas
 from aioshard.core.assignment.members import Assignment, Member, Partitions, as_assignment, owners, subscribers
-from aioshard.core.assignment.sticky import assign_sticky
+from aioshard.core.assignment.sticky import keep_even
 from aioshard.records import TopicPartition
 
 __all__ = ["assign_backlog", "backlogs"]
@@ -27,21 +30,26 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
     """
     left = backlogs(members, partitions)
     total = sum(left.values())
-    if not total:
-        return assign_sticky(members, partitions)
-    noise = total / (_NOISE * len(members))
-    ignored = _smallest(left, noise)
-    weights = {at: 0 if at in ignored else backlog for at, backlog in left.items()}
-    largest = max(weights.values())
     homes = owners(members, partitions)
-    kept, fresh = (_Loads(members, partitions, weights, begin) for begin in (homes, {}))
-    for loads in (kept, fresh):
-        loads.place_the_rest()
-        loads.even_out(noise)
-    # What stays where it was may be in the way of something better, which single moves do not find.
-    best = fresh if kept.most() - fresh.most() > largest else kept
-    best.spread_what_is_empty(homes)
-    return best.assignment()
+    noise = total / (_NOISE * len(members))
+    empty = _smallest(left, noise)
+    weights = {at: backlog for at, backlog in left.items() if at not in empty}
+    largest = max(weights.values(), default=0)
+    fresh = _Loads(members, partitions, weights, {})
+    fresh.place_the_rest()
+    fresh.even_out(noise)
+    kept = _Loads(members, partitions, weights, homes)
+    kept.release_surplus(fresh.load, largest)
+    kept.place_the_rest()
+    kept.even_out(noise)
+    # Partitions that stay may be in the way of something better, which single moves do not find.
+    best = fresh if max(kept.load.values()) - max(fresh.load.values()) > largest else kept
+    # The number of partitions, those with a backlog included, is evened out with the empty ones.
+    numbers: dict[str, list[int]] = {}
+    for topic, number in empty:
+        numbers.setdefault(topic, []).append(number)
+    spread = keep_even(members, numbers, {at: homes[at] for at in empty if at in homes}, best.counts())
+    return as_assignment(members, [*best.pairs(), *spread.pairs()])
 
 
 def backlogs(members: Mapping[str, Member], partitions: Partitions) -> dict[TopicPartition, int]:
@@ -80,7 +88,7 @@ def _smallest(left: Mapping[TopicPartition, int], most: float) -> Collection[Top
 
 
 class _Loads:
-    """What each member has to read while an assignment is worked out; partitions that weigh nothing come last."""
+    """The backlog that each member has to read while an assignment is computed."""
 
     def __init__(
         self,
@@ -92,79 +100,93 @@ class _Loads:
         self._weights = weights
         self._subscribers = subscribers(members, partitions)
         self._topics = {name: members[name].topics for name in sorted(members)}
-        self._held: dict[str, set[TopicPartition]] = {name: set() for name in self._topics}
-        self._load = dict.fromkeys(self._topics, 0)
+        self._held: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in self._topics}
+        """Sorted pairs of backlog and partition number, by member and topic."""
+        self._rest = set(weights)
+        self.load = dict.fromkeys(self._topics, 0)
+        """Backlog by member."""
         for at, name in begin.items():
-            if weights[at]:
+            if at in weights:
                 self._put(at, name)
 
-    def assignment(self) -> Assignment:
-        return as_assignment(self._held, ((at, name) for name, held in self._held.items() for at in held))
+    def pairs(self) -> Iterator[tuple[TopicPartition, str]]:
+        """Yield each partition with its member."""
+        for name, topics in self._held.items():
+            for topic, pairs in topics.items():
+                for _, number in pairs:
+                    yield TopicPartition(topic, number), name
 
-    def most(self) -> int:
-        """What the member that has most to read has."""
-        return max(self._load.values())
+    def counts(self) -> dict[str, int]:
+        """Return the number of partitions by member."""
+        return {name: sum(map(len, topics.values())) for name, topics in self._held.items()}
+
+    def release_surplus(self, fresh: Mapping[str, int], allowance: int) -> None:
+        """Take the largest from members that have *allowance* more than they would in a fresh assignment."""
+        for name, quota in quotas(self._topics, self.load, fresh).items():
+            everything = (
+                (weight, topic, number) for topic, pairs in self._held[name].items() for weight, number in pairs
+            )
+            for _, topic, number in sorted(everything, reverse=True):
+                if self.load[name] <= quota + allowance:
+                    break
+                self._take(TopicPartition(topic, number), name)
 
     def place_the_rest(self) -> None:
-        """Give what nobody has to whoever has least to read, the largest first."""
-        placed = set().union(*self._held.values())
-        rest = [at for at, weight in self._weights.items() if weight and at not in placed]
-        for at in sorted(rest, key=lambda one: (-self._weights[one], one)):
-            self._put(
-                at, min(self._subscribers[at.topic], key=lambda one: (self._load[one], len(self._held[one]), one))
-            )
+        """Give unassigned partitions to the member with the least backlog, the largest first."""
+        waiting: dict[tuple[str, ...], list[tuple[int, int, str]]] = {}
+        counts = self.counts()
+        for at in sorted(self._rest, key=lambda one: (-self._weights[one], one)):
+            names = self._subscribers[at.topic]
+            if names not in waiting:
+                waiting[names] = sorted((self.load[name], counts[name], name) for name in names)
+            heap = waiting[names]
+            while heap[0][0] != self.load[name := heap[0][2]]:  # got more through another topic
+                heapq.heapreplace(heap, (self.load[name], counts[name], name))
+            self._put(at, name)
+            counts[name] += 1
+            heapq.heapreplace(heap, (self.load[name], counts[name], name))
 
     def even_out(self, enough: float) -> None:
-        """Move partitions one by one from who has much to who has little, until no move helps.
+        """Move partitions one by one from members with much backlog to members with little, until no move helps.
 
         Args:
-            enough: Records that a move has to take off the one who has more, at least.
+            enough: Records that a move has to take off the member that has more, at least.
         """
-        while any(self._relieve(name, enough) for name in sorted(self._load, key=lambda one: (-self._load[one], one))):
+        while any(self._relieve(name, enough) for name in sorted(self.load, key=lambda one: (-self.load[one], one))):
             pass
 
     def _relieve(self, giver: str, enough: float) -> bool:
-        for taker in sorted(self._load, key=lambda one: (self._load[one], one)):
-            gap = self._load[giver] - self._load[taker]
+        for taker in sorted(self.load, key=lambda one: (self.load[one], one)):
+            gap = self.load[giver] - self.load[taker]
             if gap <= enough:
                 return False
             helping = [
-                at for at in self._held[giver] if self._weights[at] < gap - enough and at.topic in self._topics[taker]
+                (abs(2 * weight - gap), TopicPartition(topic, number))
+                for topic, pairs in self._held[giver].items()
+                if topic in self._topics[taker]
+                for weight, number in _nearest(pairs, gap / 2, gap - enough)
             ]
             if helping:
-                self._move(min(helping, key=lambda one: (abs(2 * self._weights[one] - gap), one)), giver, taker)
+                _, at = min(helping)
+                self._take(at, giver)
+                self._put(at, taker)
                 return True
         return False
-
-    def spread_what_is_empty(self, homes: Mapping[TopicPartition, str]) -> None:
-        """Give out the partitions that weigh nothing, so that each member has about as many partitions as others."""
-        empty = sorted(at for at, weight in self._weights.items() if not weight)
-        for at in empty:
-            if at in homes:
-                self._put(at, homes[at])
-        for at in empty:
-            if at not in homes:
-                self._put(
-                    at, min(self._subscribers[at.topic], key=lambda one: (len(self._held[one]), self._load[one], one))
-                )
-        while any(self._thin_out(name) for name in sorted(self._held, key=lambda one: (-len(self._held[one]), one))):
-            pass
-
-    def _thin_out(self, giver: str) -> bool:
-        for taker in sorted(self._held, key=lambda one: (len(self._held[one]), self._load[one], one)):
-            if len(self._held[giver]) - len(self._held[taker]) <= 1:
-                return False
-            empty = [at for at in self._held[giver] if not self._weights[at] and at.topic in self._topics[taker]]
-            if empty:
-                self._move(max(empty), giver, taker)
-                return True
-        return False
-
-    def _move(self, at: TopicPartition, giver: str, taker: str) -> None:
-        self._held[giver].remove(at)
-        self._load[giver] -= self._weights[at]
-        self._put(at, taker)
 
     def _put(self, at: TopicPartition, name: str) -> None:
-        self._held[name].add(at)
-        self._load[name] += self._weights[at]
+        self._rest.discard(at)
+        insort(self._held[name].setdefault(at.topic, []), (self._weights[at], at.partition))
+        self.load[name] += self._weights[at]
+
+    def _take(self, at: TopicPartition, name: str) -> None:
+        self._rest.add(at)
+        pairs = self._held[name][at.topic]
+        del pairs[bisect_left(pairs, (self._weights[at], at.partition))]
+        self.load[name] -= self._weights[at]
+
+
+def _nearest(pairs: Sequence[tuple[int, int]], weight: float, below: float) -> Sequence[tuple[int, int]]:
+    """Return the neighbours of a weight in sorted pairs, of those below a limit."""
+    end = bisect_left(pairs, (below,))
+    at = min(bisect_left(pairs, (weight,)), end)
+    return pairs[max(at - 1, 0) : min(at + 1, end)]

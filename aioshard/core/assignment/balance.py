@@ -1,20 +1,24 @@
-"""Who holds how many: given out to whoever has least, and levelled until no chain of moves makes it more even."""
+"""Partitions by member: given to the member with the fewest, then levelled until no chain of moves helps."""
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
 
-from aioshard.core.assignment.members import Assignment, Member, Partitions, as_assignment, subscribers
+from aioshard.core.assignment.members import Member, Partitions, subscribers
 from aioshard.records import TopicPartition
 
-__all__ = ["Holdings"]
+__all__ = ["Holdings", "quotas"]
 
 
 class Holdings:
-    """What each member holds while an assignment is worked out.
+    """The partitions of each member while an assignment is computed.
+
+    Moves cost time by member, topic and home, not by partition: thousands of partitions are assigned on the event
+    loop of the leader.
 
     Invariants:
-        * A partition is held by one member at most, which subscribes to its topic.
-        * What happens depends on the values alone, never on the order in which they came.
+        * At most one member holds a partition, and it subscribes to the topic.
+        * The result depends on the values alone, never on their order.
     """
 
     def __init__(
@@ -22,52 +26,76 @@ class Holdings:
         members: Mapping[str, Member],
         partitions: Partitions,
         homes: Mapping[TopicPartition, str] | None = None,
+        begin: Mapping[str, int] | None = None,
     ) -> None:
-        """Begin with what each partition's *homes* says, and with nothing elsewhere."""
+        """Start with each partition at its home, if it has one.
+
+        Args:
+            members: All members of the group.
+            partitions: The partitions of each topic.
+            homes: The latest owner of partitions, where it may have them again.
+            begin: The number of partitions that members have beside these.
+        """
         self.names: Sequence[str] = sorted(members)
         self.topics = {name: frozenset(members[name].topics) for name in self.names}
         self.subscribers = subscribers(members, partitions)
-        self.homes: Mapping[TopicPartition, str] = homes or {}
-        """Who had a partition, where it may have it again."""
-        self.held: dict[str, dict[str, set[int]]] = {name: {} for name in self.names}
-        """Numbers of partitions by member and topic; a topic of which nothing is held is not in it."""
-        self.load = dict.fromkeys(self.names, 0)
-        """How many partitions each member holds."""
+        self.held: dict[str, dict[str, dict[str | None, list[int]]]] = {name: {} for name in self.names}
+        """Sorted partition numbers by member, topic and home; no empty entries."""
+        self.load = {**dict.fromkeys(self.names, 0), **(begin or {})}
+        """Number of partitions by member."""
         self._partitions = partitions
-        for topic_partition, name in self.homes.items():
-            self._put(topic_partition, name)
+        self._homes: dict[str, dict[int, str]] = {topic: {} for topic in self.subscribers}
+        for (topic, number), name in (homes or {}).items():
+            self._homes[topic][number] = name
+            self._put(topic, number, name)
 
-    def assignment(self) -> Assignment:
-        """What it came to."""
-        return as_assignment(
-            self.names,
-            (
-                (TopicPartition(topic, number), name)
-                for name, topics in self.held.items()
-                for topic, numbers in topics.items()
-                for number in numbers
-            ),
-        )
+    def pairs(self) -> Iterator[tuple[TopicPartition, str]]:
+        """Yield each partition with its member."""
+        for name, topics in self.held.items():
+            for topic, by_home in topics.items():
+                for numbers in by_home.values():
+                    for number in numbers:
+                        yield TopicPartition(topic, number), name
 
     # Giving out -------------------------------------------------------------------------
 
+    def release_surplus(self, even: Mapping[str, int]) -> None:
+        """Take from each member what it has beyond an even load, first of topics of which it has more than its share.
+
+        Call it before anything has moved.
+        """
+        for name, quota in quotas(self.topics, self.load, even).items():
+            topics = self.held[name]
+            shares = {topic: len(self._partitions[topic]) / len(self.subscribers[topic]) for topic in topics}
+            missing = [(shares[topic] - self._count(name, topic), topic) for topic in topics]
+            heapq.heapify(missing)
+            while missing and self.load[name] > quota:
+                less, topic = missing[0]
+                self._take(topic, topics[topic][name][-1], name)
+                if topic in topics:
+                    heapq.heapreplace(missing, (less + 1, topic))
+                else:
+                    heapq.heappop(missing)
+
     def place_the_rest(self) -> None:
-        """Give what nobody holds to whoever holds least, topics with the fewest subscribers first."""
+        """Give unassigned partitions to the member with the fewest, topics with the fewest subscribers first."""
         for topic in sorted(
             self.subscribers, key=lambda one: (len(self.subscribers[one]), -len(self._partitions[one]), one)
         ):
-            taken = {number for name in self.subscribers[topic] for number in self.held[name].get(topic, ())}
-            waiting = [(self.load[name], len(self.held[name].get(topic, ())), name) for name in self.subscribers[topic]]
+            rest = set(self._partitions[topic])
+            for name in self.subscribers[topic]:
+                rest.difference_update(*self.held[name].get(topic, {}).values())
+            waiting = [(self.load[name], self._count(name, topic), name) for name in self.subscribers[topic]]
             heapq.heapify(waiting)
-            for number in sorted(set(self._partitions[topic]) - taken):
+            for number in sorted(rest):
                 load, of_topic, name = waiting[0]
-                self._put(TopicPartition(topic, number), name)
+                self._put(topic, number, name)
                 heapq.heapreplace(waiting, (load + 1, of_topic + 1, name))
 
     # Levelling --------------------------------------------------------------------------
 
     def level(self) -> None:
-        """Move partitions along chains of members until nobody has two more than another at the end of a chain.
+        """Move partitions along chains of members until no chain ends at a member with two less than its start.
 
         No assignment is then more even, by any measure that prefers even ones: see Harvey and others,
         "Semi-matchings for bipartite graphs and load balancing".
@@ -80,18 +108,18 @@ class Holdings:
             pass
 
     def _relieve(self, name: str) -> bool:
-        """Take one partition off a member, if it helps; returns whether it did."""
+        """Take one partition off a member if that helps; return whether it did."""
         least = min(self.load.values())
-        if self.load[name] - least < 2:  # noqa: PLR2004 - one more than another is even enough
+        if self.load[name] - least < 2:  # noqa: PLR2004 - a difference of one is even enough
             return False
         chain = self._chain_to_less(name)
         for giver, taker in zip(chain[-2::-1], chain[:0:-1], strict=True):
-            # From the far end, so that nobody passes on what it has just got.
+            # From the far end, so that no member passes on the partition that it has just got.
             self.move(self.cheapest(giver, taker), giver, taker)
         return bool(chain)
 
     def _chain_to_less(self, start: str) -> list[str]:
-        """The shortest chain from a member to one with at least two less; empty where there is none."""
+        """Find the shortest chain from a member to one with at least two less; empty if there is none."""
         reached: dict[str, str | None] = {start: None}
         seen: set[str] = set()
         ring = [start]
@@ -113,45 +141,59 @@ class Holdings:
     # Moving -----------------------------------------------------------------------------
 
     def cheapest(self, giver: str, taker: str) -> TopicPartition:
-        """Which partition goes best from one to the other: back home, or one that is away from home anyway."""
-        return min(
-            self.movable(giver, taker),
-            key=lambda one: (
-                self.cost(one, giver, taker),
-                len(self.held[taker].get(one.topic, ())) - len(self.held[giver][one.topic]),
-                one.topic,
-                -one.partition,
-            ),
+        """Choose the partition to move: one that returns home, else one that is away from home anyway."""
+        _, _, topic, number = min(
+            (
+                (home == giver) - (home == taker),
+                self._count(taker, topic) - self._count(giver, topic),
+                topic,
+                -numbers[-1],
+            )
+            for topic, by_home in self.held[giver].items()
+            if topic in self.topics[taker]
+            for home, numbers in by_home.items()
         )
-
-    def movable(self, giver: str, taker: str) -> Iterable[TopicPartition]:
-        """What of the one's partitions the other subscribes to."""
-        for topic, numbers in self.held[giver].items():
-            if topic in self.topics[taker]:
-                for number in numbers:
-                    yield TopicPartition(topic, number)
-
-    def cost(self, topic_partition: TopicPartition, giver: str, taker: str) -> int:
-        """By how much a move changes the number of partitions that are not where they were."""
-        home = self.home(*topic_partition)
-        return (home == giver) - (home == taker)
-
-    def home(self, topic: str, number: int) -> str | None:
-        """Who had a partition and may have it again."""
-        return self.homes.get(TopicPartition(topic, number))
+        return TopicPartition(topic, -number)
 
     def move(self, topic_partition: TopicPartition, giver: str, taker: str) -> None:
-        """Let another member hold a partition."""
-        numbers = self.held[giver][topic_partition.topic]
-        numbers.remove(topic_partition.partition)
-        if not numbers:
-            del self.held[giver][topic_partition.topic]
-        self.load[giver] -= 1
-        self._put(topic_partition, taker)
+        """Move a partition to another member."""
+        self._take(*topic_partition, giver)
+        self._put(*topic_partition, taker)
 
-    def _put(self, topic_partition: TopicPartition, name: str) -> None:
-        self.held[name].setdefault(topic_partition.topic, set()).add(topic_partition.partition)
+    def _put(self, topic: str, number: int, name: str) -> None:
+        home = self._homes[topic].get(number)
+        insort(self.held[name].setdefault(topic, {}).setdefault(home, []), number)
         self.load[name] += 1
+
+    def _take(self, topic: str, number: int, name: str) -> None:
+        home = self._homes[topic].get(number)
+        by_home = self.held[name][topic]
+        del by_home[home][bisect_left(by_home[home], number)]
+        if not by_home[home]:
+            del by_home[home]
+        if not by_home:
+            del self.held[name][topic]
+        self.load[name] -= 1
+
+    def _count(self, name: str, topic: str) -> int:
+        return sum(map(len, self.held[name].get(topic, {}).values()))
+
+
+def quotas(topics: Mapping[str, frozenset[str]], load: Mapping[str, int], even: Mapping[str, int]) -> Mapping[str, int]:
+    """Share out the loads of an even assignment: of members with the same topics, those that have most get most.
+
+    Example:
+        >>> same = frozenset({"t"})
+        >>> quotas({"a": same, "b": same}, load={"a": 1, "b": 7}, even={"a": 5, "b": 3})
+        {'b': 5, 'a': 3}
+    """
+    alike: dict[frozenset[str], list[str]] = {}
+    for name in sorted(topics, key=lambda one: (-load[one], one)):
+        alike.setdefault(topics[name], []).append(name)
+    found: dict[str, int] = {}
+    for names in alike.values():
+        found.update(zip(names, sorted((even[name] for name in names), reverse=True), strict=True))
+    return found
 
 
 def _way_to(end: str, reached: Mapping[str, str | None]) -> list[str]:

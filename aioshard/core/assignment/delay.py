@@ -65,7 +65,9 @@ class DelayedReassignment:
             partitions: Of each topic.
             now: Seconds on a clock that does not go back.
         """
-        missing = left_behind(members, partitions, self._given) if self._delay else frozenset()
+        if not self._delay:
+            return frozenset()
+        missing = left_behind(members, partitions, self._given)
         if missing and self.until is None:
             self.until = now + self._delay
         if not missing or (self.until is not None and now >= self.until):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from aioshard.core.assignment.balance import Holdings
-from aioshard.core.assignment.members import Assignment, Member, Partitions
+from aioshard.core.assignment.members import Assignment, Member, Partitions, as_assignment
 
 __all__ = ["assign_fair"]
 
@@ -21,4 +21,4 @@ def assign_fair(members: Mapping[str, Member], partitions: Partitions) -> Assign
     holdings = Holdings(members, partitions)
     holdings.place_the_rest()
     holdings.level()
-    return holdings.assignment()
+    return as_assignment(members, holdings.pairs())

@@ -36,7 +36,12 @@ def keep_more(holdings: Holdings) -> None:
 
 
 def _away_from_home(holdings: Holdings) -> bool:
-    return any(at.partition not in holdings.held[name].get(at.topic, ()) for at, name in holdings.homes.items())
+    return any(
+        home not in {None, name}
+        for name, topics in holdings.held.items()
+        for by_home in topics.values()
+        for home in by_home
+    )
 
 
 def _costs(holdings: Holdings) -> dict[tuple[str, str], int]:
@@ -47,8 +52,8 @@ def _costs(holdings: Holdings) -> dict[tuple[str, str], int]:
     weight = 2 * len(holdings.names) + 2
     found: dict[tuple[str, str], int] = {}
     for giver in holdings.names:
-        for topic, numbers in holdings.held[giver].items():
-            strangers = {home for number in numbers if (home := holdings.home(topic, number)) != giver}
+        for topic, by_home in holdings.held[giver].items():
+            strangers = by_home.keys() - {giver}
             for taker in holdings.subscribers[topic]:
                 if taker != giver:
                     cost = -1 if taker in strangers else 0 if strangers else 1

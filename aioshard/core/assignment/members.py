@@ -57,16 +57,14 @@ def owners(members: Mapping[str, Member], partitions: Partitions) -> dict[TopicP
     Where two claim the same one, because one of them was thought dead for a while, it is whose generation is later;
     within one generation, which no correct group has, the first by name.
     """
-    latest: dict[TopicPartition, tuple[int, str]] = {}
-    for name in sorted(members):
-        member = members[name]
-        for owned in member.owned:
-            if owned not in latest or latest[owned][0] < member.generation:
-                latest[owned] = member.generation, name
+    latest: dict[TopicPartition, str] = {}
+    for name in sorted(sorted(members, reverse=True), key=lambda one: members[one].generation):
+        latest.update(dict.fromkeys(members[name].owned, name))
+    known = {topic: frozenset(numbers) for topic, numbers in partitions.items()}
     return {
         owned: name
-        for owned, (_, name) in sorted(latest.items())
-        if owned.topic in members[name].topics and owned.partition in partitions.get(owned.topic, ())
+        for owned, name in latest.items()
+        if owned.topic in members[name].topics and owned.partition in known.get(owned.topic, ())
     }
 
 

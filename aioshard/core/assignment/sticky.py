@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from aioshard.core.assignment.balance import Holdings
 from aioshard.core.assignment.keeping import keep_more
-from aioshard.core.assignment.members import Assignment, Member, Partitions, owners
+from aioshard.core.assignment.members import Assignment, Member, Partitions, as_assignment, owners
+from aioshard.records import TopicPartition
 
-__all__ = ["assign_sticky"]
+__all__ = ["assign_sticky", "keep_even"]
 
 
 def assign_sticky(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
@@ -19,8 +20,23 @@ def assign_sticky(members: Mapping[str, Member], partitions: Partitions) -> Assi
         >>> [[at.partition for at in got] for got in assign_sticky(members, {"t": range(3)}).values()]
         [[0, 1], [2]]
     """
-    holdings = Holdings(members, partitions, owners(members, partitions))
+    return as_assignment(members, keep_even(members, partitions, owners(members, partitions)).pairs())
+
+
+def keep_even(
+    members: Mapping[str, Member],
+    partitions: Partitions,
+    homes: Mapping[TopicPartition, str],
+    begin: Mapping[str, int] | None = None,
+) -> Holdings:
+    """Leave partitions at their homes as far as the loads stay even; *begin* is the load of members beside them."""
+    even = Holdings(members, partitions, begin=begin)
+    even.place_the_rest()
+    even.level()
+    holdings = Holdings(members, partitions, homes, begin)
+    # Only a start: levelling moves one partition at a time, and there may be thousands too many.
+    holdings.release_surplus(even.load)
     holdings.place_the_rest()
     holdings.level()
     keep_more(holdings)
-    return holdings.assignment()
+    return holdings

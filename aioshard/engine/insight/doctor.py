@@ -108,11 +108,10 @@ def _general(engine: Engine, now: float) -> Iterator[Finding]:
             yield Finding("parking", sentence, None, f"see that topic {topic} exists, and may be read and written")
     if engine.state in ("starting", "running") and not engine.rebalance.settled.is_set():
         since = _seconds(engine.since.of("settled", fact=False), now)
-        reasons = "; ".join(tuple(engine.rebalance.unsettled.values()))
         doing = engine.rebalance.log.doing()
         what = f"the group is rebalancing: {doing}" if doing else "the group is rebalancing"
-        if reasons:
-            what = f"where to go on is not known yet: {reasons}"
+        if (reason := engine.rebalance.trouble) is not None:
+            what = f"where to resume is not known yet: {reason}"
         yield Finding("rebalancing", f"{what}{for_seconds(since)}", since, None)
     elif not engine.rebalance.epochs:
         yield Finding("nothing assigned", "no partition is assigned to this process", None, None)
@@ -285,12 +284,10 @@ def _closed(engine: Engine, epoch: Epoch, now: float) -> Finding:
     if due:
         advice = "handlers that end soon when Context.revoked is set make rebalances short"
         return Finding("rebalancing", f"the partition is being taken away{for_seconds(since)}{waits}", since, advice)
-    reason = next(
-        (why for names, why in tuple(engine.rebalance.unsettled.items()) if epoch.topic_partition in names), None
-    )
+    reason = engine.rebalance.unsettled.get(epoch.topic_partition)
     what = "the group is rebalancing, or the partition's position is not confirmed yet"
     if reason is not None:
-        what = f"where to go on is not known yet: {reason}"
+        what = f"where to resume is not known yet: {reason}"
     return Finding("rebalancing", f"{what}{for_seconds(since)}", since, None)
 
 

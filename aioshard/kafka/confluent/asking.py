@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from aiokafka import errors as kafka
 from aiokafka.client import CoordinationType
 
+from aioshard.kafka.answers import removed_member
 from aioshard.kafka.client import AiokafkaTransport
 from aioshard.kafka.group_protocol import RemoveMember
 from aioshard.kafka.memberless import commit_by_hand, partitions_by_hand
-from aioshard.kafka.translate import raise_for, request_error
+from aioshard.kafka.translate import request_error
 from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
 
@@ -47,8 +48,7 @@ class _Outsider(AiokafkaTransport):
         internals, _ = self._running()
         try:
             node = await internals.client.coordinator_lookup(CoordinationType.GROUP, self._group_id)
-            answer = await internals.client.send(node, RemoveMember(self._group_id, member_id=member_id))
-            raise_for(answer.error_code)
+            removed_member(await internals.client.send(node, RemoveMember(self._group_id, member_id=member_id)))
         except kafka.KafkaError as error:
             raise request_error(error, f"that member {member_id} has left", self._group_id) from error
 

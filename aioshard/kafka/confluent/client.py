@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaError, KafkaException
 
 from aioshard.errors import ClientLostError, SettingsError, StateError
 from aioshard.kafka.confluent.asking import Asked, Asking
@@ -72,7 +72,9 @@ class ConfluentTransport(Asked):
         self._incremental = is_incremental(settings)
         self._intake = Intake(share_of_buffer(1, settings.max_buffered_bytes // 2), incremental=self._incremental)
         self._calls = Calls()
-        self._commits = Commits(group_id)
+        # Under KIP-848 the client keeps what it has until the coordinator tells it otherwise.
+        session = settings.session_timeout if settings.group_protocol == "consumer" else None
+        self._commits = Commits(group_id, session, self._lose_session)
         self._asking: Asking | None = None
         self._topics: Topics | None = None
         self._member: Member | None = None
@@ -109,7 +111,7 @@ class ConfluentTransport(Asked):
             self._topics = Topics(self._asking, frozenset(topics), pattern, self._settings.metadata_max_age)
             names = await self._topics.look_up()
             given = None if self._settings.assign is None else await self._asking.partitions_by_hand()
-            told = {"error_cb": self._health.hear, "on_commit": self._commits.hear}
+            told = {"error_cb": self._health.hear, "on_commit": self._hear_of_commit}
             self._member = Member({**self._options, **told})
         except (KafkaException, ValueError, TypeError) as error:
             await self.close()
@@ -157,6 +159,7 @@ class ConfluentTransport(Asked):
             logger.info("group %r was not told that we leave: %s", self._group_id, reason(error))
         finally:
             self._left = True
+            self._commits.end_session()
             self._calls.close(ClientLostError("the Kafka client is closed"))
             self._intake.clear()
             self._membership = NOT_A_MEMBER
@@ -339,6 +342,14 @@ class ConfluentTransport(Asked):
             return await self._commits.send(self._member, offsets)
         await self._commits.send_at_once(self._member, offsets)
         return None
+
+    def _lose_session(self) -> None:
+        timeout = self._settings.session_timeout
+        self._health.fail(ClientLostError(f"no commit of group {self._group_id!r} was answered for {timeout:g} s"))
+
+    async def _hear_of_commit(self, error: KafkaError | None, places: Sequence[Any]) -> None:
+        await self._commits.hear(error, places)
+        self._health.note_commit(error, places)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
@@ -40,8 +40,18 @@ class Commits:
         * When a callback has returned, everything that was sent before it is answered, or has failed for good.
     """
 
-    def __init__(self, group_id: str) -> None:
+    def __init__(self, group_id: str, session: float | None = None, lost: Callable[[], None] = lambda: None) -> None:
+        """Send commits of a group.
+
+        Args:
+            group_id: The group.
+            session: Seconds without an answer after which *lost* is called; None where the client itself looks.
+            lost: Called when other members may have our partitions.
+        """
         self._group_id = group_id
+        self._session = session
+        self._lost = lost
+        self._session_over: asyncio.TimerHandle | None = None
         self._unanswered: deque[_Sent] = deque()
 
     async def send(self, member: Member, offsets: Offsets) -> "asyncio.Future[None]":
@@ -56,6 +66,8 @@ class Commits:
             )
         sent = _Sent(offsets)
         self._unanswered.append(sent)
+        if self._session is not None and self._session_over is None:
+            self._session_over = asyncio.get_running_loop().call_later(self._session, self._lost)
         try:
             await member.send_commit(offsets)
         except KafkaException as error:
@@ -74,7 +86,7 @@ class Commits:
             answered = await member.commit_once(offsets)
         except KafkaException as error:
             raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
-        refusal = self._refusal_in(answered)
+        refusal = self._refusal_in(answered, offsets)
         if refusal is not None:
             raise refusal
 
@@ -90,11 +102,21 @@ class Commits:
             else:
                 _resolve(sent, None)
 
+    def end_session(self) -> None:
+        """Stop waiting for an answer: there was one, or nothing is ours."""
+        if self._session_over is not None:
+            self._session_over.cancel()
+            self._session_over = None
+
     def lose(self) -> None:
         """Membership is gone: what is not answered counts for nothing."""
+        self.end_session()
         for sent in self._unanswered:
             _resolve(
-                sent, CommitRefusedError(f"a commit of group {self._group_id!r} was not answered before it dropped us")
+                sent,
+                CommitRefusedError(
+                    f"a commit of group {self._group_id!r} was not answered before the membership was lost"
+                ),
             )
 
     async def hear(self, error: KafkaError | None, places: Sequence[Any]) -> None:
@@ -102,18 +124,20 @@ class Commits:
         if not self._unanswered:
             return
         sent = self._unanswered.popleft()
-        refusal = self._refusal_in(places)
-        if refusal is None and error is not None:
-            refusal = commit_error(error, sent.offsets.keys(), self._group_id)
-        _resolve(sent, refusal)
+        if error is None or error.code() > 0:  # the client's own errors are below
+            self.end_session()
+        _resolve(sent, self._refusal_in(places, sent.offsets, error))
 
-    def _refusal_in(self, places: Sequence[Any]) -> TransportError | None:
-        """What of an answer says that single partitions were not taken."""
-        refused = [place for place in places or () if place.error is not None]
-        if not refused:
+    def _refusal_in(
+        self, places: Sequence[Any], offsets: Offsets, whole: KafkaError | None = None
+    ) -> TransportError | None:
+        """Look for partitions that were not taken: with an error, not named in the answer, or all with *whole*."""
+        errors = {TopicPartition(place.topic, place.partition): place.error for place in places or ()}
+        refused = [name for name in offsets if name not in errors or errors[name] is not None]
+        error = next((error for error in errors.values() if error is not None), whole)
+        if not refused and error is None:
             return None
-        names = [TopicPartition(place.topic, place.partition) for place in refused]
-        return commit_error(refused[0].error, names, self._group_id)
+        return commit_error(error, refused or offsets.keys(), self._group_id)
 
 
 def _resolve(sent: _Sent, error: Exception | None) -> None:

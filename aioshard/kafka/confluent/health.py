@@ -1,7 +1,7 @@
 """What the client tells of itself beside records: refusals, its end."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError
@@ -19,6 +19,7 @@ logger = logging.getLogger("aioshard.kafka.confluent.client")
 _FINAL = frozenset(
     {KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._FATAL}  # noqa: SLF001
 )
+_NOT_A_MEMBER = frozenset({KafkaError.UNKNOWN_MEMBER_ID, KafkaError.FENCED_MEMBER_EPOCH})
 _TOLD_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF})  # noqa: SLF001 - its names
 
 
@@ -66,6 +67,16 @@ class Health:
         """An error of the client as a whole; the client waits for this."""
         if error.fatal() or error.code() in _FINAL:
             self.fail(self._of_group(error))
+
+    def note_commit(self, error: KafkaError | None, places: Sequence[Any]) -> None:
+        """Look for the answer that the group no longer knows us: under KIP-848 the client may never learn it otherwise.
+
+        A librdkafka (2.16) that could not reach the coordinator for some 20 s sends no heartbeat any more and reads on.
+        """
+        if self._settings.group_protocol == "consumer":
+            for each in (error, *(place.error for place in places or ())):
+                if each is not None and each.code() in _NOT_A_MEMBER:
+                    self.fail(self._of_group(each))
 
     def _of_group(self, error: KafkaError) -> TransportError:
         settings = self._settings

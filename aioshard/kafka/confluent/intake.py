@@ -273,13 +273,14 @@ class Intake:
     def _accept_error(self, partition: Held, message: Any, error: KafkaError, now: float) -> None:
         offset = message.offset()
         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is how the client names it
-            if offset is not None and offset >= partition.reach:
+            # A fault keeps back what lies before this end; that is read again from `reach`.
+            if offset is not None and offset >= partition.reach and partition.fault is None:
                 # Behind markers and aborted batches, which bring no record.
                 partition.reach = partition.end = offset
                 self._ready.setdefault(partition)
             return
         partition.fault = fetch_error(error, partition.name, partition.reach)
-        partition.broken = isinstance(partition.fault, OffsetOutOfRangeError)
+        partition.broken |= isinstance(partition.fault, OffsetOutOfRangeError)
         partition.retry_at = now + _FAULT_INTERVAL
         self._ready.setdefault(partition)
 

@@ -1,0 +1,89 @@
+"""The coordinator of a group moves and a member dies: its heir continues where the group had committed.
+
+The old coordinator answers then that it is not the coordinator. Taken for "nothing is committed" this loses records
+under `latest`, and runs them again under `earliest`.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from aioshard.ports import Committed
+from tests.guarantees.checks import SAFE
+from tests.guarantees.scenario import Client, Scenario
+from tests.kafka_client.members import Member, settings_for
+from tests.support.cluster import DEADLINE, Message
+from tests.support.proxies import OFFSET_FETCH
+from tests.support.three_brokers import OFFSETS_TOPIC, ThreeBrokers, offsets_partition
+
+BEFORE, AFTER = 100, 500
+"""Records of each topic: those that are committed when a member dies, and those produced afterwards."""
+
+
+def records(count: int) -> list[Message]:
+    return [(b"k%d" % (number % 10), b"%d" % number) for number in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["latest", "earliest"])
+@pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
+async def test_an_heir_continues_at_the_commits_although_the_coordinator_moves(
+    brokers: ThreeBrokers, topic: str, group: str, tmp_path: Path, client: Client, policy: Literal["latest", "earliest"]
+) -> None:
+    def settings(name: str) -> dict[str, Any]:
+        return {
+            "bootstrap_servers": brokers.proxied_bootstrap,
+            "client_id": name,
+            "auto_offset_reset": policy,
+            "session_timeout": 4,
+        }
+
+    async with Scenario(brokers, topic, group, tmp_path) as x, x.beside("y") as y:
+        for scenario in (x, y):
+            scenario.client = client
+            scenario.sampling.survives = True
+            await scenario.create(1)
+        for name in ("one", "other"):
+            x.start(name, settings(name), beside=[y.handled()])
+        await x.until(
+            lambda: all(len(member.owned) == 1 for member in x.members.values()), "each member has a topic", 60
+        )
+        for scenario in (x, y):
+            await scenario.produce(records(BEFORE))
+            await scenario.until_all_committed()
+
+        await brokers.move_coordinator(group)
+        dying, heir = sorted(x.members, key=lambda name: (y.topic, 0) not in x.members[name].owned)
+        held = brokers.proxies.hold(api_key=OFFSET_FETCH, client_id=heir)
+        await x.kill(dying)
+        for scenario in (x, y):
+            await scenario.produce(records(AFTER))
+        async with asyncio.timeout(DEADLINE):
+            await held.met.wait()
+        await brokers.move_coordinator(group)
+        held.lift()
+
+        for scenario in (x, y):
+            await scenario.verify(*SAFE)
+
+
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+async def test_a_new_coordinator_is_believed_once_it_knows_what_is_committed(
+    brokers: ThreeBrokers, topic: str, group: str, client: str
+) -> None:
+    """Until then it answers with older offsets, and no error; the move comes right after a commit here."""
+    await brokers.create_topic(topic)
+    member = Member(settings_for(brokers.bootstrap, client=client, session_timeout=20), group)
+    try:
+        (partition,), membership = await member.join(topic)
+        for offset in range(1, 5):
+            await member.transport.commit({partition: Committed(offset, "")}, membership)
+            assert await member.transport.committed([partition]) == {partition: Committed(offset, "")}
+            await member.transport.commit({partition: Committed(offset + 10, "")}, membership)
+            await brokers.move_leader(OFFSETS_TOPIC, offsets_partition(group))
+
+            assert await member.transport.committed([partition]) == {partition: Committed(offset + 10, "")}
+    finally:
+        await member.transport.close()

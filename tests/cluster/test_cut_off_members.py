@@ -1,0 +1,136 @@
+"""A member that no longer reaches its coordinator: what it has is another member's after the session."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from aioshard import App, Record
+from tests.broker_faults.support import quick_app, until
+from tests.support.proxies import (
+    FIND_COORDINATOR,
+    HEARTBEAT,
+    JOIN_GROUP,
+    LEAVE_GROUP,
+    OFFSET_COMMIT,
+    OFFSET_FETCH,
+    SYNC_GROUP,
+)
+from tests.support.three_brokers import ThreeBrokers
+
+SESSION = 6.0
+GRACE = 1.0
+"""Seconds after the session within which the member must have ended what it had."""
+CUT_FOR = 2 * SESSION
+KEYS = 20
+PAUSE = 0.02
+TAKES = 0.05
+
+GROUP_APIS = (FIND_COORDINATOR, HEARTBEAT, JOIN_GROUP, LEAVE_GROUP, OFFSET_COMMIT, OFFSET_FETCH, SYNC_GROUP)
+
+
+class Run(NamedTuple):
+    member: str
+    key: bytes | None
+    value: bytes | None
+    began: float
+    ended: float
+    finished: bool
+
+
+class Group:
+    """Two members of one group, what they run, and a producer that never pauses."""
+
+    def __init__(self, brokers: ThreeBrokers, topic: str, group: str, client: str) -> None:
+        self.brokers = brokers
+        self.topic = topic
+        self.runs: list[Run] = []
+        self.published = 0
+        self.cut_off, self.other = (self._member(name, group=group, client=client) for name in ("cut-off", "other"))
+
+    def _member(self, name: str, *, group: str, client: str) -> App:
+        app = quick_app(
+            self.brokers.proxied_bootstrap,
+            group,
+            client=client,
+            client_id=name,
+            session_timeout=SESSION,
+            heartbeat_interval=0.5,
+        )
+
+        @app.consume(self.topic)
+        async def handle(record: Record) -> None:
+            now = asyncio.get_running_loop().time
+            began, finished = now(), False
+            try:
+                await asyncio.sleep(TAKES)
+                finished = True
+            finally:
+                self.runs.append(Run(name, record.key, record.value, began, now(), finished))
+
+        return app
+
+    @asynccontextmanager
+    async def publishing(self) -> AsyncIterator[None]:
+        """Publish all the time."""
+        publishing = asyncio.create_task(self._publish(), name="publish")
+        try:
+            yield
+        finally:
+            publishing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await publishing
+
+    async def _publish(self) -> None:
+        producer = AIOKafkaProducer(bootstrap_servers=self.brokers.bootstrap, enable_idempotence=True)
+        async with producer:
+            while True:
+                number = self.published
+                await producer.send_and_wait(self.topic, b"%d" % number, key=b"%d" % (number % KEYS))
+                self.published += 1
+                await asyncio.sleep(PAUSE)
+
+    def last_of(self, member: str) -> float:
+        return max((run.ended for run in self.runs if run.member == member), default=0.0)
+
+    def overlaps(self, after: float) -> list[tuple[Run, Run]]:
+        """Runs of one key in both members at once, later than *after*."""
+        ours = [run for run in self.runs if run.member == "cut-off" and run.ended > after]
+        theirs = [run for run in self.runs if run.member == "other" and run.ended > after]
+        return [
+            (one, two)
+            for one in ours
+            for two in theirs
+            if one.key == two.key and min(one.ended, two.ended) > max(one.began, two.began, after)
+        ]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+async def test_no_key_runs_in_two_members_once_the_session_is_over(
+    brokers: ThreeBrokers, topic: str, group: str, client: str
+) -> None:
+    await brokers.create_topic(topic, 6)
+    pair = Group(brokers, topic, group, client)
+    now = asyncio.get_running_loop().time
+
+    async with pair.publishing(), pair.cut_off:
+        async with pair.other:
+            await until(lambda: pair.last_of("cut-off") and pair.last_of("other"))
+            cut = [brokers.proxies.swallow(api_key=api, client_id="cut-off") for api in GROUP_APIS]
+            cut_at = now()
+            await until(lambda: len(pair.other.statistics().partitions) == 6)
+            await until(lambda: now() > cut_at + CUT_FOR)
+            assert pair.last_of("cut-off") < cut_at + SESSION + GRACE, "its partitions are another member's"
+            for rule in cut:
+                rule.lift()
+            back = now()
+            await until(lambda: pair.last_of("cut-off") > back, pair.cut_off.explain)
+        published = pair.published
+        await until(lambda: len({run.value for run in pair.runs if run.finished}) >= published)
+
+    assert pair.overlaps(after=cut_at + SESSION + GRACE) == []

@@ -1,0 +1,114 @@
+"""How long brokers may hold a fetch: briefly while a partition is drained, longer while all of many are idle."""
+
+import collections
+from typing import Any, cast
+
+import pytest
+from aiokafka import errors as kafka
+from aiokafka.consumer.fetcher import FetchError
+from aiokafka.consumer.subscription_state import Assignment
+
+from aioshard.kafka.intake import Intake
+from aioshard.kafka.internals import Internals, fetch_wait
+from aioshard.ports import Allowance
+from aioshard.records import TopicPartition
+
+USUAL = 100
+PARTITIONS = [TopicPartition("t", number) for number in range(2_000)]
+
+
+class Parts(Internals):
+    """The parts of a consumer without a consumer: its buffer and its assignment."""
+
+    def __init__(self) -> None:
+        self.consumer = cast("Any", type("Consumer", (), {"_fetch_max_wait_ms": USUAL})())
+        self.consumer._fetcher = type("Fetcher", (), {"_fetch_max_wait_ms": USUAL, "_records": {}})()
+        self.consumer._fetcher._records = collections.OrderedDict()
+        self.subscription = cast("Any", type("Subscription", (), {"reassignment_in_progress": False})())
+
+    @property
+    def wait(self) -> int:
+        return int(self.fetcher._fetch_max_wait_ms)
+
+    def nudge_fetcher(self) -> None:
+        """There is no task to wake."""
+
+
+def refuse(_: TopicPartition) -> Allowance:
+    raise AssertionError("nothing was fetched")
+
+
+def begun(parts: Parts, *, may_wait_longer: bool = True) -> Intake:
+    """An intake whose partitions all have a position and are fetched."""
+    intake = Intake(parts, "group", read_committed=True, may_wait_longer=may_wait_longer)
+    intake.begin(Assignment(PARTITIONS))
+    for partition in PARTITIONS:
+        intake.seek(partition, 0)
+    intake.resume(PARTITIONS)
+    return intake
+
+
+@pytest.mark.parametrize(
+    ("usual", "partitions", "left_over", "idle", "expected"),
+    [
+        (100, 10, False, False, 100),
+        (100, 10, False, True, 100),
+        (100, 400, False, True, 100),
+        (100, 2_000, False, True, 500),
+        (100, 100_000, False, True, 500),
+        (900, 2_000, False, True, 900),
+        (100, 2_000, False, False, 100),
+        (100, 10, True, False, 10),
+        (100, 500, True, False, 50),
+        (100, 2_000, True, False, 100),
+    ],
+)
+def test_fetches_wait_longer_only_for_many_idle_partitions(
+    usual: int, partitions: int, left_over: bool, idle: bool, expected: int
+) -> None:
+    assert fetch_wait(usual, partitions, left_over=left_over, idle=idle) == expected
+
+
+async def test_fetches_that_leave_no_partition_out_wait_longer() -> None:
+    parts = Parts()
+    intake = begun(parts)
+    assert parts.wait == USUAL, "the first fetch after an assignment names the partitions that are resumed first"
+
+    intake.take(refuse)
+    assert parts.wait == 500
+
+    intake.pause(PARTITIONS[:1])
+    assert parts.wait == USUAL, "the next fetch leaves it out, and it may be resumed meanwhile"
+    intake.take(refuse)
+    assert parts.wait == USUAL
+
+    intake.resume(PARTITIONS[:1])
+    intake.take(refuse)
+    assert parts.wait == 500
+
+    intake.begin(Assignment(PARTITIONS[:1]))
+    assert parts.wait == USUAL
+
+
+async def test_fetches_do_not_wait_longer_soon_after_something_was_fetched() -> None:
+    parts = Parts()
+    intake = begun(parts)
+    intake.take(refuse)
+    parts.buffered[PARTITIONS[0]] = FetchError(error=kafka.UnknownError(), backoff=0)
+
+    intake.take(refuse)
+    assert parts.wait == USUAL
+
+    parts.buffered.clear()
+    intake.take(refuse)
+    assert parts.wait == USUAL
+    intake.end()
+
+
+async def test_fetches_never_wait_longer_than_the_setting_when_it_is_set() -> None:
+    parts = Parts()
+    intake = begun(parts, may_wait_longer=False)
+
+    intake.take(refuse)
+
+    assert parts.wait == USUAL

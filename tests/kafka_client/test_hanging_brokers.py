@@ -1,0 +1,99 @@
+"""Clients that start while one of several brokers takes connections and never answers."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.structs import BrokerMetadata
+
+from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.connecting import CONNECT_TIMEOUT, START_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.options import client_options
+from aioshard.kafka.producer import KafkaProducer
+from aioshard.ports import Message
+from aioshard.settings import Settings
+from tests.support.shared_kafka import SharedKafka
+
+HANGING = 99
+"""The node id of the broker that hangs."""
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+async def advertised(kafka: SharedKafka, topic: str, hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hanging broker is one of the cluster, and the first that the client tries each time."""
+    await kafka.create_topic(topic)
+    update = ClusterMetadata.update_metadata
+    host, _, port = hanging.partition(":")
+
+    def update_metadata(self: Any, metadata: Any) -> None:
+        update(self, metadata)
+        self._brokers[HANGING] = BrokerMetadata(HANGING, host, int(port), None)
+
+    monkeypatch.setattr(ClusterMetadata, "update_metadata", update_metadata)
+    first = SimpleNamespace(shuffle=lambda nodes: nodes.sort(key=str, reverse=True), choice=max)
+    monkeypatch.setattr("aiokafka.client.random", first)
+
+
+def options_of(servers: str) -> tuple[Settings, dict[str, Any]]:
+    settings = Settings(bootstrap_servers=servers, auto_offset_reset="earliest")
+    return settings, client_options(settings, request_timeout=30.0)
+
+
+async def test_a_bootstrap_server_that_hangs_delays_nothing(kafka: SharedKafka, hanging: str) -> None:
+    settings, options = options_of(f"{hanging},{kafka.bootstrap},{hanging}")
+    async with asyncio.timeout(CONNECT_TIMEOUT - 1.0):
+        assert await find_broker(settings, options) == kafka.bootstrap.split(",")[0]
+
+
+@pytest.mark.usefixtures("advertised")
+async def test_a_consumer_starts_although_an_advertised_broker_hangs(
+    kafka: SharedKafka, hanging: str, group: str, topic: str
+) -> None:
+    settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
+    transport = AiokafkaTransport(settings, group)
+    try:
+        async with asyncio.timeout(START_TIMEOUT + 1.0):
+            internals = await transport.connect([topic])
+        assert HANGING in {broker.nodeId for broker in internals.client.cluster.brokers()}
+        async with asyncio.timeout(1.0):
+            await internals.look_up_group()  # of a broker to which a connection is open
+    finally:
+        await transport.close()
+
+
+@pytest.mark.usefixtures("advertised")
+async def test_a_producer_starts_although_an_advertised_broker_hangs(
+    kafka: SharedKafka, hanging: str, topic: str
+) -> None:
+    settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
+    producer = KafkaProducer(settings)
+    try:
+        async with asyncio.timeout(2 * START_TIMEOUT):
+            await producer.publish(Message(topic, b"1", partition=0))
+    finally:
+        await producer.close()
+
+
+async def test_the_hint_names_the_broker_that_hangs_and_not_the_listeners(kafka: SharedKafka, hanging: str) -> None:
+    settings, options = options_of(kafka.bootstrap)
+    addresses = [
+        (host, int(port)) for host, _, port in (one.partition(":") for one in (kafka.bootstrap.split(",")[0], hanging))
+    ]
+
+    mixed = str(await why_unreachable(settings, options, addresses))
+    unreachable = str(await why_unreachable(settings, options, addresses[1:]))
+
+    assert hanging in mixed
+    assert "advertised.listeners" not in mixed
+    assert "advertised.listeners" in unreachable

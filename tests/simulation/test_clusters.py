@@ -1,0 +1,157 @@
+"""Faults of a cluster: the coordinator moves, a member is cut off from it, a partition has no leader.
+
+Each is a scenario here, and an event that all worlds choose. Clients with the mistakes that were found on a real
+cluster show that the worlds notice.
+"""
+
+import asyncio
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from aioshard.errors import TransportError
+from aioshard.ports import Committed, LogRange
+from aioshard.records import TopicPartition
+from tests.simulation.test_interleavings import simulate
+from tests.simulation.world import GROUP, SESSION, TOPIC, ClusterTransport, World, live
+
+PARTITIONS = [TopicPartition(TOPIC, number) for number in range(3)]
+
+
+class Credulous(ClusterTransport):
+    """A client that looks at no error of an answer: a partition that is missing counts as never committed."""
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        _, found = await self.ask_offsets(partitions)
+        return {partition: found.get(partition) for partition in partitions}
+
+
+class Unaware(ClusterTransport):
+    """A client that does not know that its session is over until the coordinator says so."""
+
+    async def _hear_nothing(self) -> None:
+        await self._stirred.wait()
+
+
+class AllOrNothing(ClusterTransport):
+    """A client that gives no log range at all while one of the leaders is away."""
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        found = await super().log_ranges(partitions)
+        if len(found) < len(partitions):
+            raise TransportError("a leader is away")
+        return found
+
+
+class Scenario(World):
+    """A world of two members with quick handlers, in which one fault happens after everything was committed."""
+
+    def __init__(self, reset: str) -> None:
+        super().__init__(0, clean=True)
+        self.reset = reset
+
+    async def something_happens(self) -> None:
+        self.start_process()
+        await self.finish_within(30.0)
+        await self.fault()
+
+    async def fault(self) -> None:
+        raise NotImplementedError
+
+    async def finish_within(self, seconds: float) -> None:
+        """Wait until everything that has a leader is committed, and all members have started."""
+        async with asyncio.timeout(seconds):
+            await self.broker.until(lambda: self.finished() and all(process.runs for process in self.living))
+
+
+class CoordinatorMoves(Scenario):
+    """The coordinator moves and a member dies; its heir asks the old one for offsets."""
+
+    async def fault(self) -> None:
+        self.publish(60)
+        await asyncio.sleep(0.1)
+        dying, heir = self.living
+        committed = {name: self.broker.committed(GROUP, *name) or 0 for name in PARTITIONS}
+        before = self.runs
+        await dying.kill()
+        heir.transports[-1].ask_old_coordinator(SESSION + 4.0)
+        await self.finish_within(SESSION + 10.0)
+        left = sum(offset >= committed[name] for name in PARTITIONS for offset in self.offsets[name])
+        assert 0 < self.runs - before <= left, "only uncommitted records run again"
+
+
+class MemberIsCutOff(Scenario):
+    """The heartbeats and commits of a member go unanswered for a minute, while records come."""
+
+    async def fault(self) -> None:
+        cut, other = self.living
+        self.cut_off(cut, 60.0)
+        for _ in range(120):
+            self.publish(4)
+            await asyncio.sleep(0.5)
+            if cut.is_overdue:
+                assert self.owners() == {other.member_id}
+        async with asyncio.timeout(10.0):
+            await self.broker.until(lambda: self.owners() == {cut.member_id, other.member_id})
+
+    def owners(self) -> set[str | None]:
+        return {self.broker.group(GROUP).owner(name) for name in PARTITIONS}
+
+
+class LeaderIsAway(Scenario):
+    """A partition has no leader while the group rebalances and a member starts."""
+
+    async def fault(self) -> None:
+        self.broker.set_leader(*PARTITIONS[0], available=False)
+        self.publish(60)
+        self.broker.rebalance()
+        await self.finish_within(10.0)
+        self.start_process()
+        self.publish(60)
+        await self.finish_within(10.0)
+        assert not self.done[PARTITIONS[0]].issuperset(self.offsets[PARTITIONS[0]])
+        self.broker.set_leader(*PARTITIONS[0], available=True)
+        await self.finish_within(10.0)
+        assert self.done[PARTITIONS[0]].issuperset(self.offsets[PARTITIONS[0]])
+
+
+MISTAKES = [(CoordinatorMoves, Credulous), (MemberIsCutOff, Unaware), (LeaderIsAway, AllOrNothing)]
+
+
+def play(scenario: type[Scenario], reset: str) -> None:
+    worlds: list[Scenario] = []
+
+    async def life() -> None:
+        worlds.append(scenario(reset))
+        await worlds[0].live_through(1, [0.0])
+
+    live(life(), seed=0, on_step=lambda: worlds[0].check() if worlds else None)
+
+
+@pytest.mark.parametrize("reset", ["earliest", "latest"])
+@pytest.mark.parametrize("scenario", [scenario for scenario, _ in MISTAKES])
+def test_guarantees_hold(scenario: type[Scenario], reset: str) -> None:
+    play(scenario, reset)
+
+
+@pytest.mark.parametrize("reset", ["earliest", "latest"])
+@pytest.mark.parametrize(("scenario", "mistake"), MISTAKES)
+def test_the_scenario_notices_a_client_with_the_mistake(
+    scenario: type[Scenario], mistake: type[ClusterTransport], reset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "transport_class", mistake)
+    with pytest.raises((AssertionError, TimeoutError)):
+        play(scenario, reset)
+
+
+@pytest.mark.parametrize("mistake", [mistake for _, mistake in MISTAKES])
+def test_the_random_worlds_notice_a_client_with_the_mistake(
+    mistake: type[ClusterTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulate_many() -> None:
+        for seed in range(500):
+            simulate(seed)
+
+    monkeypatch.setattr(World, "transport_class", mistake)
+    with pytest.raises(AssertionError, match=r"I\d+: "):
+        simulate_many()

@@ -1,0 +1,107 @@
+"""Connections of one client to several brokers, one of which hangs; without a broker."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.protocol.group import HeartbeatRequest
+
+from aioshard.kafka.connecting import CONNECT_TIMEOUT
+from aioshard.kafka.connections import refuse_useless_connections
+from aioshard.testing import run
+
+PATIENCE = 4.0
+HUNG = 1
+
+
+class Connection:
+    """One that answers never."""
+
+    def __init__(self) -> None:
+        self._versions = {1: 1}
+        self._writer = SimpleNamespace(transport=None, drain=None, close=None)
+        self.closed = False
+
+    def send(self, request: Any, expect_response: bool = True) -> "asyncio.Future[None]":  # noqa: ARG002 - as theirs
+        return asyncio.get_running_loop().create_future()
+
+    def close(self, reason: object) -> None:  # noqa: ARG002 - as theirs
+        self.closed = True
+
+    def connected(self) -> bool:
+        return not self.closed
+
+
+class Client(SimpleNamespace):
+    """Makes connections as aiokafka's does: under its lock, in 50 ms, and never to the broker that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__(_conns={}, bootstrap=None, get_random_node=lambda: HUNG)
+        self._get_conn_lock_value: Any = asyncio.Lock()
+        self.looked_up = 0
+        refuse_useless_connections(self, PATIENCE)
+
+    def force_metadata_update(self) -> None:
+        self.looked_up += 1
+
+    async def _get_conn(self, node: int, *, group: Any = None, no_hint: bool = False) -> Connection:  # noqa: ARG002
+        if (node, group) not in self._conns:
+            async with self._get_conn_lock_value:
+                await asyncio.sleep(1_000 if node == HUNG else 0.05)
+                self._conns[node, group] = Connection()
+        found: Connection = self._conns[node, group]
+        return found
+
+
+def scenario(test: Callable[[Client], Awaitable[None]]) -> None:
+    async def live() -> None:
+        await test(Client())
+
+    run(live())
+
+
+def test_a_broker_that_hangs_holds_up_no_connection_to_another_one() -> None:
+    async def test(client: Client) -> None:
+        now = asyncio.get_running_loop().time
+        began = now()
+        hanging = asyncio.create_task(client._get_conn(HUNG))
+        await asyncio.sleep(0)
+        assert all(await asyncio.gather(client._get_conn(2), client._get_conn(3)))
+        assert now() - began < 0.2
+        assert await hanging is None
+        assert now() - began == pytest.approx(CONNECT_TIMEOUT)
+        assert client.looked_up == 1
+        assert await client._get_conn(HUNG) is None, "left alone for a moment"
+        assert now() - began == pytest.approx(CONNECT_TIMEOUT)
+        assert client.get_random_node() in (2, 3)
+
+    scenario(test)
+
+
+def test_two_who_want_the_same_broker_get_the_same_connection() -> None:
+    async def test(client: Client) -> None:
+        one, two = await asyncio.gather(client._get_conn(2), client._get_conn(2))
+        assert one is two
+
+    scenario(test)
+
+
+def test_a_heartbeat_that_is_not_answered_ends_the_connection_and_a_commit_does_not() -> None:
+    """A commit waits for replicas, and has the deadline of who sends it."""
+
+    async def test(client: Client) -> None:
+        connection = await client._get_conn(2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2 * PATIENCE):
+                await connection.send(OffsetCommitRequest("billing", 1, "me", -1, []))
+        assert connection.connected()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError):
+            await connection.send(HeartbeatRequest("billing", 1, "me"))
+        assert asyncio.get_running_loop().time() - began == pytest.approx(PATIENCE)
+        assert not connection.connected()
+
+    scenario(test)

@@ -1,0 +1,397 @@
+"""Clients that read answers with a fault: an answer that says less than was asked is neither "nothing" nor "done"."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiokafka import errors as kafka
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.producer.message_accumulator import BatchBuilder, MessageBatch
+from aiokafka.protocol.commit import OffsetCommitResponse_v3
+from aiokafka.protocol.fetch import FetchResponse_v11
+from aiokafka.protocol.metadata import MetadataResponse_v5
+from aiokafka.protocol.offset import OffsetResponse_v3
+from aiokafka.protocol.produce import ProduceResponse_v7
+from aiokafka.structs import TopicPartition as TheirTopicPartition
+
+from aioshard.errors import CommitError, TransportError
+from aioshard.kafka import administration, compacted, memberless, sending
+from aioshard.kafka.answers import IncompleteAnswerError
+from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.history import HistoryBrokers
+from aioshard.kafka.internals import Internals
+from aioshard.kafka.reading import ReadingClient
+from aioshard.kafka.topic_reader import TopicReader
+from aioshard.ports import Committed, GroupHasMembersError
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+
+ONE, TWO = TopicPartition("orders", 0), TopicPartition("orders", 1)
+BOTH = {ONE: Committed(5, ""), TWO: Committed(7, "")}
+BROKERS = [(1, "localhost", 9092, None)]
+
+
+class Client:
+    """Answers each request of a kind with the same answer."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def get_random_node(self) -> int:
+        return 1
+
+    async def add_topic(self, topic: str) -> None: ...
+
+    async def coordinator_lookup(self, *_: object) -> int:
+        return 1
+
+    async def send(self, _node: int, request: Any, **_group: object) -> Any:
+        name = type(request).__name__
+        self.asked.append(name)
+        return self.answers[name]
+
+
+class Answer:
+    """An answer with some fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ = fields
+
+    def to_object(self) -> Any:
+        return self.__dict__
+
+
+class Coordinator:
+    """As much of aiokafka's as a commit takes."""
+
+    _send_req = GroupCoordinator._send_req
+    _do_commit_offsets = GroupCoordinator._do_commit_offsets
+
+    def __init__(self, client: Client, generation: int = 3, member_id: str = "me") -> None:
+        self._client = client
+        self.group_id = "billing"
+        self.coordinator_id: int | None = 1
+        self.generation, self.member_id = generation, member_id
+        self.events: list[str] = []
+
+    async def ensure_coordinator_known(self) -> None:
+        return
+
+    def coordinator_dead(self) -> None:
+        self.events.append("dead")
+
+    def request_rejoin(self) -> None:
+        self.events.append("rejoin")
+
+    def reset_generation(self) -> None:
+        self.events.append("reset")
+
+
+def stored(*partitions: tuple[int, int]) -> OffsetCommitResponse_v3:
+    return OffsetCommitResponse_v3(0, [("orders", list(partitions))] if partitions else [])
+
+
+def internals(answer: Any, **member: Any) -> Any:
+    made: Any = object.__new__(Internals)
+    made.client, made.group_id = Client(OffsetCommitRequest=answer), "billing"
+    made.consumer = type("Consumer", (), {})()
+    made.consumer._coordinator = Coordinator(made.client, **member)
+    return made
+
+
+def brokers(**answers: Any) -> Any:
+    made: Any = HistoryBrokers(Settings(bootstrap_servers="localhost:9092"))
+    made._client = Client(**answers)
+    return made
+
+
+def groups(**answers: Any) -> Any:
+    made: Any = GroupBrokers(Settings(bootstrap_servers="localhost:9092"))
+    made._client = Client(**answers)
+    return made
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask once."""
+    monkeypatch.setattr(administration, "_PATIENCE", 0.0)
+
+
+# Commits --------------------------------------------------------------------------------
+
+COMMITS: dict[str, Callable[[Any], Awaitable[None]]] = {
+    "a member": lambda answer: internals(answer).commit_once(BOTH),
+    "manual assignment": lambda answer: memberless.commit_by_hand(internals(answer, generation=-1, member_id=""), BOTH),
+    "a command": lambda answer: brokers(OffsetCommitRequest=answer).commit_without_member("billing", BOTH),
+    "dead letters": lambda answer: brokers(OffsetCommitRequest=answer).commit(
+        "billing", "orders", {name.partition: due for name, due in BOTH.items()}, retention=1.0
+    ),
+}
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("commit", COMMITS.values(), ids=COMMITS)
+async def test_a_partition_that_a_commit_answer_leaves_out_is_not_acknowledged(
+    commit: Callable[[Any], Awaitable[None]],
+) -> None:
+    await commit(stored((0, 0), (1, 0)))
+    for answer in (stored((0, 0)), stored()):
+        with pytest.raises((IncompleteAnswerError, CommitError, TransportError)) as raised:
+            await commit(answer)
+        assert "missing" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "event"), [(15, "dead"), (16, "dead"), (7, "dead"), (27, "rejoin"), (22, "reset"), (25, "reset")]
+)
+async def test_a_member_whose_commit_is_refused_looks_for_its_group_again(code: int, event: str) -> None:
+    member = internals(stored((0, 29), (1, code)))
+
+    with pytest.raises(kafka.for_code(code)):
+        await member.commit_once(BOTH)
+
+    assert member.coordinator.events == [event]
+
+
+async def test_members_beside_a_manual_assignment_are_named_before_a_topic_that_is_denied() -> None:
+    with pytest.raises(GroupHasMembersError):
+        await memberless.commit_by_hand(internals(stored((0, 29), (1, 82)), generation=-1, member_id=""), BOTH)
+
+
+# Topics ---------------------------------------------------------------------------------
+
+NO_TOPIC: Any = (3, "orders", False, [])
+NO_BROKERS = MetadataResponse_v5(0, [], None, 1, [])
+
+
+def topics(*found: tuple[int, str, bool, list[Any]]) -> MetadataResponse_v5:
+    return MetadataResponse_v5(0, BROKERS, None, 1, list(found))
+
+
+def asking(**answers: Any) -> Any:
+    made: Any = object.__new__(Internals)
+    made.client = Client(**answers)
+    return made
+
+
+def reading(**answers: Any) -> Any:
+    made: Any = object.__new__(ReadingClient)
+    client = Client(**answers)
+    made.send, made.get_random_node = client.send, client.get_random_node
+    return made
+
+
+PARTITIONS: dict[str, Callable[[Any], Awaitable[Any]]] = {
+    "a transport": lambda answer: asking(MetadataRequest=answer).look_up_topic("orders"),
+    "side topics": lambda answer: reading(MetadataRequest=answer).partition_count("orders"),
+    "a command": lambda answer: brokers(MetadataRequest=answer).partitions("orders"),
+}
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("partitions", PARTITIONS.values(), ids=PARTITIONS)
+@pytest.mark.parametrize("answer", [topics((5, "orders", False, [])), topics(), NO_BROKERS])
+async def test_a_topic_that_a_broker_cannot_tell_of_now_is_not_taken_for_missing(
+    partitions: Callable[[Any], Awaitable[Any]], answer: Any
+) -> None:
+    with pytest.raises((kafka.KafkaError, TransportError)) as raised:
+        await partitions(answer)
+
+    assert "does not exist" not in str(raised.value)
+
+
+async def test_a_topic_that_does_not_exist_has_no_partitions() -> None:
+    assert await PARTITIONS["a transport"](topics(NO_TOPIC)) == frozenset()
+    assert await PARTITIONS["side topics"](topics(NO_TOPIC)) == 0
+    with pytest.raises(TransportError, match="does not exist"):
+        await PARTITIONS["a command"](topics(NO_TOPIC))
+
+
+TOPICS: dict[str, Callable[[Any], Awaitable[Any]]] = {
+    "a transport": lambda answer: asking(MetadataRequest=answer).look_up_topics(),
+    "a command": lambda answer: brokers(MetadataRequest=answer).topics(),
+}
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("found", TOPICS.values(), ids=TOPICS)
+async def test_a_broker_without_brokers_does_not_tell_that_there_are_no_topics(
+    found: Callable[[Any], Awaitable[Any]],
+) -> None:
+    with pytest.raises((IncompleteAnswerError, TransportError)):
+        await found(NO_BROKERS)
+
+    some = topics((0, "orders", False, []), (5, "moving", False, []), (0, "__consumer_offsets", True, []))
+    assert await found(some) == {"orders", "moving"}
+
+
+class Admin:
+    """Answers an administrator's requests, each with the same answer."""
+
+    created: Any = Answer(topic_errors=[("orders", 36, None)])
+    described: Any = Answer(resources=[])
+
+    def __init__(self, **_options: Any) -> None: ...
+
+    async def describe_cluster(self) -> Any:
+        return {"controller_id": 1, "brokers": [{"node_id": 1}]}
+
+    async def create_topics(self, _topics: Any) -> Any:
+        return self.created
+
+    async def describe_configs(self, _wanted: Any) -> Any:
+        return [self.described]
+
+
+async def _nothing(_admin: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("metadata", "created", "described"),
+    [
+        pytest.param(topics(NO_TOPIC), Admin.created, Admin.described, id="just created by somebody else"),
+        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Admin.described, id="not told whether created"),
+        pytest.param(topics((5, "orders", False, [])), Admin.created, Admin.described, id="no leaders yet"),
+        pytest.param(topics((0, "orders", False, [(0, 0, 1, [], [], [])])), None, Admin.described, id="no settings"),
+        pytest.param(
+            topics((0, "orders", False, [(0, 0, 1, [], [], [])])),
+            None,
+            Answer(resources=[(0, None, 2, "orders", [])]),
+            id="no policy",
+        ),
+    ],
+)
+async def test_a_side_topic_that_is_not_told_of_may_be_asked_for_again(
+    metadata: Any, created: Any, described: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither too small nor kept by age, as the app would end with."""
+    monkeypatch.setattr(Admin, "created", created)
+    monkeypatch.setattr(Admin, "described", described)
+    monkeypatch.setattr(compacted, "AIOKafkaAdminClient", Admin)
+    monkeypatch.setattr(compacted, "start_administrator", _nothing)
+    monkeypatch.setattr(compacted, "close_administrator", _nothing)
+
+    with pytest.raises(TransportError) as raised:
+        await compacted.ensure_compacted(reading(MetadataRequest=metadata), {}, "orders", 1)
+
+    assert type(raised.value) is TransportError
+    assert raised.value.retriable
+
+
+# Logs -----------------------------------------------------------------------------------
+
+
+def offset_of(*partitions: tuple[int, int, int, int]) -> OffsetResponse_v3:
+    return OffsetResponse_v3(0, [("orders", list(partitions))] if partitions else [])
+
+
+@pytest.mark.usefixtures("patience")
+async def test_a_log_that_is_missing_in_an_answer_has_no_bounds() -> None:
+    led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (0, 1, 1, [1], [1], [])]))
+    answer = offset_of((0, 0, -1, 5))
+
+    with pytest.raises(TransportError, match="missing"):
+        await brokers(MetadataRequest=led, OffsetRequest=answer).bounds([ONE, TWO])
+    with pytest.raises(IncompleteAnswerError):
+        await reading(OffsetRequest=answer).end_offset(1, TWO)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_a_partition_without_a_leader_is_named() -> None:
+    led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (5, 1, -1, [1], [1], [])]))
+
+    with pytest.raises(TransportError, match="leader of orders/1"):
+        await brokers(MetadataRequest=led, OffsetRequest=offset_of((0, 0, -1, 5))).bounds([ONE, TWO])
+
+
+@pytest.mark.parametrize("answer", [offset_of(), offset_of((0, 43, -1, -1))])
+async def test_a_log_that_is_not_searched_by_time_is_not_one_without_newer_records(answer: Any) -> None:
+    class Searching(Fetcher):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._client, self._isolation_level = Client(OffsetRequest=answer), 0
+
+        async def _proc_offset_requests(self, timestamps: Any) -> Any:
+            return await self._proc_offset_request(1, {"orders": [(0, timestamps[ONE])]})
+
+    one = asking()
+    one.consumer = type("Consumer", (), {"_fetcher": Searching()})()
+    with pytest.raises(kafka.KafkaError):
+        await one.offset_at(ONE, 1_000.0)
+
+
+async def test_a_fetch_that_failed_as_a_whole_is_an_error() -> None:
+    with pytest.raises(kafka.KafkaError):
+        await reading(FetchRequest=FetchResponse_v11(0, 71, 0, [])).fetch(1, {ONE: 5}, 0.0)
+
+
+async def test_a_reader_of_a_topic_needs_the_bounds_of_every_partition() -> None:
+    class Consumer:
+        async def beginning_offsets(self, partitions: Any) -> Any:
+            return dict.fromkeys(partitions, 0)
+
+        async def end_offsets(self, partitions: Any) -> Any:
+            return dict.fromkeys(partitions[:1], 5)
+
+    one: Any = Answer(client=Client(), consumer=Consumer())
+    with pytest.raises(TransportError, match="missing"):
+        await TopicReader(Settings(bootstrap_servers="localhost:9092"), "orders", [0, 1])._take_note_of_ends(one)
+
+
+# Members ----------------------------------------------------------------------------------
+
+
+async def test_a_broker_that_refuses_to_let_us_leave_is_heard() -> None:
+    one = internals(None)
+    one.client.answers["LeaveGroupRequest"] = Answer(error_code=16)
+    vars(one.coordinator).update(
+        _closing=asyncio.get_running_loop().create_future(),
+        _performed_join_prepare=False,
+        _coordination_task=None,
+        _heartbeat_task=None,
+        _group_instance_id=None,
+    )
+
+    with pytest.raises(kafka.NotCoordinatorForGroupError):
+        await one.leave()
+
+
+# Publishing -------------------------------------------------------------------------------
+
+
+async def test_a_batch_that_a_produce_answer_leaves_out_is_sent_again() -> None:
+    """With the same sequence numbers, so it is stored once whatever became of it."""
+    builder = BatchBuilder(16_384, 0)
+    batches = {TheirTopicPartition(*name): MessageBatch(name, builder, 30.0, 0.0) for name in (ONE, TWO)}
+    sender: Any = Answer(client=None, _retry_backoff=0.1, _txn_manager=None)
+    request = sending._Request(sender, batches)
+
+    request.handle_response(ProduceResponse_v7([("orders", [(0, 0, 5, -1, 0)])], 0))
+
+    assert request._to_reenqueue == [batches[TheirTopicPartition(*TWO)]]
+    assert batches[TheirTopicPartition(*ONE)].future.done()
+    assert not batches[TheirTopicPartition(*TWO)].future.done()
+
+
+# Single questions -----------------------------------------------------------------------
+
+QUESTIONS: dict[str, Callable[[], Awaitable[Any]]] = {
+    "settings": lambda: brokers(DescribeConfigsRequest=Answer(resources=[])).topic_settings("orders", ["retention.ms"]),
+    "one setting": lambda: brokers(
+        DescribeConfigsRequest=Answer(resources=[(0, None, 2, "orders", [])])
+    ).topic_settings("orders", ["retention.ms"]),
+    "deleted": lambda: brokers(
+        MetadataRequest=topics((0, "orders", False, [(0, 0, 1, [1], [1], [])])), DeleteRecordsRequest=Answer(topics=[])
+    ).delete_before("orders", {0: 5}),
+    "group": lambda: brokers(DescribeGroup=Answer(groups=[])).describe_group("billing"),
+    "member": lambda: groups(RemoveMember=Answer(error_code=0, members=[])).remove_member("billing", "gone"),
+}
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+async def test_an_answer_without_what_was_asked_for_is_a_sentence(question: Callable[[], Awaitable[Any]]) -> None:
+    with pytest.raises(TransportError, match="missing in the answer"):
+        await question()
