@@ -5,12 +5,15 @@ under `latest`, and runs them again under `earliest`.
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from aioshard.ports import Committed
+from aioshard.errors import CommitError
+from aioshard.ports import Committed, Membership
+from aioshard.records import TopicPartition
 from tests.guarantees.checks import SAFE
 from tests.guarantees.scenario import Client, Scenario
 from tests.kafka_client.members import Member, settings_for
@@ -79,11 +82,21 @@ async def test_a_new_coordinator_is_believed_once_it_knows_what_is_committed(
     try:
         (partition,), membership = await member.join(topic)
         for offset in range(1, 5):
-            await member.transport.commit({partition: Committed(offset, "")}, membership)
+            await until_committed(member, {partition: Committed(offset, "")}, membership)
             assert await member.transport.committed([partition]) == {partition: Committed(offset, "")}
-            await member.transport.commit({partition: Committed(offset + 10, "")}, membership)
+            await until_committed(member, {partition: Committed(offset + 10, "")}, membership)
             await brokers.move_leader(OFFSETS_TOPIC, offsets_partition(group))
 
             assert await member.transport.committed([partition]) == {partition: Committed(offset + 10, "")}
     finally:
         await member.transport.close()
+
+
+async def until_committed(member: Member, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    """A broker that just lost the group refuses a commit, which stays due."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            try:
+                return await member.transport.commit(offsets, membership)
+            except CommitError:
+                await asyncio.sleep(0.1)
