@@ -15,6 +15,9 @@ from tests.support.cluster import committed_offsets
 
 __all__ = ["Sampling"]
 
+REPLICATION_LAG = 2.0
+"""Seconds within which a new coordinator knows every commit that the old one acknowledged."""
+
 
 class Sampling:
     """Samples the committed offsets of a group on a topic, and the ends of a side topic; used with `async with`.
@@ -35,6 +38,8 @@ class Sampling:
         self._topic = topic
         self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=2_000)
         self._reader = AIOKafkaConsumer(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
+        self._coordinator: int | None = None
+        self._believed_from = 0.0
         self._one_at_a_time = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -74,7 +79,10 @@ class Sampling:
         """Asks, again if that may fail, and notes the answer."""
         while True:
             try:
-                return await self._sample()
+                sample = await self._sample()
+                if not self.survives or await self._is_believed():
+                    self.commits.append(sample)
+                    return sample
             except (KafkaError, TimeoutError):
                 if not self.survives:
                     raise
@@ -87,20 +95,25 @@ class Sampling:
             answered = time.monotonic_ns()
             ends = await self._reader.end_offsets(self.side) if self.side else {}
             offsets = {at.partition: found[at].offset for at in found if at.topic == self._topic}
-            self.commits.append(
-                CommitsAt(
-                    asked,
-                    answered,
-                    {partition: offset for partition, offset in offsets.items() if offset >= 0},
-                    {at.partition: end for at, end in ends.items()},
-                    {
-                        at.partition: CommitMetadata.read(found[at].metadata, found[at].offset).finished
-                        for at in found
-                        if at.topic == self._topic and "done=" in found[at].metadata
-                    },
-                )
+            return CommitsAt(
+                asked,
+                answered,
+                {partition: offset for partition, offset in offsets.items() if offset >= 0},
+                {at.partition: end for at, end in ends.items()},
+                {
+                    at.partition: CommitMetadata.read(found[at].metadata, found[at].offset).finished
+                    for at in found
+                    if at.topic == self._topic and "done=" in found[at].metadata
+                },
             )
-            return self.commits[-1]
+
+    async def _is_believed(self) -> bool:
+        """Whether the coordinator is not new: a new one answers with older offsets until replicas confirm the last."""
+        node = await self._admin.find_coordinator(self._group)
+        if node != self._coordinator:
+            new = self._coordinator is not None
+            self._coordinator, self._believed_from = node, time.monotonic() + (REPLICATION_LAG if new else 0.0)
+        return time.monotonic() >= self._believed_from
 
     async def _run(self) -> None:
         while True:
