@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aioshard.core.assignment import ASSIGNORS, Assignment, Member, Partitions
 from aioshard.core.assignment.backlog import backlogs
+from aioshard.core.assignment.members import owners
 from aioshard.records import TopicPartition
 
 T = TypeVar("T")
@@ -231,7 +232,7 @@ def test_sticky_and_lag_leave_alone_what_is_even(group: tuple[Members, Partition
 @settings(max_examples=150, deadline=None)
 def test_lag_is_within_the_largest_backlog_of_what_is_best(group: tuple[Members, Partitions]) -> None:
     members, partitions = group
-    left = backlogs(members, partitions)
+    left = backlogs(members, partitions, owners(members, partitions))
     largest = max(left.values(), default=0)
     allowance = sum(left.values()) / (100 * len(members))
 
@@ -384,7 +385,7 @@ def test_of_a_partition_that_somebody_has_the_owner_knows_the_backlog_and_of_oth
         "c": Member(topic, (), -1, {second: -3}),
     }
 
-    assert backlogs(members, {"t": range(2)}) == {first: 40, second: 0}
+    assert backlogs(members, {"t": range(2)}, {first: "b"}) == {first: 40, second: 0}
 
 
 def test_a_partition_that_nobody_tells_of_counts_as_the_mean_of_the_others() -> None:
@@ -392,4 +393,4 @@ def test_a_partition_that_nobody_tells_of_counts_as_the_mean_of_the_others() -> 
     left = {TopicPartition("t", 0): 100, TopicPartition("t", 1): 300}
     members = {"a": Member(topic, tuple(left), 1, left), "b": Member(topic)}
 
-    assert backlogs(members, {"t": range(3)}) == left | {TopicPartition("t", 2): 200}
+    assert backlogs(members, {"t": range(3)}, dict.fromkeys(left, "a")) == left | {TopicPartition("t", 2): 200}

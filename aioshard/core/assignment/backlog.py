@@ -1,6 +1,7 @@
 """Lag-aware: the records that are still to be read, spread evenly; and the partitions, where hardly any are left."""
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -28,9 +29,9 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
         >>> [[at.partition for at in got] for got in assign_backlog(members, {"t": range(3)}).values()]
         [[1, 2], [0]]
     """
-    left = backlogs(members, partitions)
-    total = sum(left.values())
     homes = owners(members, partitions)
+    left = backlogs(members, partitions, homes)
+    total = sum(left.values())
     noise = total / (_NOISE * len(members))
     empty = _smallest(left, noise)
     weights = {at: backlog for at, backlog in left.items() if at not in empty}
@@ -52,17 +53,18 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
     return as_assignment(members, [*best.pairs(), *spread.pairs()])
 
 
-def backlogs(members: Mapping[str, Member], partitions: Partitions) -> dict[TopicPartition, int]:
-    """What is left to read of each partition that somebody may get.
+def backlogs(
+    members: Mapping[str, Member], partitions: Partitions, homes: Mapping[TopicPartition, str]
+) -> dict[TopicPartition, int]:
+    """What is left to read of each partition that somebody may get; *homes* are their owners.
 
     It is what its owner says; of a partition without one, the least that anybody says. Where nobody says anything it is
     the mean of those that are known.
     """
-    owned_by = owners(members, partitions)
     known: dict[TopicPartition, int] = {}
     for name, member in members.items():
         for at, told in member.backlogs.items():
-            if owned_by.get(at, name) == name:
+            if homes.get(at, name) == name:
                 left = max(told, 0)
                 known[at] = min(left, known.get(at, left))
     everything = [
@@ -79,8 +81,8 @@ def _smallest(left: Mapping[TopicPartition, int], most: float) -> Collection[Top
     """The partitions with the smallest backlogs, as many of them as have *most* records together."""
     found = set()
     total = 0
-    for at in sorted(left, key=lambda one: (left[one], one)):
-        total += left[at]
+    for backlog, at in sorted((backlog, at) for at, backlog in left.items()):
+        total += backlog
         if total > most:
             break
         found.add(at)
@@ -100,21 +102,22 @@ class _Loads:
         self._weights = weights
         self._subscribers = subscribers(members, partitions)
         self._topics = {name: members[name].topics for name in sorted(members)}
-        self._held: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in self._topics}
-        """Sorted pairs of backlog and partition number, by member and topic."""
-        self._rest = set(weights)
+        self._held: dict[str, dict[str, list[tuple[int, TopicPartition]]]] = {name: {} for name in self._topics}
+        """Sorted pairs of backlog and partition, by member and topic."""
+        self._rest = weights.keys() - begin.keys()
         self.load = dict.fromkeys(self._topics, 0)
         """Backlog by member."""
         for at, name in begin.items():
             if at in weights:
-                self._put(at, name)
+                self._append(at, name)
+        self._sort()
 
     def pairs(self) -> Iterator[tuple[TopicPartition, str]]:
         """Yield each partition with its member."""
         for name, topics in self._held.items():
-            for topic, pairs in topics.items():
-                for _, number in pairs:
-                    yield TopicPartition(topic, number), name
+            for pairs in topics.values():
+                for _, at in pairs:
+                    yield at, name
 
     def counts(self) -> dict[str, int]:
         """Return the number of partitions by member."""
@@ -123,28 +126,29 @@ class _Loads:
     def release_surplus(self, fresh: Mapping[str, int], allowance: int) -> None:
         """Take the largest from members that have *allowance* more than they would in a fresh assignment."""
         for name, quota in quotas(self._topics, self.load, fresh).items():
-            everything = (
-                (weight, topic, number) for topic, pairs in self._held[name].items() for weight, number in pairs
-            )
-            for _, topic, number in sorted(everything, reverse=True):
+            everything = itertools.chain.from_iterable(self._held[name].values())
+            for _, at in sorted(everything, reverse=True):
                 if self.load[name] <= quota + allowance:
                     break
-                self._take(TopicPartition(topic, number), name)
+                self._take(at, name)
+                self._rest.add(at)
 
     def place_the_rest(self) -> None:
         """Give unassigned partitions to the member with the least backlog, the largest first."""
         waiting: dict[tuple[str, ...], list[tuple[int, int, str]]] = {}
         counts = self.counts()
-        for at in sorted(self._rest, key=lambda one: (-self._weights[one], one)):
+        for _, at in sorted((-self._weights[at], at) for at in self._rest):
             names = self._subscribers[at.topic]
             if names not in waiting:
                 waiting[names] = sorted((self.load[name], counts[name], name) for name in names)
             heap = waiting[names]
             while heap[0][0] != self.load[name := heap[0][2]]:  # got more through another topic
                 heapq.heapreplace(heap, (self.load[name], counts[name], name))
-            self._put(at, name)
+            self._append(at, name)
             counts[name] += 1
             heapq.heapreplace(heap, (self.load[name], counts[name], name))
+        self._rest.clear()
+        self._sort()
 
     def even_out(self, enough: float) -> None:
         """Move partitions one by one from members with much backlog to members with little, until no move helps.
@@ -161,31 +165,38 @@ class _Loads:
             if gap <= enough:
                 return False
             helping = [
-                (abs(2 * weight - gap), TopicPartition(topic, number))
+                (abs(2 * weight - gap), at)
                 for topic, pairs in self._held[giver].items()
                 if topic in self._topics[taker]
-                for weight, number in _nearest(pairs, gap / 2, gap - enough)
+                for weight, at in _nearest(pairs, gap / 2, gap - enough)
             ]
             if helping:
                 _, at = min(helping)
                 self._take(at, giver)
-                self._put(at, taker)
+                insort(self._held[taker].setdefault(at.topic, []), (self._weights[at], at))
+                self.load[taker] += self._weights[at]
                 return True
         return False
 
-    def _put(self, at: TopicPartition, name: str) -> None:
-        self._rest.discard(at)
-        insort(self._held[name].setdefault(at.topic, []), (self._weights[at], at.partition))
+    def _append(self, at: TopicPartition, name: str) -> None:
+        """Give a partition to a member, for `_sort` to put in order."""
+        self._held[name].setdefault(at.topic, []).append((self._weights[at], at))
         self.load[name] += self._weights[at]
 
+    def _sort(self) -> None:
+        for topics in self._held.values():
+            for pairs in topics.values():
+                pairs.sort()
+
     def _take(self, at: TopicPartition, name: str) -> None:
-        self._rest.add(at)
         pairs = self._held[name][at.topic]
-        del pairs[bisect_left(pairs, (self._weights[at], at.partition))]
+        del pairs[bisect_left(pairs, (self._weights[at], at))]
         self.load[name] -= self._weights[at]
 
 
-def _nearest(pairs: Sequence[tuple[int, int]], weight: float, below: float) -> Sequence[tuple[int, int]]:
+def _nearest(
+    pairs: Sequence[tuple[int, TopicPartition]], weight: float, below: float
+) -> Sequence[tuple[int, TopicPartition]]:
     """Return the neighbours of a weight in sorted pairs, of those below a limit."""
     end = bisect_left(pairs, (below,))
     at = min(bisect_left(pairs, (weight,)), end)
