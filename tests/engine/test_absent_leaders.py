@@ -133,3 +133,47 @@ def test_a_seek_of_another_partition_opens_it_once(tenths: int) -> None:
             assert after.epoch == before.epoch + 1
 
     scenario(test)
+
+
+def test_a_partition_is_taken_away_and_given_back_while_its_leader_is_away() -> None:
+    async def test(shop: Shop) -> None:
+        async with shop.app.started(shop.connect):
+            await until(lambda: shop.app.statistics().trouble is not None)
+            shop.broker.revoke("orders", 1)
+            await until(lambda: shop.app.statistics().trouble is None)
+            shop.publish()
+            await until(lambda: shop.seen == [0])
+
+            shop.broker.assign("orders", 1)
+            await until(lambda: str(AWAY) in str(shop.app.statistics().trouble))
+            shop.broker.set_leader("orders", 1, available=True)
+            await until(lambda: shop.seen == [0, 1])
+
+    scenario(test)
+
+
+def test_a_partition_that_is_added_opens_while_the_leader_of_another_is_away() -> None:
+    async def test(shop: Shop) -> None:
+        async with shop.app.started(shop.connect):
+            await until(lambda: shop.app.statistics().trouble is not None)
+            shop.broker.add_partitions("orders", 1)
+            await until(lambda: len(shop.app.statistics().partitions) == 2)
+            shop.broker.publish("orders", b"", partition=2)
+            await until(lambda: shop.seen == [2])
+            assert str(AWAY) in str(shop.app.statistics().trouble)
+
+    scenario(test)
+
+
+def test_a_partition_whose_position_is_deleted_goes_on_while_the_leader_of_another_is_away() -> None:
+    async def test(shop: Shop) -> None:
+        async with shop.app.started(shop.connect):
+            await until(lambda: shop.app.statistics().trouble is not None)
+            for _ in range(3):
+                shop.broker.publish("orders", b"", partition=0)
+            shop.broker.truncate_before("orders", 0, 2)
+
+            await until(lambda: shop.offsets == [2])
+            assert str(AWAY) in str(shop.app.statistics().trouble)
+
+    scenario(test)
