@@ -26,7 +26,7 @@ CONTESTANTS = {
     "p11": {"aioshard, fused", "gather per 1,000 rows", "gather per 10,000 rows"},
     "p12": {"aioshard"},
     "p13": {"aioshard"},
-    "p15": {"aioshard"},
+    "p18": {"aioshard"},
 }
 """Who takes part in a quick run at least."""
 ON_SPARK = {"p10", "p11"}

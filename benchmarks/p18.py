@@ -1,4 +1,4 @@
-"""P15: what thousands of partitions cost: the CPU of those that bring nothing, and of handing half of them over."""
+"""P18: what thousands of partitions cost: the CPU of those that bring nothing, and of handing half of them over."""
 
 import time
 
@@ -17,7 +17,7 @@ ROUNDS = 15
 
 async def run(stage: Stage) -> Report:
     """Wait on empty partitions, more in each run; then compute what a second member gets."""
-    report = Report("P15", TITLE)
+    report = Report("P18", TITLE)
     share = 0.0
     for partitions in (stage.size(number, 4) for number in (1, 100, 2_000)):
         share = await _idle(stage, partitions)
@@ -36,7 +36,7 @@ async def run(stage: Stage) -> Report:
 
 async def _idle(stage: Stage, partitions: int) -> float:
     """Percent of a core: how much longer the CPU works in a long run than in a short one."""
-    topic = await stage.fill(f"p15-{partitions}", partitions, iter(()))
+    topic = await stage.fill(f"p18-{partitions}", partitions, iter(()))
     start, wait = (1.0, 1.0) if stage.quick else (START, 20.0)
     short, long = [
         await stage.run(stage.spec("aioshard", topic, records=0, work="hang", concurrency=64, watch_seconds=seconds))
