@@ -1,4 +1,4 @@
-"""`aioshard group`: the consumer group of an app, as the brokers see it and as an assignor would split it."""
+"""`aioshard group`: the consumer group of an app, as the brokers see it."""
 
 import click
 
@@ -11,11 +11,10 @@ COMMANDS = {
     "lag": LazyCommand("aioshard.cli.group_lag", "Show how far GROUP is behind, partition by partition, and why."),
     "reset": LazyCommand("aioshard.cli.group_change", "Have a group without members go on elsewhere.", "reset"),
     "leave": LazyCommand("aioshard.cli.group_change", "Have a static member leave for good.", "leave"),
-    "simulate": LazyCommand("aioshard.cli.group_simulate", "Work out who would get which partitions.", "simulation"),
 }
 """Module and summary of each command; the module is imported when it is used."""
 
 
 @click.command(cls=LazyGroup, lazy=COMMANDS)
 def command() -> None:
-    """Look at a consumer group, change it, work out who would get what."""
+    """Inspect, reset and manage consumer groups."""

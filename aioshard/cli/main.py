@@ -22,7 +22,7 @@ COMMANDS = {
     "demo": LazyCommand("aioshard.cli.demo", "Process a year of flights and check every figure."),
     "dlt": LazyCommand("aioshard.cli.dlt", "Show, replay and drop dead letters."),
     "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
-    "group": LazyCommand("aioshard.cli.group", "Look at a consumer group, change it, work out who would get what."),
+    "group": LazyCommand("aioshard.cli.group", "Inspect, reset and manage consumer groups."),
     "lag": LazyCommand("aioshard.cli.group_lag", "Show how far GROUP is behind, partition by partition, and why."),
     "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),

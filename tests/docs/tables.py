@@ -4,17 +4,17 @@
 """
 
 import re
-import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import click
-from click.testing import CliRunner
 
 from aioshard.cli import exit_codes as codes
 from aioshard.cli import main as entry
+from aioshard.core.assignment import ASSIGNORS, Member
 from aioshard.settings import SettingDescription, Settings
 from aioshard.telemetry.conventions import ATTRIBUTES
 from aioshard.telemetry.conventions import METRICS as OTEL_METRICS
@@ -167,15 +167,18 @@ def contents() -> str:
 
 
 def assignors() -> str:
-    """One group under each assignor that knows no backlog, as the command shows it."""
-    topics = [f"--topic=T{number}={count}" for number, count in enumerate((2, 1, 2, 1, 2), start=1)]
-    members = [f"--member={name}" for name in ("C1", "C2=T1,T3,T5", "C3=T1,T3,T5", "C4")]
-    arguments = ["group", "simulate", *topics, *members]
-    shown = [f"```console\n$ aioshard {shlex.join(arguments)} --assignor fair\n```"]
+    """One group under each assignor that does not look at backlogs."""
+    partitions = {f"T{number}": range(count) for number, count in enumerate((2, 1, 2, 1, 2), start=1)}
+    everything, odd = frozenset(partitions), frozenset({"T1", "T3", "T5"})
+    members = {"C1": Member(everything), "C2": Member(odd), "C3": Member(odd), "C4": Member(everything)}
+    rows = []
     for name in ("range", "roundrobin", "fair", "sticky"):
-        ran = CliRunner().invoke(entry.cli, [*arguments, "--assignor", name], catch_exceptions=False)
-        shown.append(f"### {name}\n\n```text\n{ran.output.strip()}\n```")
-    return "\n\n".join(shown)
+        before = ASSIGNORS[name](members, partitions)
+        rest = {who: replace(members[who], owned=before[who], generation=1) for who in ("C2", "C3", "C4")}
+        after = ASSIGNORS[name](rest, partitions)
+        moved = sum(len(set(before[who]) - set(after[who])) for who in rest)
+        rows.append((f"`{name}`", *(", ".join(map(str, before[who])) or "nothing" for who in members), str(moved)))
+    return _table(("assignor", *members, "others that move when C1 dies"), rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {
