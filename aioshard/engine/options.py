@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioshard.engine.opening import Limits
+from aioshard.engine.rebalance import Limits
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings

@@ -2,33 +2,46 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from typing import Protocol
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, NamedTuple, Protocol
 
 import anyio
 
-from aioshard.core.ownership import Claim
+from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.finished_offsets import Run
+from aioshard.core.ownership import (
+    Claim,
+    Evidence,
+    Origin,
+    first_mark,
+    kept_mark,
+    knows_topic,
+    origin_of,
+    reason_to_end,
+)
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Epoch, Gate, Rerun
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Fetcher
 from aioshard.engine.log_fields import partition_fields
-from aioshard.engine.opening import Limits, Opening
 from aioshard.engine.rebalance_log import RebalanceLog, tell_opened
-from aioshard.engine.seeking import Seeks
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.worker import Worker
 from aioshard.errors import (
     AioshardError,
     ClientLostError,
+    LeasedError,
+    NoOffsetError,
     OffsetOutOfRangeError,
     OffsetRegressionError,
+    StateError,
     TransportError,
 )
-from aioshard.ports import NOT_A_MEMBER, Membership, Transport
+from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
-__all__ = ["APPLICATION", "Outside", "Rebalance"]
+__all__ = ["APPLICATION", "Limits", "Outside", "Rebalance"]
 
 logger = logging.getLogger("aioshard.engine.rebalance")
 
@@ -38,6 +51,16 @@ _LEADER_DELAY = 1.0
 
 APPLICATION = "application"
 """Who has paused a partition when the application asked for it; see `Epoch.pauses`."""
+
+
+class Limits(NamedTuple):
+    """The times and the policy that rebalances keep to, in seconds."""
+
+    group_id: str
+    drain_timeout: float
+    commit_timeout: float
+    auto_offset_reset: Literal["earliest", "latest", "error"] | None
+    max_buffered_bytes: int
 
 
 class Outside(Protocol):
@@ -72,6 +95,7 @@ class Rebalance:
     and what was queued is dropped.
 
     Invariants:
+        * A position that was not committed is committed before the first record is handed out.
         * Nothing of an epoch is committed between the end of `revoked` and its continuation (I9).
         * `revoked` returns within the drain time-out plus the commit time-out (I7).
         * A gate opens only after the checks, under the membership that the checks were made in.
@@ -118,7 +142,12 @@ class Rebalance:
         """Set when something is to be opened, also while that is under way."""
         self._stopping = False
         self._epochs = 0
-        self._opening = Opening(self, committer, limits)
+        self._told: set[tuple[TopicPartition, Committed | None]] = set()
+        """Texts of others that were spoken of: a position that is looked up again and again is told once."""
+        self._ever_opened: set[TopicPartition] = set()
+        """What was ours in this process: the group has had a position on it, whatever the brokers have kept of that."""
+        self._marks: dict[str, CommitMetadata] = {}
+        """What the first commit that was seen of each topic carried."""
 
     def attach(self, transport: Transport) -> None:
         """From now on *transport* is the client."""
@@ -236,10 +265,6 @@ class Rebalance:
         fetcher = self.fetchers.get(epoch.topic_partition)
         return fetcher.feed.with_side(epoch) if fetcher is not None else [epoch]
 
-    def claim_of(self, topic_partition: TopicPartition) -> Claim | None:
-        """What speaks for going on with a partition where we were, when it was taken from us just before."""
-        return self._claims.get(topic_partition)
-
     def end_all(self, reason: str) -> None:
         """End every epoch: the client is gone, or the app is."""
         self.settled.clear()
@@ -356,13 +381,13 @@ class Rebalance:
         while self.client.membership() == membership:
             self._news.clear()
             try:
-                self.unsettled = await self._opening.settle(given, membership)
+                self.unsettled = await self._open_given(given, membership)
             except (TransportError, TimeoutError) as error:
                 if isinstance(error, OffsetOutOfRangeError):
                     self._outside.fail(error)
                     return
                 why = str(error) or "the brokers do not answer"
-                self.unsettled = {name: why for name in given if not self._opening.is_open(name)}
+                self.unsettled = {name: why for name in given if not self._is_open(name)}
                 delay = _RETRY_DELAY
             except AioshardError as error:
                 self._outside.fail(error)
@@ -379,7 +404,226 @@ class Rebalance:
             with anyio.move_on_after(delay):
                 await self._news.wait()
 
-    def begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
+    async def _open_given(
+        self, partitions: frozenset[TopicPartition], membership: Membership
+    ) -> dict[TopicPartition, str]:
+        """Open each of *partitions*, in place or in a new epoch, as long as *membership* lasts.
+
+        Returns:
+            The partitions whose leader is away, each with a sentence. They keep no other partition waiting.
+
+        Raises:
+            TransportError: Something could not be found out, or not be committed; what was opened stays so.
+            TimeoutError: The brokers did not answer.
+            NoOffsetError: Nothing says where to begin.
+            OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
+            LeasedError: A run over history has one of *partitions*.
+        """
+        unsettled = [topic_partition for topic_partition in sorted(partitions) if not self._is_open(topic_partition)]
+        if not unsettled:
+            return {}
+        client = self.client
+        with anyio.fail_after(self._limits.commit_timeout):
+            committed = await client.committed(unsettled)
+        with anyio.fail_after(self._limits.commit_timeout):
+            ranges = await client.log_ranges(unsettled)
+        # Reading long texts takes a while, which is none of the brokers': there is no deadline for it.
+        texts = await _read(committed)
+        self._refuse_leased(committed, texts)
+        if client.membership() != membership:
+            return {}
+        waiting = {name: f"no leader of {name} answers" for name in unsettled if name not in ranges}
+        fresh: list[TopicPartition] = []
+        for topic_partition in unsettled:
+            if topic_partition in waiting:
+                continue
+            log = ranges[topic_partition]
+            # Lower than at first when the topic was made anew, and then there is no more to come.
+            self.ends[topic_partition] = min(self.ends.get(topic_partition, log.end), log.end)
+            fetcher = self.fetchers.get(topic_partition)
+            if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
+                fresh.append(topic_partition)
+        resolved, failures = await self._begin_all(fresh, committed, texts, ranges, membership)
+        await self._open_resolved(resolved, membership)
+        if failures:
+            raise failures[0]
+        return waiting
+
+    def _refuse_leased(
+        self, committed: Mapping[TopicPartition, Committed | None], texts: Mapping[TopicPartition, CommitMetadata]
+    ) -> None:
+        """Keep off partitions that a run over history has; say what other programs noted before it is replaced."""
+        now = time.time()
+        for topic_partition, ours in sorted(committed.items()):
+            noted = texts[topic_partition]
+            if noted.lease is not None and noted.lease.until > now:
+                raise LeasedError(self._limits.group_id, topic_partition, *noted.lease)
+            if (noted.foreign is not None or noted.ignored) and (topic_partition, ours) not in self._told:
+                self._told.add((topic_partition, ours))
+                why = "; ".join(noted.ignored) or "another program wrote it"
+                message = (
+                    "the text that was committed with offset %d of %s is not used, and the next commit replaces it: %s"
+                )
+                offset = ours.offset if ours else -1
+                fields = partition_fields("note_unused", topic_partition, offset=offset, why=why)
+                logger.warning(message, offset, topic_partition, why, extra=fields)
+
+    def _is_open(self, topic_partition: TopicPartition) -> bool:
+        """Whether nothing has to be looked into before records of a partition are handed out."""
+        fetcher = self.fetchers.get(topic_partition)
+        if fetcher is None:
+            return False
+        # What is drained for a seek is ours, and looked into when it is drained.
+        return (fetcher.epoch.is_open and fetcher.epoch.outside_log is None) or self.seeks.drains(fetcher.epoch)
+
+    def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
+        epoch = fetcher.epoch
+        start = self.seeks.start_of(epoch.topic_partition)
+        reason: str | None
+        if start is not None:
+            reason = f"the application asked to go on at offset {start}"
+        elif epoch.is_open and epoch.outside_log is not None:
+            reason = self._pass_over(fetcher, epoch.outside_log, log)
+        else:
+            evidence = Evidence(*now, committed.offset if committed else None, log.start, log.end)
+            reason = reason_to_end(self._claims.get(epoch.topic_partition), evidence)
+        if reason is not None:
+            self.end(epoch, reason)
+            return False
+        self._open(epoch, now)
+        return True
+
+    def _pass_over(self, fetcher: Fetcher, position: int, log: LogRange) -> str | None:
+        """Pass over what retention has deleted unread, a hole like any other; or say why the epoch ends."""
+        topic_partition = fetcher.epoch.topic_partition
+        if position >= log.start or self._limits.auto_offset_reset == "error":
+            return str(OffsetOutOfRangeError(topic_partition, position))
+        message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
+        fields = partition_fields("passed_over", topic_partition, offset=position, position=log.start)
+        logger.warning(message, position, log.start - 1, topic_partition, log.start, extra=fields)
+        fetcher.accept(FetchedBatch(topic_partition, (), (), log.start))
+        self.client.seek(topic_partition, log.start)
+        return None
+
+    async def _begin_all(
+        self,
+        partitions: Collection[TopicPartition],
+        committed: Mapping[TopicPartition, Committed | None],
+        texts: Mapping[TopicPartition, CommitMetadata],
+        ranges: Mapping[TopicPartition, LogRange],
+        membership: Membership,
+    ) -> tuple[list[Epoch], list[TransportError | TimeoutError]]:
+        """Begin epochs for *partitions*, and open those whose position was committed.
+
+        Returns:
+            The epochs that are closed until their position is committed, and why others of them stay closed.
+        """
+        topics = dict.fromkeys(name.topic for name in partitions)
+        with anyio.fail_after(self._limits.commit_timeout):
+            numbers = {topic: len(await self.client.partitions(topic)) for topic in topics}
+        unknown = dict.fromkeys(name.topic for name in partitions if committed[name] is None)
+        noted = {topic: await self._noted(topic, numbers[topic]) for topic in unknown}
+        if self.client.membership() != membership:
+            return [], []
+        now = time.time()
+        found: list[Epoch] = []
+        resolved: list[Epoch] = []
+        for name in partitions:
+            knows = committed[name] is None and (
+                name in self._ever_opened or knows_topic(noted[name.topic], name.partition, membership.generation, now)
+            )
+            origin = self._origin(name, committed[name], ranges[name], group_knows_topic=knows)
+            epoch = self._begin(name, origin.offset)
+            if committed[name] is None:
+                epoch.mark = first_mark(membership.generation, numbers[name.topic], now)
+            else:
+                epoch.mark = kept_mark(texts[name], now)
+                if not origin.resolved:
+                    epoch.inherited = _believable(texts[name].finished, name, ranges[name])
+            self._acknowledge(epoch, committed[name])
+            (resolved if origin.resolved else found).append(epoch)
+        restored = await self._restore([*found, *resolved], numbers, membership.generation)
+        if self.client.membership() != membership:
+            return [], []
+        for epoch in found:
+            if restored[epoch] is True:
+                epoch.acknowledged = None  # it is committed once more: that shows whose the partition is
+                resolved.append(epoch)
+            elif restored[epoch] is False:
+                self._open(epoch, membership)
+        failures = [result for result in restored.values() if not isinstance(result, bool)]
+        return [epoch for epoch in resolved if isinstance(restored[epoch], bool)], failures
+
+    def _origin(
+        self, topic_partition: TopicPartition, ours: Committed | None, log: LogRange, *, group_knows_topic: bool
+    ) -> Origin:
+        """Where to go on with a partition.
+
+        Raises:
+            NoOffsetError: Nothing says it.
+            OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
+        """
+        offset = ours.offset if ours else None
+        asked = _within(self.seeks.start_of(topic_partition), log)
+        origin = asked or origin_of(offset, log, self._limits.auto_offset_reset, group_knows_topic=group_knows_topic)
+        if origin is None:
+            lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
+            raise lost or NoOffsetError(self._limits.group_id, topic_partition)
+        if origin.resolved and ours is not None and asked is None:
+            message = "committed offset %d of %s is outside its log; going on at %d"
+            fields = partition_fields("out_of_range", topic_partition, offset=ours.offset, position=origin.offset)
+            logger.warning(message, ours.offset, topic_partition, origin.offset, extra=fields)
+        return origin
+
+    def _acknowledge(self, epoch: Epoch, ours: Committed | None) -> None:
+        """Take note of what is committed. What was asked for is committed although the offset may be the same."""
+        asked = self.seeks.start_of(epoch.topic_partition)
+        epoch.acknowledged = ours.offset if ours and asked is None else None  # the text with it is another
+
+    async def _restore(
+        self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int
+    ) -> dict[Epoch, bool | TransportError | TimeoutError]:
+        """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
+
+        Returns:
+            Whether something is kept of an epoch that is of a later owner, or why that cannot be found out now.
+        """
+        feeds = {epoch: self.fetchers[epoch.topic_partition].feed for epoch in epochs}
+        found = await asyncio.gather(
+            *(feed.restore(epoch, numbers[epoch.topic_partition.topic], generation) for epoch, feed in feeds.items()),
+            return_exceptions=True,
+        )
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, TransportError | TimeoutError):
+                raise error
+        return dict(zip(feeds, found, strict=True))  # type: ignore[arg-type]
+
+    async def _noted(self, topic: str, partitions: int) -> list[CommitMetadata]:
+        """What the group's commits on a topic carry, of all partitions, and what the first that we saw did."""
+        with anyio.fail_after(self._limits.commit_timeout):
+            commits = await self.client.committed([TopicPartition(topic, number) for number in range(partitions)])
+        texts = await _read({one: found for one, found in commits.items() if found is not None})
+        noted = list(texts.values())
+        if topic in self._marks:
+            noted.append(self._marks[topic])  # the brokers forget the commits of a topic that is deleted
+        return noted
+
+    async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
+        """Commit the positions that were found for the group, or are in doubt, and only then hand out records."""
+        for epoch in epochs:
+            self._committer.own(epoch)
+        acknowledged = await self._committer.flush(epochs, self._limits.commit_timeout)
+        if self.client.membership() != membership:
+            return
+        if not acknowledged:
+            for epoch in epochs:
+                self.end(epoch, "its start position could not be committed")
+            raise TransportError(f"where the group begins could not be committed: {self._committer.trouble}")
+        for epoch in epochs:
+            self.fetchers[epoch.topic_partition].feed.believe(epoch)
+            self._open(epoch, membership)
+
+    def _begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
         """Make a new epoch, closed."""
         self._epochs += 1
         epoch = self._outside.make_epoch(topic_partition, self._epochs, start)
@@ -393,14 +637,131 @@ class Rebalance:
         self.client.seek(topic_partition, start)
         return epoch
 
-    def open(self, epoch: Epoch, membership: Membership) -> None:
+    def _open(self, epoch: Epoch, membership: Membership) -> None:
         """Let an epoch go on: it is ours for certain under *membership*."""
         self._opened_in[epoch] = membership
         self.log.opened(in_place=epoch.topic_partition in self._claims)
-        self._opening.opened(epoch)
+        self._ever_opened.add(epoch.topic_partition)
+        self._marks.setdefault(epoch.topic_partition.topic, epoch.mark)
         self._committer.own(epoch)
         epoch.open()
         tell_opened(epoch, self._limits.group_id)
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
         self.client.resume([epoch.topic_partition])
         self.seeks.reached(epoch.topic_partition)
+
+
+class _Seek:
+    """A position that was asked for."""
+
+    def __init__(self, start: int, epoch: Epoch) -> None:
+        self.start = start
+        self.draining: Epoch | None = epoch
+        """The ownership that is left, while only who asked drains it; None when whoever looks into it may go on."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Seeks:
+    """The positions that were asked for and are not reached yet. Owned by the rebalance.
+
+    A position stays due across rebalances, as long as the partition is ours in each of them: whoever looks into an
+    assignment begins there, instead of where the group has committed.
+
+    Invariants:
+        * A partition has at most one.
+        * Every future ends: with the epoch that begins there, with the partition given away, or with the app.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is asked for."""
+        self._asked: dict[TopicPartition, _Seek] = {}
+
+    def ask(self, epoch: Epoch, start: int) -> asyncio.Future[None]:
+        """Take note that a partition is to go on at *start*; the future ends when it does.
+
+        Raises:
+            StateError: Another position was asked for, and is not reached yet.
+        """
+        topic_partition = epoch.topic_partition
+        before = self._asked.get(topic_partition)
+        if before is not None:
+            raise StateError(
+                f"{topic_partition} is on its way to offset {before.start}, which was asked for before: await that seek"
+            )
+        seek = self._asked[topic_partition] = _Seek(start, epoch)
+        return seek.done
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a position was asked for that is not reached yet."""
+        return bool(self._asked)
+
+    def start_of(self, topic_partition: TopicPartition) -> int | None:
+        """Where a partition is to go on, or None."""
+        seek = self._asked.get(topic_partition)
+        return None if seek is None else seek.start
+
+    def drains(self, epoch: Epoch) -> bool:
+        """Whether an epoch is being drained for a seek, and nobody else has taken over since."""
+        seek = self._asked.get(epoch.topic_partition)
+        return seek is not None and seek.draining is epoch
+
+    def let_go(self, epoch: Epoch) -> None:
+        """An epoch is handed over or has ended: where its partition goes on is settled as for any other."""
+        seek = self._asked.get(epoch.topic_partition)
+        if seek is not None and seek.draining is epoch:
+            seek.draining = None
+
+    def reached(self, topic_partition: TopicPartition) -> None:
+        """A partition goes on; at the position that was asked for, if one was."""
+        seek = self._asked.pop(topic_partition, None)
+        if seek is not None and not seek.done.done():
+            seek.done.set_result(None)
+
+    def keep(self, given: Collection[TopicPartition]) -> None:
+        """Give up what was asked of partitions that are not among the assigned ones."""
+        for topic_partition in sorted(self._asked.keys() - set(given)):
+            why = "the group gave it to another member meanwhile"
+            self._give_up(topic_partition, f"{why}, which goes on at the committed offset: seek there")
+
+    def give_up_all(self) -> None:
+        """The app stops."""
+        for topic_partition in tuple(self._asked):
+            self._give_up(topic_partition, "the app stopped meanwhile: what is committed says where it goes on")
+
+    def _give_up(self, topic_partition: TopicPartition, why: str) -> None:
+        seek = self._asked.pop(topic_partition)
+        if not seek.done.done():
+            seek.done.set_exception(StateError(f"{topic_partition} did not go to offset {seek.start}: {why}"))
+            seek.done.exception()  # it is raised to who waits; not waiting any more is no error
+
+
+async def _read(commits: Mapping[TopicPartition, Committed | None]) -> dict[TopicPartition, CommitMetadata]:
+    """What is noted with commits; nothing where there is none. One of full length takes milliseconds: others may run.
+
+    What is asked of the brokers before is to be checked after it.
+    """
+    texts = {}
+    for name, found in commits.items():
+        texts[name] = CommitMetadata.read(found.metadata, found.offset) if found else CommitMetadata()
+        if texts[name].finished:
+            await asyncio.sleep(0)
+    return texts
+
+
+def _within(asked: int | None, log: LogRange) -> Origin | None:
+    """Where to begin for who asked: there, or as near as the log is by now."""
+    return None if asked is None else Origin(min(max(asked, log.start), log.end), resolved=True)
+
+
+def _believable(finished: tuple[Run, ...], topic_partition: TopicPartition, log: LogRange) -> tuple[Run, ...]:
+    """What was noted as finished, unless it is of another log: a topic that was made anew, or a log cut off."""
+    if finished and finished[-1].end > log.end:
+        message = (
+            "what was noted as finished of %s, up to offset %d, is not used: its log ends at %d, so it is not the log "
+            "that it was noted for"
+        )
+        fields = partition_fields("note_unused", topic_partition, offset=finished[-1].end, end_offset=log.end)
+        logger.warning(message, topic_partition, finished[-1].end, log.end, extra=fields)
+        return ()
+    return finished

@@ -13,7 +13,7 @@ from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.opening import _read
+from aioshard.engine.rebalance import _read
 from aioshard.ports import Committed, FetchedBatch, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
