@@ -2,7 +2,6 @@
 
 import click
 
-from aioshard.cli.dlt_drop import drop
 from aioshard.cli.dlt_replay import replay
 from aioshard.cli.dlt_show import show
 from aioshard.cli.groups import InOrder
@@ -12,9 +11,8 @@ __all__ = ["command"]
 
 @click.group(cls=InOrder)
 def command() -> None:
-    """Show, replay and drop dead letters."""
+    """Show and replay dead letters."""
 
 
 command.add_command(show)
 command.add_command(replay)
-command.add_command(drop)

@@ -164,7 +164,7 @@ class DeadLetters:
                 raise TransportError(
                     f"which dead letters of {self._side.name}/{partition} are done would not fit in what a broker "
                     f"stores for a group ({LONGEST_NOTE} characters), so a later run would send some of them again: "
-                    "first replay what is older without filters, or drop it"
+                    "first replay what is older without filters"
                 ) from None
 
     async def note(self, done: Iterable[Letter]) -> None:

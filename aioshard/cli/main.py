@@ -20,7 +20,7 @@ COMMANDS = {
     "broker": LazyCommand("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
     "publish": LazyCommand("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
     "demo": LazyCommand("aioshard.cli.demo", "Process a year of flights and check every figure."),
-    "dlt": LazyCommand("aioshard.cli.dlt", "Show, replay and drop dead letters."),
+    "dlt": LazyCommand("aioshard.cli.dlt", "Show and replay dead letters."),
     "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
     "group": LazyCommand("aioshard.cli.group", "Inspect, reset and manage consumer groups."),
     "lag": LazyCommand("aioshard.cli.group_lag", "Show how far GROUP is behind, partition by partition, and why."),

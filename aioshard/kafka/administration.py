@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from aiokafka import errors as kafka
 from aiokafka.admin.config_resource import ConfigResourceType
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.protocol.admin import DeleteRecordsRequest, DescribeConfigsRequest
+from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.answers import (
     by_topic,
-    deleted_before,
     refused_offsets,
     stored_offsets,
     topic_leaders,
@@ -96,25 +95,6 @@ class Administration:
         """
         return frozenset((await self._leaders(topic)).keys())
 
-    async def delete_before(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
-        """Delete the records of each partition below an offset; nothing brings them back.
-
-        Returns:
-            The first offset that each partition has now.
-
-        Raises:
-            AuthorizationError: We may not delete from the topic.
-            TransportError: The topic does not allow it, or it failed; some partitions may be done.
-        """
-        starts: dict[int, int] = {}
-        denied = f"delete records of topic {topic!r}: grant DELETE on it"
-        for partition, offset in sorted(offsets.items()):
-            what = f"delete the records of {topic}/{partition} below offset {offset}"
-            starts[partition] = await self._patiently(
-                functools.partial(self._delete, topic, partition, offset), what, denied=denied
-            )
-        return starts
-
     async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
         """Settings of a topic, those of the broker among them where it has none of its own.
 
@@ -131,12 +111,6 @@ class Administration:
 
         denied = f"see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS on it"
         return await self._patiently(ask, f"tell the settings of topic {topic!r}", denied=denied)
-
-    async def _delete(self, topic: str, partition: int, offset: int) -> int:
-        at = TopicPartition(topic, partition)
-        (leader,) = await self._by_leader([at])
-        request = DeleteRecordsRequest([(topic, [(partition, offset)])], round(_PATIENCE * 1000))
-        return deleted_before(await self._client.send(leader, request), at)
 
     async def _by_leader(self, partitions: Collection[TopicPartition]) -> dict[int, list[TopicPartition]]:
         """The partitions by the broker that leads them now.
@@ -263,11 +237,6 @@ async def _close(client: Any) -> None:
 def _translated(error: BaseException, what: str, group_id: str, denied: str | None) -> TransportError:
     if isinstance(error, kafka.TopicAuthorizationFailedError) and denied is not None:
         return AuthorizationError(f"the brokers do not allow this user to {denied}")
-    if isinstance(error, kafka.PolicyViolationError):
-        return TransportError(
-            f"the brokers refused to {what}: a topic that is only compacted keeps its records; set cleanup.policy of "
-            "a dead-letter topic to delete"
-        )
     if isinstance(error, kafka.IncompatibleBrokerVersion):
         return TransportError(
             f"the brokers cannot {what}: they do not know that request; a Kafka does, the embedded broker not"

@@ -16,7 +16,6 @@ from aioshard.records import TopicPartition
 __all__ = [
     "IncompleteAnswerError",
     "by_topic",
-    "deleted_before",
     "existing_topics",
     "led_offsets",
     "log_offsets",
@@ -139,14 +138,6 @@ def led_offsets(answer: Any) -> dict[TopicPartition, int]:
             elif not (error := error_for(code, f"{topic}/{partition}")).retriable:
                 raise error
     return found
-
-
-def deleted_before(answer: Any, topic_partition: TopicPartition) -> int:
-    """Read a DeleteRecords answer: the first offset that the partition has now."""
-    topic = only_part(answer.topics, str(topic_partition))
-    _, start, code, *_ = only_part(topic[1], str(topic_partition))
-    raise_for(code, topic_partition.topic)
-    return int(start)
 
 
 # Topics -----------------------------------------------------------------------------------

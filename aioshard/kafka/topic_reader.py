@@ -106,15 +106,6 @@ class TopicReader:
             raise request_error(error, f"the offsets of topic {self.topic!r}", "") from error
         self.ranges = {one.partition: LogRange(starts[one], ends[one]) for one in self._partitions}
 
-    def narrow(self, ends: Mapping[int, int]) -> None:
-        """Read no further than these offsets, and no other partitions."""
-        self.ranges = {
-            number: bounds._replace(end=min(bounds.end, ends[number]))
-            for number, bounds in self.ranges.items()
-            if number in ends
-        }
-        self._partitions = [one for one in self._partitions if one.partition in ends]
-
     async def read(self, start: Mapping[int, int] | None = None) -> AsyncIterator[list[Record]]:
         """Give all records in some chunks, those of one partition in offset order.
 

@@ -103,18 +103,3 @@ async def test_a_topic_that_may_not_be_written_is_named_and_the_dead_letter_stay
     assert f"Whether topic '{topic}' keeps records of this age is not known" in again.errors
     assert "grant DESCRIBE_CONFIGS on it" in again.errors
     assert [one.value for one in await kafka.read(topic)] == [b"v"]
-
-
-async def test_a_topic_that_may_not_be_deleted_from_is_named(
-    aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
-) -> None:
-    await grant("group", note_group(f"{topic}.dlt"), AclOperation.READ)
-
-    ended = await aioshard("dlt", "drop", f"{topic}.dlt", "--all", "--yes")
-
-    assert ended.code == 1
-    assert f"the brokers do not allow this user to delete records of topic '{topic}.dlt': grant DELETE" in ended.errors
-    assert len(await kafka.read(f"{topic}.dlt")) == 1
-    await grant("topic", f"{topic}.dlt", AclOperation.DELETE)
-    assert (await aioshard("dlt", "drop", f"{topic}.dlt", "--all", "--yes")).code == 0
-    assert await kafka.read(f"{topic}.dlt") == []

@@ -16,7 +16,7 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.producer.message_accumulator import BatchBuilder, MessageBatch
 from aiokafka.producer.sender import InitPIDHandler
 from aiokafka.producer.transaction_manager import TransactionManager
-from aiokafka.protocol.admin import CreateTopicsRequest, DeleteRecordsRequest, DescribeConfigsRequest
+from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request, Response
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
@@ -173,12 +173,6 @@ async def offsets_of_leaders(answer: Any, _asked: Asked) -> Collection[TopicPart
     return answers.led_offsets(answer)
 
 
-async def deleted(answer: Any, asked: Asked) -> Collection[TopicPartition]:
-    (one,) = asked
-    assert answers.deleted_before(answer, one) == 5
-    return asked
-
-
 async def settings_of(answer: Any, asked: Asked) -> Collection[TopicPartition]:
     assert answers.topic_settings(answer, "orders", ["retention.ms"]) == {"retention.ms": "1"}
     return asked
@@ -317,7 +311,6 @@ QUESTIONS = [
     Question(OffsetCommitRequest, commits),
     Question(OffsetRequest, offsets, least=1),
     Question(OffsetRequest, offsets_of_leaders, least=1),
-    Question(DeleteRecordsRequest, deleted, single=True),
     Question(DescribeConfigsRequest, settings_of, single=True),
     Question(MetadataRequest, leaders, {IN_TOPIC: frozenset({3, 17}), IN_PARTITION: ALL}, single=True, least=4),
     Question(MetadataRequest, existing, {IN_TOPIC: ALL, IN_PARTITION: ALL}, missing=False, least=1),

@@ -382,9 +382,6 @@ QUESTIONS: dict[str, Callable[[], Awaitable[Any]]] = {
     "one setting": lambda: brokers(
         DescribeConfigsRequest=Answer(resources=[(0, None, 2, "orders", [])])
     ).topic_settings("orders", ["retention.ms"]),
-    "deleted": lambda: brokers(
-        MetadataRequest=topics((0, "orders", False, [(0, 0, 1, [1], [1], [])])), DeleteRecordsRequest=Answer(topics=[])
-    ).delete_before("orders", {0: 5}),
     "group": lambda: brokers(DescribeGroup=Answer(groups=[])).describe_group("billing"),
     "member": lambda: groups(RemoveMember=Answer(error_code=0, members=[])).remove_member("billing", "gone"),
 }
