@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from aioshard.web.page import Dashboard
+    from aioshard.app import App
 
 __all__ = ["TOKEN_VARIABLE", "Page", "warn_of_readers", "web_options"]
 
@@ -41,7 +41,7 @@ class Page(NamedTuple):
         except (OSError, UnicodeDecodeError) as error:
             raise click.UsageError(f"--token-file {token_file} cannot be read: {error}") from None
 
-    def routes(self, app: "Dashboard") -> "list[BaseRoute]":
+    def routes(self, app: "App") -> "list[BaseRoute]":
         """Its routes.
 
         Raises:

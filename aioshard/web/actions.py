@@ -16,11 +16,12 @@ Each may have `worker`, the process that is meant among several.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from aioshard.app import App
 from aioshard.errors import AioshardError
 
-__all__ = ["Action", "Controlled", "RefusedError", "parse", "perform"]
+__all__ = ["Action", "RefusedError", "parse", "perform"]
 
 _WHY = "an operator asked for it on the page"
 
@@ -52,34 +53,6 @@ class RefusedError(Exception):
         super().__init__(sentence)
         self.status = status
         self.sentence = sentence
-
-
-class Controlled(Protocol):
-    """An app, as far as operators act on it; all of it from any thread."""
-
-    def pause(self, topic: str, partition: int | None = None, *, why: str = ...) -> None:
-        """See `App.pause`."""
-
-    def resume(self, topic: str, partition: int | None = None) -> None:
-        """See `App.resume`."""
-
-    def pause_handler(self, name: str, *, why: str = ...) -> None:
-        """See `App.pause_handler`."""
-
-    def resume_handler(self, name: str) -> None:
-        """See `App.resume_handler`."""
-
-    def set_concurrency(self, handler: str, concurrency: int) -> None:
-        """See `App.set_concurrency`."""
-
-    def retry_now(self, topic: str, partition: int, offset: int) -> None:
-        """See `App.retry_now`."""
-
-    def skip(self, topic: str, partition: int, offset: int) -> None:
-        """See `App.skip`."""
-
-    def release_parked(self, topic: str, partition: int, offset: int) -> None:
-        """See `App.release_parked`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +120,7 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def perform(app: Controlled, action: Action) -> str:
+def perform(app: App, action: Action) -> str:
     """Do it; returns when the app has.
 
     Args:
@@ -169,47 +142,47 @@ def perform(app: Controlled, action: Action) -> str:
         raise RefusedError(504, sentence) from None
 
 
-def _pause(app: Controlled, topic: str, partition: int) -> str:
+def _pause(app: App, topic: str, partition: int) -> str:
     app.pause(topic, partition, why=_WHY)
     return f"{topic}/{partition} is paused"
 
 
-def _resume(app: Controlled, topic: str, partition: int) -> str:
+def _resume(app: App, topic: str, partition: int) -> str:
     app.resume(topic, partition)
     return f"{topic}/{partition} goes on"
 
 
-def _pause_handler(app: Controlled, handler: str) -> str:
+def _pause_handler(app: App, handler: str) -> str:
     app.pause_handler(handler, why=_WHY)
     return f"handler {handler} is paused"
 
 
-def _resume_handler(app: Controlled, handler: str) -> str:
+def _resume_handler(app: App, handler: str) -> str:
     app.resume_handler(handler)
     return f"handler {handler} goes on"
 
 
-def _set_concurrency(app: Controlled, handler: str, concurrency: int) -> str:
+def _set_concurrency(app: App, handler: str, concurrency: int) -> str:
     app.set_concurrency(handler, concurrency)
     return f"handler {handler} has {concurrency} worker(s) from now on"
 
 
-def _retry_now(app: Controlled, topic: str, partition: int, offset: int) -> str:
+def _retry_now(app: App, topic: str, partition: int, offset: int) -> str:
     app.retry_now(topic, partition, offset)
     return f"record {topic}/{partition}/{offset} runs again"
 
 
-def _skip(app: Controlled, topic: str, partition: int, offset: int) -> str:
+def _skip(app: App, topic: str, partition: int, offset: int) -> str:
     app.skip(topic, partition, offset)
     return f"record {topic}/{partition}/{offset} is skipped"
 
 
-def _release_parked(app: Controlled, topic: str, partition: int, offset: int) -> str:
+def _release_parked(app: App, topic: str, partition: int, offset: int) -> str:
     app.release_parked(topic, partition, offset)
     return f"record {topic}/{partition}/{offset}, and what is parked behind it, runs again"
 
 
-def _check(_: Controlled) -> str:
+def _check(_: App) -> str:
     return "the token is right"
 
 

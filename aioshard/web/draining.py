@@ -2,10 +2,9 @@
 
 import asyncio
 import math
-from typing import Protocol
 
+from aioshard.app import App
 from aioshard.errors import MissingExtraError, NotDrainedError
-from aioshard.observe import Statistics
 
 try:
     from starlette.requests import Request
@@ -16,23 +15,13 @@ try:
 except ImportError as error:
     raise MissingExtraError("the drain route", "web") from error
 
-__all__ = ["Drained", "drain_route"]
+__all__ = ["drain_route"]
 
 _LONGEST_WAIT = 600.0
 _SIGNS_OF_A_BROWSER = ("origin", "sec-fetch-site")
 
 
-class Drained(Protocol):
-    """An app, as far as this route needs it."""
-
-    async def drain(self) -> None:
-        """Finish what runs, commit it and leave the group."""
-
-    def statistics(self) -> Statistics:
-        """What happens."""
-
-
-def drain_route(app: Drained, path: str = "/drain") -> Route:
+def drain_route(app: App, path: str = "/drain") -> Route:
     """Make a route that drains the app, to stand beside those of `health_routes`.
 
     GET and POST call `App.drain` and answer when that has ended: 200, or 503 with what still ran. `/readyz` answers 503
@@ -44,7 +33,7 @@ def drain_route(app: Drained, path: str = "/drain") -> Route:
     HEAD, and what says that it comes from a browser, is refused.
 
     Args:
-        app: Drained in its own event loop, whichever serves the route.
+        app: App in its own event loop, whichever serves the route.
         path: Of the route.
 
     In FastAPI: `FastAPI(lifespan=app.lifespan, routes=[*health_routes(app), drain_route(app)])`.
@@ -78,6 +67,6 @@ def _seconds(text: str) -> float | None:
     return found if math.isfinite(found) and 0 <= found <= _LONGEST_WAIT else None
 
 
-def _answer(app: Drained, status: int, reasons: list[str]) -> Response:
+def _answer(app: App, status: int, reasons: list[str]) -> Response:
     body = {"status": "unavailable" if reasons else "ok", "state": app.statistics().state, "reasons": reasons}
     return JSONResponse(body, status_code=status, headers=SAFE)

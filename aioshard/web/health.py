@@ -14,14 +14,14 @@ operator should know although the status is 200).
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
+from aioshard.app import App
 from aioshard.errors import MissingExtraError
 from aioshard.observe import Diagnosis, Statistics
 from aioshard.telemetry.exposition import encode
-from aioshard.telemetry.metrics import AppCollector, Observed
+from aioshard.telemetry.metrics import AppCollector
 
 try:
     from starlette.applications import Starlette
@@ -34,20 +34,10 @@ try:
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
-__all__ = ["Explained", "PortError", "findings", "health_routes", "serve_health"]
+__all__ = ["PortError", "findings", "health_routes", "serve_health"]
 
 _OF_ALL = ("commit", "draining", "rebalancing")
 """Kinds of findings that concern all partitions, and are told once."""
-
-
-class Explained(Observed, Protocol):
-    """An app, as far as the health routes need it."""
-
-    def explain(self) -> str:
-        """Why each partition does not advance."""
-
-    def diagnose(self) -> Diagnosis:
-        """The same, for programs."""
 
 
 # What the answers say -----------------------------------------------------------------
@@ -104,7 +94,7 @@ def _not_ready(statistics: Statistics) -> list[str]:
 # Routes -------------------------------------------------------------------------------
 
 
-def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) -> list[BaseRoute]:
+def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> list[BaseRoute]:
     """The routes, to be mounted in any Starlette or FastAPI application.
 
     Every answer is computed in a worker thread: the event loop that serves them, which may be that of the app, is
@@ -143,7 +133,7 @@ def health_routes(app: Explained, *, registry: CollectorRegistry | None = None) 
 class _Answers:
     """What the routes answer; computed in any thread."""
 
-    def __init__(self, app: Explained, registry: CollectorRegistry) -> None:
+    def __init__(self, app: App, registry: CollectorRegistry) -> None:
         self._app = app
         self._registry = registry
 
@@ -176,7 +166,7 @@ class _Answers:
 
 @contextlib.asynccontextmanager
 async def serve_health(
-    app: Explained,
+    app: App,
     *,
     host: str = "127.0.0.1",
     port: int = 0,

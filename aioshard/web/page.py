@@ -16,13 +16,14 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from aioshard.app import App
 from aioshard.errors import MissingExtraError
-from aioshard.web.actions import Action, Controlled, RefusedError, parse, perform
+from aioshard.web.actions import Action, RefusedError, parse, perform
 from aioshard.web.answers import MISSING, SAFE, Threads
 from aioshard.web.guard import Guard, body_of
-from aioshard.web.processes import Shown, document, process
+from aioshard.web.processes import document, process
 
 try:
     from starlette.applications import Starlette
@@ -32,7 +33,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("the page", "web") from error
 
-__all__ = ["Dashboard", "Source", "dashboard", "page_routes", "routes_of"]
+__all__ = ["Source", "dashboard", "page_routes", "routes_of"]
 
 _STATIC = Path(__file__).with_name("static")
 _FILES = {
@@ -45,10 +46,6 @@ _LASTS = 0.5
 """Seconds for which several pages get the same answer: each look costs the app's process its time."""
 
 
-class Dashboard(Shown, Controlled, Protocol):
-    """An app, as far as its page needs it."""
-
-
 class Source(NamedTuple):
     """Where a page gets what it shows, and what acts for it: one app, or the processes of several."""
 
@@ -58,7 +55,7 @@ class Source(NamedTuple):
     """Does what was asked, and says what was done in a sentence; raises `RefusedError`."""
 
 
-def dashboard(app: Dashboard, *, token: str | None = None) -> Starlette:
+def dashboard(app: App, *, token: str | None = None) -> Starlette:
     """The page as an application of its own, to be mounted in FastAPI or Starlette.
 
     Args:
@@ -78,7 +75,7 @@ def dashboard(app: Dashboard, *, token: str | None = None) -> Starlette:
     return Starlette(routes=page_routes(app, token=token), exception_handlers=MISSING)
 
 
-def page_routes(app: Dashboard, *, token: str | None = None) -> list[BaseRoute]:
+def page_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
     """The routes of the page, to be served beside others.
 
     Args:

@@ -12,31 +12,19 @@ that wait or are stuck, the worst first, at most `MOST_DIAGNOSED`, and `left_out
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from aioshard.observe import Diagnosis, PartitionDiagnosis, PartitionStatistics, Statistics, Workload
+from aioshard.app import App
+from aioshard.observe import PartitionDiagnosis, PartitionStatistics
 
-__all__ = ["MOST_DIAGNOSED", "Shown", "document", "process", "unknown_process"]
+__all__ = ["MOST_DIAGNOSED", "document", "process", "unknown_process"]
 
 MOST_DIAGNOSED = 100
 """Partitions of one process that are explained."""
 _PARTITION = [field.name for field in dataclasses.fields(PartitionStatistics)]
 
 
-class Shown(Protocol):
-    """An app, as far as the page shows it; all of it from any thread."""
-
-    def statistics(self) -> Statistics:
-        """What it does."""
-
-    def diagnose(self) -> Diagnosis:
-        """Why partitions do not advance."""
-
-    def workload(self) -> Workload | None:
-        """What goes on inside the handlers."""
-
-
-def process(app: Shown, worker: str | None = None) -> dict[str, Any]:
+def process(app: App, worker: str | None = None) -> dict[str, Any]:
     """What is shown of one process, ready for JSON; safe from any thread.
 
     Args:

@@ -1,5 +1,6 @@
 """What an app tells of itself, made by hand: for tests of what shows it."""
 
+from aioshard import App
 from aioshard.observe import Diagnosis, HandlerStatistics, PartitionStatistics, Statistics
 
 PARTITION = PartitionStatistics(
@@ -52,12 +53,13 @@ STATISTICS = Statistics(
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(), outliving=())
 
 
-class Told:
+class Told(App):
     """An app that does not run, and tells what a test wants."""
 
     def __init__(
         self, statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS, explanation: str = ""
     ) -> None:
+        super().__init__("billing")
         self.current = statistics
         self.diagnosis = diagnosis
         self.explanation = explanation

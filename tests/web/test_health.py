@@ -25,7 +25,7 @@ from aioshard.observe import (
 )
 from aioshard.telemetry.metrics import AppCollector
 from aioshard.testing import TestClient, run
-from aioshard.web.health import Explained, findings, health_routes
+from aioshard.web.health import findings, health_routes
 from tests.support.told import HANDLER, STATISTICS, Told
 
 HEAD = HeadOfLine(
@@ -69,7 +69,7 @@ def told(statistics: Statistics = STATISTICS, diagnosis: Diagnosis = DIAGNOSIS) 
     return Told(statistics, diagnosis, "orders/3 waits for record 101 (key #1f2e)")
 
 
-def client_of(app: Explained) -> httpx.AsyncClient:
+def client_of(app: App) -> httpx.AsyncClient:
     """A client of the routes without a server."""
     transport = httpx.ASGITransport(app=Starlette(routes=health_routes(app)))
     return httpx.AsyncClient(transport=transport, base_url="http://app")

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from aioshard import App
 from aioshard.errors import AioshardError
-from aioshard.observe import Diagnosis, Statistics
+from aioshard.observe import Statistics
 from aioshard.web.answers import SAFE
 from aioshard.web.health import PortError, serve_health
 
@@ -25,22 +25,16 @@ LOCAL = "127.0.0.1"
 THREAD = "health server"
 
 
-class Idle:
+class Idle(App):
     """An app that has not been started, asked in whichever thread."""
 
     def __init__(self) -> None:
-        self.app = App("billing", bootstrap_servers="127.0.0.1:1", auto_offset_reset="earliest")
+        super().__init__("billing", bootstrap_servers="127.0.0.1:1", auto_offset_reset="earliest")
         self.asked_in: list[threading.Thread] = []
 
     def statistics(self) -> Statistics:
         self.asked_in.append(threading.current_thread())
-        return self.app.statistics()
-
-    def explain(self) -> str:
-        return self.app.explain()
-
-    def diagnose(self) -> Diagnosis:
-        return self.app.diagnose()
+        return super().statistics()
 
 
 def threads() -> list[str]:
@@ -136,8 +130,9 @@ async def test_the_app_is_asked_in_another_thread_than_that_of_either_loop() -> 
     app = Idle()
     async with serve_health(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
         for path in ("/livez", "/readyz", "/metrics", "/statistics.json"):
+            asked = len(app.asked_in)
             await client.get(path)
-    assert len(app.asked_in) == 4
+            assert len(app.asked_in) > asked
     assert not {thread.name for thread in app.asked_in} & {threading.main_thread().name, THREAD}
 
 
