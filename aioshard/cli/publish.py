@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ import click
 from aioshard.cli import options
 from aioshard.cli.progress import Progress
 from aioshard.cli.publishing import Compression, Publisher
-from aioshard.cli.rows import BadLineError, CsvRows, Format, JsonRows, LineSplitter, Row, Rows
+from aioshard.cli.rows import BadLineError, JsonRows, LineSplitter, Row
 from aioshard.errors import AioshardError
 from aioshard.kafka.connecting import silence_client
 from aioshard.loops import loop_factory
@@ -26,7 +25,6 @@ __all__ = ["command"]
 _CHUNK = 256 * 1024
 _LINGER = 0.1
 """Seconds that records wait for company while the input has nothing more."""
-_SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv"}
 
 
 @click.command()
@@ -34,12 +32,6 @@ _SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": 
 @click.argument("topic", metavar="TOPIC")
 @click.option("--key", "key_field", metavar="FIELD", help="Field that is the record's key; no key where it is missing.")
 @options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
-@click.option(
-    "--format",
-    "file_format",
-    type=click.Choice(["jsonl", "csv"]),
-    help="What FILE holds; by default its extension says so, and standard input is jsonl.",
-)
 @click.option(
     "--compression",
     type=click.Choice(["none", "gzip", "lz4", "snappy", "zstd"]),
@@ -54,20 +46,19 @@ def command(
     *,
     key_field: str | None,
     bootstrap_servers: str | None,
-    file_format: Format | None,
     compression: Compression,
     as_json: bool,
 ) -> int:
     """Publish the lines of FILE to TOPIC.
 
-    FILE holds JSON objects, one per line, or CSV with a header; "-" is standard input. The value of a record is
-    its line as JSON. The producer is idempotent: what is acknowledged is there once, in the order of the file.
-    Settings for TLS and SASL are taken from AIOSHARD_* variables, as for an app.
+    FILE holds JSON objects, one per line; "-" is standard input. The value of a record is its line. The producer is
+    idempotent: what is acknowledged is there once, in the order of the file. Settings for TLS and SASL are taken from
+    AIOSHARD_* variables, as for an app.
     """
     silence_client()
     settings = Settings() if bootstrap_servers is None else Settings(bootstrap_servers=bootstrap_servers)
     settings.require_bootstrap_servers()
-    rows = _rows(file, file_format, key_field)
+    rows = JsonRows("standard input" if file == "-" else file, key_field)
     publication = _Publication(rows, key_field)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
@@ -79,21 +70,10 @@ def command(
     return 0
 
 
-def _rows(file: str, file_format: Format | None, key_field: str | None) -> Rows:
-    if file_format is None:
-        file_format = "jsonl" if file == "-" else _SUFFIXES.get(Path(file).suffix.lower())
-    if file_format is None:
-        raise click.UsageError(
-            f"{file} has none of the extensions {', '.join(_SUFFIXES)}: say what it holds (--format)"
-        )
-    name = "standard input" if file == "-" else file
-    return JsonRows(name, key_field) if file_format == "jsonl" else CsvRows(name, key_field)
-
-
 class _Publication:
     """One file on its way to one topic."""
 
-    def __init__(self, rows: Rows, key_field: str | None) -> None:
+    def __init__(self, rows: JsonRows, key_field: str | None) -> None:
         self._rows = rows
         self._key_field = key_field
         self._publisher: Publisher | None = None
@@ -138,7 +118,6 @@ class _Publication:
                 reading.cancel()
             ended = not data
             await publisher.publish(self._parsed(splitter.split(data)))
-        self._rows.finish()
 
     def _parsed(self, lines: Iterable[bytes]) -> Iterator[Row]:
         for line in lines:

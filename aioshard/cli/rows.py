@@ -1,15 +1,12 @@
-"""Lines of a file to records: JSON lines and CSV, each line checked."""
+"""Turn JSON lines into records; each line is checked."""
 
 import codecs
-import csv
 import json
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from aioshard.errors import AioshardError
 
-__all__ = ["BadLineError", "CsvRows", "Format", "JsonRows", "LineSplitter", "Row", "Rows"]
-
-Format = Literal["jsonl", "csv"]
+__all__ = ["BadLineError", "JsonRows", "LineSplitter", "Row"]
 
 Row = tuple[bytes | None, bytes]
 """Key and value of a record."""
@@ -25,24 +22,6 @@ class BadLineError(AioshardError):
     def __init__(self, name: str, line: int, reason: str) -> None:
         self.line = line
         super().__init__(f"line {line} of {name} {reason}")
-
-
-class Rows(Protocol):
-    """Makes records of the lines of one input, given one after the other."""
-
-    def feed(self, line: bytes) -> Row | None:
-        """The record that ends with *line*, or None when none does.
-
-        Raises:
-            BadLineError: The line cannot be read.
-        """
-
-    def finish(self) -> None:
-        """The input has ended.
-
-        Raises:
-            BadLineError: In the middle of a record.
-        """
 
 
 class JsonRows:
@@ -61,7 +40,11 @@ class JsonRows:
         self._line = 0
 
     def feed(self, line: bytes) -> Row | None:
-        """See `Rows.feed`."""
+        """Return the record of *line*, or None for a blank line.
+
+        Raises:
+            BadLineError: The line cannot be read.
+        """
         self._line += 1
         value = line.removeprefix(codecs.BOM_UTF8).strip() if self._line == 1 else line.strip()
         if not value:
@@ -78,9 +61,6 @@ class JsonRows:
         except ValueError as error:
             self._refuse(f"is not JSON ({error}): one JSON object per line was expected")
 
-    def finish(self) -> None:
-        """See `Rows.finish`."""
-
     def _key(self, row: dict[str, Any]) -> bytes | None:
         key = row.get(self._key_field) if self._key_field is not None else None
         if key is None:
@@ -88,69 +68,6 @@ class JsonRows:
         if isinstance(key, dict | list):
             self._refuse(f"has {_kind(key)} in the field {self._key_field!r}: a key is text or a number")
         return (key if isinstance(key, str) else json.dumps(key)).encode()
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise BadLineError(self._name, self._line, reason) from None
-
-
-class CsvRows:
-    """CSV with a header; the value is a JSON object of texts. An empty key field gives no key."""
-
-    def __init__(self, name: str, key_field: str | None) -> None:
-        """Make a parser; the arguments are those of `JsonRows`."""
-        self._name = name
-        self._key_field = key_field
-        self._line = 0
-        self._header: list[str] | None = None
-        self._key_column: int | None = None
-        self._pending: list[str] = []
-        """Lines of a record with a line break inside quotes, which goes on."""
-
-    def feed(self, line: bytes) -> Row | None:
-        """See `Rows.feed`."""
-        self._line += 1
-        fields = self._fields(line)
-        if not fields:
-            return None
-        if self._header is None:
-            self._begin(fields)
-            return None
-        if len(fields) != len(self._header):
-            self._refuse(f"has {len(fields)} fields: {len(self._header)} were expected, as in the header")
-        key = fields[self._key_column] if self._key_column is not None else ""
-        value = json.dumps(dict(zip(self._header, fields, strict=True)), ensure_ascii=False, separators=(",", ":"))
-        return key.encode() or None, value.encode()
-
-    def finish(self) -> None:
-        """See `Rows.finish`."""
-        if self._pending:
-            self._line -= len(self._pending) - 1
-            self._refuse("opens a quotation that nothing closes")
-
-    def _fields(self, line: bytes) -> list[str]:
-        """The fields of the record that ends with *line*; none when it goes on, or the line is blank."""
-        try:
-            self._pending.append(line.decode("utf-8-sig" if self._line == 1 else "utf-8"))
-        except UnicodeError:
-            self._refuse("is not UTF-8")
-        try:
-            (*_, fields) = csv.reader(self._pending, strict=True)
-        except csv.Error as error:
-            if str(error) == "unexpected end of data":
-                return []
-            self._refuse(f"is not CSV ({error})")
-        self._pending.clear()
-        return fields
-
-    def _begin(self, header: list[str]) -> None:
-        twice = [name for name in header if header.count(name) > 1]
-        if twice:
-            self._refuse(f"names the column {twice[0]!r} twice: each column needs a name of its own")
-        if self._key_field is not None:
-            if self._key_field not in header:
-                self._refuse(f"is a header without {self._key_field!r}; its columns are {', '.join(header)}")
-            self._key_column = header.index(self._key_field)
-        self._header = header
 
     def _refuse(self, reason: str) -> NoReturn:
         raise BadLineError(self._name, self._line, reason) from None
