@@ -1,4 +1,4 @@
-"""`aioshard report`: what a journal or a topic says of its records, and what would have been with other numbers."""
+"""`aioshard report`: skew, tail and lag of a journal or a topic."""
 
 import click
 
@@ -10,9 +10,6 @@ COMMANDS = {
     "skew": LazyCommand("aioshard.cli.report_asking", "How unequal keys, partitions and shards are.", "skew"),
     "tail": LazyCommand("aioshard.cli.report_asking", "What took long, and what finished last.", "tail"),
     "lag": LazyCommand("aioshard.cli.report_asking", "How far behind each partition was, or when records came.", "lag"),
-    "what-if": LazyCommand(
-        "aioshard.cli.report_what_if", "What other numbers of shards, workers and members come to.", "what_if"
-    ),
     "html": LazyCommand("aioshard.cli.report_html", "All of it as one page that opens offline.", "html"),
 }
 """Module and summary of each command; the module is imported when it is used."""

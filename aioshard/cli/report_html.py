@@ -17,13 +17,8 @@ __all__ = ["html"]
     "--out", type=click.Path(dir_okay=False), default="report.html", show_default=True, help="The page to write."
 )
 @click.option("--title", help="Of the page.")
-@click.option(
-    "--candidate", "-c", "candidates", multiple=True, metavar="NAME=VALUE,…", help="As for `aioshard report what-if`."
-)
 @shards
-def html(
-    *, of: AskedOf, as_json: bool, out: str, title: str | None, candidates: tuple[str, ...], shards: tuple[int, ...]
-) -> None:
+def html(*, of: AskedOf, as_json: bool, out: str, title: str | None, shards: tuple[int, ...]) -> None:
     """Write all that JOURNAL or a topic says as one page.
 
     It has its plots within it and fetches nothing, so it opens offline and can be sent by mail. Of a topic it has what
@@ -38,9 +33,7 @@ def html(
     from aioshard.spark.analysis.page import check_plots  # noqa: PLC0415 - imported on use
 
     check_plots()
-    written = (
-        _of_topics(of, title, candidates, shards) if of.topics else _of_journal(of, title, candidates, shards)
-    ).encode()
+    written = (_of_topics(of, title, shards) if of.topics else _of_journal(of, title, shards)).encode()
     page.write_bytes(written)
     if as_json:
         click.echo(json.dumps({"page": str(page.absolute()), "bytes": len(written)}))
@@ -48,21 +41,16 @@ def html(
         click.echo(f"{page}: {len(written):,} bytes; open it in a browser")
 
 
-def _of_journal(of: AskedOf, title: str | None, candidates: tuple[str, ...], shards: tuple[int, ...]) -> str:
-    from aioshard.spark.analysis.candidate import Candidate  # noqa: PLC0415 - imported on use
-    from aioshard.spark.analysis.report import as_page, find_all  # noqa: PLC0415
+def _of_journal(of: AskedOf, title: str | None, shards: tuple[int, ...]) -> str:
+    from aioshard.spark.analysis.report import as_page, find_all  # noqa: PLC0415 - imported on use
 
     of.refuse(shards=shards)
-    asked_about = [Candidate.parse(text) for text in candidates]
     with opened(of) as journal:
-        return as_page(find_all(journal, asked_about, of.handler, title=title))
+        return as_page(find_all(journal, of.handler, title=title))
 
 
-def _of_topics(of: AskedOf, title: str | None, candidates: tuple[str, ...], shards: tuple[int, ...]) -> str:
+def _of_topics(of: AskedOf, title: str | None, shards: tuple[int, ...]) -> str:
     from aioshard.spark.analysis.topic_report import find_all_of_topics, topic_page  # noqa: PLC0415 - imported on use
-    from aioshard.spark.analysis.wording import needs_journal  # noqa: PLC0415
 
-    if candidates:
-        raise SettingsError(needs_journal("--candidate"))
     with opened_topics(of) as topics:
         return topic_page(find_all_of_topics(topics, shards, title=title))

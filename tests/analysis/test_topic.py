@@ -163,8 +163,6 @@ def test_tables_and_the_page_say_what_needs_a_journal(
     ("arguments", "told"),
     [
         (["tail", "--topic", "orders"], "What took long needs a journal: have the app write one"),
-        (["what-if", "--topic", "orders"], "needs a journal: have the app write one"),
-        (["html", "--topic", "orders", "-c", "shards=3"], "needs a journal"),
         (["skew"], "expected is JOURNAL, the directory of a journal, or --topic TOPIC"),
         (["tail"], "expected is JOURNAL, the directory of a journal"),
         (["skew", "journal", "--topic", "orders"], "expected is one of them"),

@@ -22,6 +22,7 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
+from aiokafka.partitioner import murmur2
 from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
@@ -533,3 +534,8 @@ def test_a_connection_asks_no_more_of_its_writer_than_ours_can() -> None:
 def test_their_look_up_would_create_topics() -> None:
     assert "MetadataRequest(list(topics) if topics else None)" in inspect.getsource(AIOKafkaClient._metadata_update)
     assert inspect.signature(MetadataRequest).parameters["allow_auto_topic_creation"].default is None
+
+
+def test_murmur2_is_that_of_java() -> None:
+    """The vectors of Kafka's own tests."""
+    assert [murmur2(key) - 2**32 for key in (b"21", b"foobar")] == [-973932308, -790332482]

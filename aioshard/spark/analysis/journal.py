@@ -26,20 +26,14 @@ _FORMAT = 1
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _MEMBER = r"Z-(.+)-[0-9a-f]{8}\.parquet$"
 """Of a file's name: group, host and process."""
-_BUFFERED_RECORDS = 10_000
-"""The default of `max_buffered_records`, where the journal does not say."""
 
 
 class RecordedHandler(NamedTuple):
     """What a journal's files say of a handler; None where they do not."""
 
     name: str
-    concurrency: int | None
     shards: int | None
     """None also for shards on demand."""
-    shard_by: str | None
-    batch: int | None = None
-    """How many records a batch has at most; None for single records."""
 
 
 class Journal:
@@ -83,15 +77,6 @@ class Journal:
         return max(self.end - self.start, 1)
 
     @property
-    def max_buffered_records(self) -> int:
-        """As its files say, the latest first; the setting's default where they do not."""
-        for one in reversed(self._metadata):
-            found = one.get("max_buffered_records", _mapping(one.get("settings")).get("max_buffered_records"))
-            if isinstance(found, int):
-                return found
-        return _BUFFERED_RECORDS
-
-    @property
     def cpu(self) -> float | None:
         """What share of one core a process took while it wrote the journal, on average; None where no file says."""
         told = [one["cpu_seconds"] for one in self._metadata if "cpu_seconds" in one]
@@ -111,14 +96,7 @@ class Journal:
                 f"the journal {self.path} has no rows of handler {name!r}: it has {', '.join(sorted(map(str, counts)))}"
             )
         told = next((one for one in _handlers(reversed(self._metadata)) if one.get("name") == name), {})
-        shard_by = told.get("shard_by")
-        return RecordedHandler(
-            str(name),
-            _number(told.get("concurrency")),
-            _number(told.get("shards")),
-            shard_by if isinstance(shard_by, str) else None,
-            _number(told.get("batch")),
-        )
+        return RecordedHandler(str(name), _number(told.get("shards")))
 
     def of_handler(self, name: str) -> "DataFrame":
         """The rows of a handler that ran."""

@@ -39,18 +39,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     Args:
         headings: Of its columns.
-        rows: As text; the last cell of one that is too short takes the columns that are left.
+        rows: As text.
     """
     head = "".join(f"<th>{escaped(one)}</th>" for one in headings)
-    body = "\n".join(f"<tr>{_cells(row, len(headings))}</tr>" for row in rows)
+    cells = ("".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows)
+    body = "\n".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cells(row: Sequence[str], columns: int) -> str:
-    *cells, last = map(escaped, row)
-    left = columns - len(cells)
-    span = f' colspan="{left}"' if left > 1 else ""
-    return "".join(f"<td>{cell}</td>" for cell in cells) + f"<td{span}>{last}</td>"
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:

@@ -10,16 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from aioshard.spark.analysis.arrivals import Arrivals
-from aioshard.spark.analysis.fleet import Prediction
 from aioshard.spark.analysis.lag import Lag
 from aioshard.spark.analysis.skew import Skewed
 from aioshard.spark.analysis.tail import LEVELS, Tail
-from aioshard.spark.analysis.what_if import WhatIf
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_arrivals", "plot_candidates", "plot_lag", "plot_shares", "plot_skew", "plot_tail"]
+__all__ = ["plot_arrivals", "plot_lag", "plot_shares", "plot_skew", "plot_tail"]
 
 # Colours that no data has: the page replaces each with one of its own, which is another by night.
 _TEXT = "#010203"
@@ -43,8 +41,6 @@ _SETTINGS: Any = {
 }
 _WIDTH = 7.0
 _LONGEST_NAME = 18
-_FIGURE = 0.11
-"""How much of the width a figure beside a bar takes."""
 
 
 def plot_skew(skewed: Skewed) -> str:
@@ -116,39 +112,6 @@ def plot_arrivals(found: Arrivals) -> str:
     axes.set_ylabel("records per second")
     axes.set_ylim(bottom=0)
     return _svg(figure, "Records that came per second, over time")
-
-
-@mpl.rc_context(_SETTINGS)
-def plot_candidates(found: WhatIf) -> str:
-    """How long each candidate takes, and the time that none of them beats."""
-    predicted = [(one.candidate.label, one.prediction) for one in found.answers if one.prediction is not None][::-1]
-    figure, axes = _figure(1.2 + 0.36 * len(predicted))
-    values = [prediction.makespan / 1e6 for _, prediction in predicted]
-    axes.barh(range(len(predicted)), values, 0.6, color=_SERIES[0])
-    axes.set_yticks(range(len(predicted)), [label for label, _ in predicted])
-    itself = found.measured.makespan / 1e6
-    axes.axvline(itself, color=_FAINT, linestyle="--", label="the run itself")
-    axes.axvline(found.best_possible / 1e6, color=_SERIES[2], label="the least possible")
-    width = max([*values, itself]) * 1.15
-    for place, (_, prediction) in enumerate(predicted):
-        value = values[place]
-        axes.annotate(
-            _took(prediction),
-            # A figure that the line of the run would go through stands behind it.
-            (itself if value < itself < value + width * _FIGURE else value, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-    axes.set_xlim(right=width)
-    axes.set_xlabel("seconds for all records")
-    figure.legend(loc="outside lower center", ncols=2)
-    return _svg(figure, "How long each candidate takes")
-
-
-def _took(prediction: Prediction) -> str:
-    return f"{prediction.makespan / 1e6:.3g} s"
 
 
 def _milliseconds(value: float, _: object) -> str:

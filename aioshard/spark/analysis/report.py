@@ -1,17 +1,14 @@
 """All that a journal says as one page: plots within it, nothing fetched, readable at night and on a phone."""
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from aioshard.spark.analysis.candidate import Candidate
 from aioshard.spark.analysis.journal import Journal
 from aioshard.spark.analysis.lag import Lag, find_lag
 from aioshard.spark.analysis.page import check_plots, escaped, page_of, paragraphs, table, tiles
 from aioshard.spark.analysis.skew import Skew, Skewed, find_skew
 from aioshard.spark.analysis.tail import LEVELS, Tail, find_tail
-from aioshard.spark.analysis.what_if import DEFAULT_LIMIT, WhatIf, ask
-from aioshard.spark.analysis.wording import about_slowest, duration_as_text, sentences, share_as_text, trusted
+from aioshard.spark.analysis.wording import about_slowest, duration_as_text, share_as_text
 
 __all__ = ["Findings", "as_page", "find_all"]
 
@@ -23,40 +20,30 @@ class Findings(NamedTuple):
     begin: float
     """Seconds since the epoch."""
     records: int
-    members: int
     skew: Skew
     tail: Tail
     lag: Lag
-    what_if: WhatIf
+    cpu: float | None
+    """Of one core, what the process took while it wrote the journal; None where the journal does not say."""
 
 
-def find_all(
-    journal: Journal,
-    candidates: Sequence[Candidate] = (),
-    handler: str | None = None,
-    *,
-    title: str | None = None,
-    limit: int = DEFAULT_LIMIT,
-) -> Findings:
+def find_all(journal: Journal, handler: str | None = None, *, title: str | None = None) -> Findings:
     """Ask a journal everything.
 
     Args:
         journal: What to look at.
-        candidates: Configurations to ask about; some that suggest themselves where none is given.
         handler: By default the one with the most records.
         title: Of the page; without it, it names the handler.
-        limit: As for `aioshard.spark.analysis.what_if.ask`.
     """
     name = journal.handler(handler).name
     return Findings(
         title=title or f"Journal of {name}",
         begin=journal.start / 1e6,
         records=journal.records,
-        members=journal.members,
         skew=find_skew(journal, name),
         tail=find_tail(journal, name),
         lag=find_lag(journal, name),
-        what_if=ask(journal, candidates, name, limit=limit),
+        cpu=journal.cpu,
     )
 
 
@@ -67,23 +54,14 @@ def as_page(found: Findings) -> str:
         MissingExtraError: matplotlib is not installed.
     """
     check_plots()
-    from aioshard.spark.analysis.plots import (  # noqa: PLC0415 - matplotlib is imported on use
-        plot_candidates,
-        plot_lag,
-        plot_skew,
-        plot_tail,
-    )
+    from aioshard.spark.analysis.plots import plot_lag, plot_skew, plot_tail  # noqa: PLC0415 - matplotlib on use
 
-    tail, skew, what_if = found.tail, found.skew, found.what_if
+    tail, skew = found.tail, found.skew
     began = datetime.fromtimestamp(found.begin, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     sections = [
         f"<h1>{escaped(found.title)}</h1>",
         f"<p>{found.records:,} records from {began} on, handler <b>{escaped(skew.handler)}</b>.</p>",
         _tiles(found),
-        "<h2>What if</h2>",
-        paragraphs([*trusted(what_if), *sentences(what_if)]),
-        plot_candidates(what_if),
-        _candidates(what_if),
         "<h2>Tail</h2>",
         paragraphs([about_slowest(tail)]),
         plot_tail(tail),
@@ -105,36 +83,14 @@ def as_page(found: Findings) -> str:
 
 
 def _tiles(found: Findings) -> str:
-    measured, what_if = found.what_if.measured, found.what_if
-    figures = [
-        ("took", duration_as_text(measured.makespan)),
-        ("99 % within", duration_as_text(measured.total[1])),
-        ("work", duration_as_text(found.skew.work_us)),
-        ("least possible", duration_as_text(what_if.best_possible)),
-    ]
-    if what_if.cpu is not None:
-        figures.append(("of a core", share_as_text(what_if.cpu)))
+    figures = [("took", duration_as_text(found.tail.wall_us))]
+    within = {one.of: one.levels[LEVELS.index(0.99)] for one in found.tail.percentiles}
+    if "total" in within:
+        figures.append(("99 % within", duration_as_text(within["total"])))
+    figures.append(("work", duration_as_text(found.skew.work_us)))
+    if found.cpu is not None:
+        figures.append(("of a core", share_as_text(found.cpu)))
     return tiles(figures)
-
-
-def _candidates(found: WhatIf) -> str:
-    rows: list[tuple[str, ...]] = []
-    for one in found.answers:
-        prediction = one.prediction
-        if prediction is None:
-            rows.append((one.candidate.label, one.not_predicted or ""))
-            continue
-        rows.append(
-            (
-                one.candidate.label,
-                duration_as_text(prediction.makespan),
-                share_as_text(one.off_by or 0),
-                duration_as_text(prediction.total[1]),
-                duration_as_text(prediction.wait[1]),
-                share_as_text(prediction.busy),
-            )
-        )
-    return table(("candidate", "takes", "off by up to", "99 % within", "99 % wait", "workers busy"), rows)
 
 
 def _percentiles(tail: Tail) -> str:

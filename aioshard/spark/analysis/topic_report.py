@@ -1,4 +1,4 @@
-"""What topics alone say as one page: without work, tail and what-if, which need a journal."""
+"""What topics alone say as one page: without work and tail, which need a journal."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -54,7 +54,7 @@ def topic_page(found: TopicFindings) -> str:
 
     skew, arrivals = found.skew, found.arrivals
     began = datetime.fromtimestamp(arrivals.start_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    missing = needs_journal("What the work on them was, its tail and what-if")
+    missing = needs_journal("What the work on them was, and its tail,")
     sections = [
         f"<h1>{escaped(found.title)}</h1>",
         f"<p>{skew.records:,} records from {began} on, {skew.without_key:,} without a key. {escaped(missing)}</p>",

@@ -5,14 +5,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pyspark.sql import functions as sql
 
+from aioshard.core.key_hash import SHARD_BITS
 from aioshard.spark.analysis.skew import key_as_text, spread_of
 from aioshard.spark.analysis.topic import Topics, partition_name
-from aioshard.spark.analysis.windows import shard_of_key
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["TopicGroup", "TopicSkew", "TopicSkewed", "find_topic_skew"]
+__all__ = ["TopicGroup", "TopicSkew", "TopicSkewed", "find_topic_skew", "shard_of_key"]
+
+_MULTIPLIER = 1_327_217_885
+_LOW_BITS = (1 << 32) - 1
 
 
 class TopicGroup(NamedTuple):
@@ -80,6 +83,12 @@ def find_topic_skew(topics: Topics, shards: Sequence[int] = (), top: int = 10) -
         placed = rows.withColumn("shard", sql.coalesce(shard_of_key("key", number), _turn(number)))
         spread.append(_skewed("shard", number, _grouped(placed, ("shard",), sql.col("shard").cast("string")), top))
     return TopicSkew(topics.names, topics.records, totals[0], totals[1], tuple(spread))
+
+
+def shard_of_key(key: str, shards: int) -> "Column":
+    """The SQL twin of `aioshard.core.sharding.shard_number` for a key of bytes."""
+    mixed = (sql.crc32(key) * sql.lit(_MULTIPLIER)).bitwiseAND(sql.lit(_LOW_BITS))
+    return sql.shiftright(mixed * shards, SHARD_BITS)
 
 
 def _turn(shards: int) -> "Column":

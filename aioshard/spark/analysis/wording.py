@@ -3,8 +3,6 @@
 from aioshard.spark.analysis.arrivals import Arrivals
 from aioshard.spark.analysis.tail import Tail
 from aioshard.spark.analysis.topic_skew import TopicSkewed
-from aioshard.spark.analysis.trust import GOOD
-from aioshard.spark.analysis.what_if import WhatIf
 
 __all__ = [
     "about_arrivals",
@@ -13,10 +11,8 @@ __all__ = [
     "duration_as_text",
     "needs_journal",
     "rate_as_text",
-    "sentences",
     "share_as_text",
     "size_as_text",
-    "trusted",
 ]
 
 _STEPS = ((10_000, 1e3, "{:.2f} ms"), (1_000_000, 1e3, "{:.1f} ms"), (100_000_000, 1e6, "{:.2f} s"))
@@ -57,59 +53,6 @@ def about_slowest(tail: Tail) -> str:
         f"{share_as_text(tail.slowest_work_share)} of the work. {share_as_text(tail.slowest_wait_share)} of all "
         "waiting was for one of them to end, in the same shard."
     )
-
-
-def trusted(found: WhatIf) -> list[str]:
-    """What was measured, and how well the same configuration is predicted."""
-    measured = found.measured
-    own = "" if found.own is None else f" ({found.own.label})"
-    what = f"{found.records:,} records of handler {found.handler.name!r}{own}"
-    within = duration_as_text(measured.total[1])
-    told = [f"{what} took {duration_as_text(measured.makespan)}, 99 % within {within} of being taken in."]
-    if found.cpu is not None:
-        told.append(f"The process took {share_as_text(found.cpu)} of a core.")
-    if found.check is not None:
-        off = 100 * (found.check.makespan / measured.makespan - 1)
-        told.append(
-            f"The same configuration, predicted: {duration_as_text(found.check.makespan)} ({off:+.1f} %), 99 % within "
-            f"{duration_as_text(found.check.total[1])}. The other predictions are no better than that."
-        )
-    told.append(_about_stalls(found))
-    return told
-
-
-def _about_stalls(found: WhatIf) -> str:
-    stalls = found.stalls
-    if not stalls.times:
-        return (
-            f"The event loop was not seen to stand still: predicted times were off by up to {GOOD:.0%} where that was "
-            "so, the 99 % by three times that."
-        )
-    times = "once" if stalls.times == 1 else f"{stalls.times:,} times"
-    longest, total = duration_as_text(stalls.longest), duration_as_text(stalls.total)
-    return (
-        f"The event loop stood still {times}, {longest} at most, {total} in all: about {share_as_text(found.waited)} "
-        "of the durations are waiting for it, not work. So predicted times are off by up to what stands beside them, "
-        "the 99 % by three times that."
-    )
-
-
-def sentences(found: WhatIf) -> list[str]:
-    """The recommendation with what bounds it, and what the answers leave out."""
-    told = []
-    if found.recommended is not None and found.recommended.prediction is not None:
-        takes = found.recommended.prediction.makespan
-        told.append(
-            f"Recommended of these: {found.recommended.candidate.label}, the fewest workers within 5 % of the quickest "
-            f"({duration_as_text(takes)}, {takes / max(found.best_possible, 1):.2f} times the least possible)."
-        )
-    if found.hottest_key is not None:
-        alone = f"the key {found.hottest_key} alone is {duration_as_text(found.hottest_work)} of work"
-        why = f"{alone}, and a key is in order"
-    else:
-        why = "that is when the last record had come and run"
-    least = duration_as_text(found.best_possible)
-    return [*told, f"No number of shards, workers or members takes less than {least}: {why}.", *found.remarks]
 
 
 def size_as_text(size: int) -> str:
