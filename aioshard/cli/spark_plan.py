@@ -9,10 +9,7 @@ from aioshard.cli import options
 from aioshard.cli.loading import load_app
 from aioshard.cli.moments import moment
 from aioshard.cli.sides import run
-from aioshard.cli.spark_session import session
 from aioshard.cli.tables import print_table
-from aioshard.spark.draining.sampling import Sample
-from aioshard.spark.draining.sampling import sample as take_sample
 from aioshard.spark.planning.planning import plan as make_plan
 from aioshard.spark.runs.plan import Plan
 
@@ -20,8 +17,6 @@ __all__ = ["plan"]
 
 _SHOWN = 20
 """Partitions in the table."""
-_A_WHILE = 120
-"""Seconds; longer times are told in minutes."""
 
 
 @click.command()
@@ -57,13 +52,6 @@ _A_WHILE = 120
 )
 @click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Instead of the handlers' own policies.")
 @click.option("--shuffle", is_flag=True, help="Bring the records of a key together across partitions and topics.")
-@click.option(
-    "--sample",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Then run N records through the handlers, without a row or a commit, and say how long the run would take.",
-)
-@options.master
 @click.option("--lease", type=click.FloatRange(0), metavar="SECONDS", help="Have apps of the group keep off so long.")
 @options.bootstrap_servers("the app's setting")
 @options.app_dir
@@ -72,8 +60,6 @@ def plan(
     target: str,
     *,
     directory: str,
-    sample: int | None,
-    master: str,
     app_dir: str,
     as_json: bool,
     **chosen: Any,
@@ -87,17 +73,10 @@ def plan(
     made = run(make_plan(target, directory=directory, tell=told.append, **chosen))
     for sentence in told:
         click.echo(sentence, err=True)
-    found = None
-    if sample is not None:
-        with session(master, app_dir) as spark:
-            found = take_sample(spark, made, sample)
     if as_json:
-        sampled = {} if found is None else {"sample": found.asdict()}
-        click.echo(json.dumps(json.loads(made.to_json()) | sampled, indent=2))
+        click.echo(json.dumps(json.loads(made.to_json()), indent=2))
         return
     _show(made)
-    if found is not None:
-        _show_sample(found)
     click.echo(f"\nNext: aioshard spark drain {directory}")
 
 
@@ -115,13 +94,3 @@ def _show(made: Plan) -> None:
         print_table(("topic", "partition", "start", "end", "offsets"), rows[:_SHOWN])
         if len(rows) > _SHOWN:
             click.echo(f"and {len(rows) - _SHOWN} more partition(s)")
-
-
-def _show_sample(found: Sample) -> None:
-    rows = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in found.statuses.items())
-    click.echo(f"\nsample: {found.records:,} record(s) in {found.seconds:.0f} s, {rows}")
-    if found.rate is None or found.eta is None:
-        click.echo("  too few to say how long the run would take: ask for more")
-        return
-    took = f"{found.eta / 60:,.0f} min" if found.eta >= _A_WHILE else f"{found.eta:.0f} s"
-    click.echo(f"  {found.rate:,.0f} records/s: the run would take about {took}, beside the start of Spark")

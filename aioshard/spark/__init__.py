@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from aioshard.spark.draining.drain import DrainReport, Progress, drain, follow, status, stop
     from aioshard.spark.draining.frame import apply_handlers
     from aioshard.spark.draining.redriving import redrive
-    from aioshard.spark.draining.sampling import Sample, sample
     from aioshard.spark.ending.handover import Handover, handover
     from aioshard.spark.ending.letters import send_letters
     from aioshard.spark.ending.verify import verify
@@ -28,7 +27,6 @@ _MODULES = {
     "PostgresqlTable": "sinks",
     "Progress": "draining.drain",
     "RunDirectory": "runs.directory",
-    "Sample": "draining.sampling",
     "Verification": "runs.verification",
     "drain": "draining.drain",
     "follow": "draining.drain",
@@ -38,7 +36,6 @@ _MODULES = {
     "plan": "planning.planning",
     "redrive": "draining.redriving",
     "register": "session",
-    "sample": "draining.sampling",
     "send_letters": "ending.letters",
     "status": "draining.drain",
     "stop": "draining.drain",
@@ -55,7 +52,6 @@ __all__ = [
     "PostgresqlTable",
     "Progress",
     "RunDirectory",
-    "Sample",
     "Verification",
     "apply_handlers",
     "drain",
@@ -65,7 +61,6 @@ __all__ = [
     "plan",
     "redrive",
     "register",
-    "sample",
     "send_letters",
     "status",
     "stop",

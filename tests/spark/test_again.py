@@ -1,4 +1,4 @@
-"""Before and after a run: a sample that leaves no trace, and records of a run once more."""
+"""Records of a run once more."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aioshard.errors import PlanError
-from aioshard.spark import apply_handlers, redrive, sample
+from aioshard.spark import apply_handlers, redrive
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.shared_kafka import SharedKafka
@@ -67,42 +67,6 @@ async def begin(
 
 def names(directory: Path) -> list[str]:
     return sorted(found.name for found in directory.rglob("*"))
-
-
-@pytest.mark.parametrize("shard_by", ['"key"', "lambda record: record.key"], ids=["fused", "shuffled"])
-async def test_a_sample_tells_rate_and_failures_and_leaves_no_trace(
-    begin: Callable[[str], HistoryRun], shard_by: str, kafka: SharedKafka, group: str, tmp_path: Path
-) -> None:
-    run = begin(shard_by)
-    plan = await run.plan()
-    before = names(run.directory)
-
-    found = await asyncio.to_thread(sample, run.spark, plan, 60)
-
-    assert (found.records, dict(found.statuses)) == (60, {"dead_lettered": 6, "processed": 54})
-    assert len(names(tmp_path / "calls")) == 60
-    assert found.rate is not None
-    assert found.eta == pytest.approx(RECORDS / found.rate)
-    assert 60 / found.seconds < found.rate < 60 / 0.002
-    assert found.p50 is not None
-    assert found.p99 is not None
-    assert 0.002 <= found.p50 <= found.p99
-    assert names(run.directory) == before
-    assert await kafka.committed(group, run.topic) == {}
-    assert json.loads(json.dumps(found.asdict()))["records"] == 60
-
-
-async def test_a_sample_of_nothing_is_refused(begin: Callable[[str], HistoryRun]) -> None:
-    run = begin('"key"')
-    plan = await run.plan()
-    empty = await HistoryRun(run.spark, run.kafka, run.topic, run.app, run.directory / "empty").plan(
-        start={run.topic: {0: 100, 1: 100}}
-    )
-
-    with pytest.raises(PlanError, match="at least 1"):
-        sample(run.spark, plan, 0)
-    with pytest.raises(PlanError, match="nothing to read"):
-        sample(run.spark, empty, 10)
 
 
 async def test_dead_letters_of_a_run_are_run_again_from_its_rows(
