@@ -3,11 +3,10 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -46,34 +45,22 @@ def session(master: str, app_dir: str) -> "Iterator[SparkSession]":
 
 @contextlib.contextmanager
 def _interrupted_when_it_stands() -> "Iterator[list[int]]":
-    """The signals that came meanwhile; at the second one, the process ends.
+    """Collect the signals that come meanwhile; the second one ends the process.
 
-    Left half-way, Spark's Java would not notice that nobody needs it: it would stay, and hold what it prints to.
+    An exception here would remove the file that Spark's Java writes when it is ready: it would stay, and keep the
+    command's output open. When the process ends instead, Java reads the end of its input and ends too.
     """
-    from pyspark import java_gateway  # noqa: PLC0415 - imported on use
-
     asked: list[int] = []
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def started(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(*arguments, **options)  # noqa: S603 - what PySpark starts
-        processes.append(process)
-        return process
 
     def on_signal(number: int, _: object) -> None:
         if asked:
-            for process in processes:
-                process.kill()
             os._exit(INTERRUPTED)
         asked.append(number)
         click.echo("Spark is starting: it ends when Spark stands; a second signal ends it at once.", err=True)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    starts = vars(java_gateway)["Popen"]
-    vars(java_gateway)["Popen"] = started  # PySpark keeps the process to itself until it answers
     try:
         yield asked
     finally:
-        vars(java_gateway)["Popen"] = starts
         for number, handler in before.items():
             signal.signal(number, handler)
