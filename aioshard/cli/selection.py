@@ -1,43 +1,23 @@
 """Which records of a side topic a command is about: its filters as options."""
 
 import functools
-import re
-import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
 import click
 
+from aioshard.cli.moments import parse_time
 from aioshard.cli.tables import bytes_as_text
 from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates, Failure
 
-__all__ = ["Selection", "coordinates", "filters", "is_key", "moment"]
+__all__ = ["Selection", "coordinates", "filters", "is_key"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_AGO = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw])")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
-
-def moment(text: str) -> float:
-    """Seconds since the epoch of a moment that an option names.
-
-    Raises:
-        BadParameter: *text* names none.
-    """
-    ago = _AGO.fullmatch(text)
-    try:
-        if ago is not None:
-            return time.time() - timedelta(**{_UNITS[ago["unit"]]: float(ago["number"])}).total_seconds()
-        # Without an offset it is in the zone of this machine.
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError, OSError):
-        raise click.BadParameter(
-            f"{text!r} was found, a moment was expected: 2026-01-31, 2026-01-31T12:30, 2026-01-31T12:30:00+02:00, or "
-            "how long ago, as 90s, 30m, 6h, 2d or 1w"
-        ) from None
+def _since_epoch(text: str) -> float:
+    return parse_time(text).timestamp()
 
 
 def coordinates(text: str) -> Coordinates:
@@ -107,8 +87,10 @@ _OPTIONS = (
         multiple=True,
         help="Where the record came from; may be repeated.",
     ),
-    click.option("--since", type=moment, metavar="TIME", help="Failed at this moment or later; 6h is six hours ago."),
-    click.option("--until", type=moment, metavar="TIME", help="Failed before this moment."),
+    click.option(
+        "--since", type=_since_epoch, metavar="TIME", help="Failed at this time (UTC) or later; -6h is six hours ago."
+    ),
+    click.option("--until", type=_since_epoch, metavar="TIME", help="Failed before this time."),
 )
 
 

@@ -248,7 +248,7 @@ async def test_only_what_is_named_is_reset(place: Place, tmp_path: Path) -> None
         (("--to", "11", "--topic", "TOPIC"), "is outside TOPIC/0: its log is from 0 to 10"),
         (("--to", "1", "--partition", "1"), "--partition needs exactly one --topic"),
         (("--to", "1", "--topic", "TOPIC", "--partition", "7"), "there is no partition 7 of TOPIC"),
-        (("--to", "yesterday", "--topic", "TOPIC"), "'earliest' or 'latest', a time such as"),
+        (("--to", "yesterday", "--topic", "TOPIC"), "expected 'earliest', 'latest', a JSON file"),
     ],
 )
 async def test_what_makes_no_sense_is_refused(place: Place, options: tuple[str, ...], why: str) -> None:
