@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import anyio
 from aiokafka import AIOKafkaConsumer
 
 from aioshard.errors import ClientLostError, DataLossError, OffsetOutOfRangeError, StateError
 from aioshard.kafka.connecting import advertised_by, connected
+from aioshard.kafka.groupless import Groupless
 from aioshard.kafka.intake import Found, Intake
 from aioshard.kafka.internals import Internals
 from aioshard.kafka.options import consumer_options, partition_share
@@ -20,7 +21,6 @@ from aioshard.ports import (
     FetchedBatch,
     GroupListener,
     LogRange,
-    Membership,
     Oversized,
 )
 from aioshard.records import TopicPartition
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RangeTransport"]
 
-_MEMBERSHIP = Membership("range", 1)
-"""Nobody else takes part, and nothing is ever taken away."""
 
-
-class RangeTransport:
+class RangeTransport(Groupless):
     """Reads ranges of offsets as if they were whole logs; implements `aioshard.ports.Transport`.
 
     All partitions are assigned at the start and stay so. A commit is kept here and nowhere else: whoever planned the
@@ -61,12 +58,12 @@ class RangeTransport:
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
+        super().__init__("range", {name: Committed(bounds.start, "") for name, bounds in ranges.items()})
         self._settings = settings
         self._ranges = dict(ranges)
         self._finished = {name: frozenset(offsets) for name, offsets in (finished or {}).items() if offsets}
         options = consumer_options(settings, "")
         self._options = options | {"group_id": None, "group_instance_id": None}
-        self._committed = {name: Committed(bounds.start, "") for name, bounds in ranges.items()}
         self._internals: Internals | None = None
         self._intake: Intake | None = None
         self._closed = False
@@ -99,7 +96,7 @@ class RangeTransport:
         self._intake.begin(internals.assignment())
         for task in internals.background_tasks().values():
             task.add_done_callback(self._waiting.look_again)
-        listener.assigned(list(self._ranges), _MEMBERSHIP)
+        listener.assigned(list(self._ranges), self.membership())
 
     async def close(self) -> None:
         """See `Transport.close`."""
@@ -197,18 +194,6 @@ class RangeTransport:
 
     # The group that there is not --------------------------------------------------------
 
-    def membership(self) -> Membership:
-        """See `Transport.membership`: always the same."""
-        return _MEMBERSHIP
-
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:  # noqa: ARG002
-        """See `Transport.commit`: kept in this object."""
-        self._committed.update(offsets)
-
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`: at first the starts of the ranges."""
-        return {name: self._committed[name] for name in partitions}
-
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`: the ranges are all that there is."""
         return {name: self._ranges[name] for name in partitions}
@@ -220,11 +205,3 @@ class RangeTransport:
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`: those of the ranges."""
         return frozenset(name.topic for name in self._ranges)
-
-    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
-        """See `Transport.offset_at`: a run over history is not sought in.
-
-        Raises:
-            StateError: Always.
-        """
-        raise StateError(f"{topic_partition} is read in a range that was frozen: there is no seeking to {timestamp:g}")

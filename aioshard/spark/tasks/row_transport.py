@@ -12,8 +12,9 @@ import anyio
 import pyarrow as pa
 
 from aioshard.core.flow import Usage
-from aioshard.errors import DrainError, PlanError, StateError
+from aioshard.errors import DrainError, PlanError
 from aioshard.handlers import Registration
+from aioshard.kafka.groupless import Groupless
 from aioshard.ports import (
     AllowanceOf,
     Committed,
@@ -21,7 +22,6 @@ from aioshard.ports import (
     FetchedBatch,
     GroupListener,
     LogRange,
-    Membership,
     Oversized,
     record_size,
 )
@@ -30,8 +30,6 @@ from aioshard.spark.tasks.row_records import records_of
 
 __all__ = ["RowFeed", "RowTransport"]
 
-_MEMBERSHIP = Membership("rows", 1)
-"""Nobody else takes part, and nothing is ever taken away."""
 _ENDLESS = 1 << 62
 """The end of what has no known end yet."""
 _PART = Usage(2_000, 4 * 1024 * 1024)
@@ -124,7 +122,6 @@ class _Lane:
         self.paused = True
         self.settled = False
         """Whether the engine has opened it."""
-        self.committed = Committed(0, "")
 
     @property
     def end(self) -> int:
@@ -154,7 +151,7 @@ class _Lane:
         return FetchedBatch(self.topic_partition, records, sizes, places.stop, places)
 
 
-class RowTransport:
+class RowTransport(Groupless):
     """Gives rows to the engine as one partition for each handler; implements `aioshard.ports.Transport`.
 
     Rows that were shuffled come from any partition, so their offsets say nothing of how far a task is: each record gets
@@ -173,6 +170,7 @@ class RowTransport:
             feed: The rows.
             handlers: Of the app: each topic of the rows belongs to one of them.
         """
+        super().__init__("rows", {})
         self._feed = feed
         self._handlers = handlers
         self._lanes: dict[str, _Lane] = {}
@@ -223,7 +221,7 @@ class RowTransport:
         """Give the engine handlers whose first records have come, one assignment after the other."""
         assert self._listener is not None  # noqa: S101 - started
         lanes, self._unassigned = self._unassigned, []
-        self._listener.assigned([lane.topic_partition for lane in lanes], _MEMBERSHIP)
+        self._listener.assigned([lane.topic_partition for lane in lanes], self.membership())
 
     # Records ----------------------------------------------------------------------------
 
@@ -284,6 +282,7 @@ class RowTransport:
         lane = self._lanes.get(handler.name)
         if lane is None:
             lane = self._lanes[handler.name] = _Lane(TopicPartition(topic, 0))
+            self._committed[lane.topic_partition] = Committed(0, "")
             self._unassigned.append(lane)
         self._lane_of[topic] = lane
         return lane
@@ -325,19 +324,6 @@ class RowTransport:
 
     # The group that there is not ----------------------------------------------------------
 
-    def membership(self) -> Membership:
-        """See `Transport.membership`: always the same."""
-        return _MEMBERSHIP
-
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:  # noqa: ARG002
-        """See `Transport.commit`: kept in this object."""
-        for lane in self._named(offsets.keys()):
-            lane.committed = offsets[lane.topic_partition]
-
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`: at first the first place."""
-        return {lane.topic_partition: lane.committed for lane in self._named(partitions)}
-
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`: no end is known before the last row has come."""
         ends = self.ends()
@@ -350,14 +336,6 @@ class RowTransport:
     async def topics(self) -> frozenset[str]:
         """See `Transport.topics`: rows are no topics that could be listed."""
         return frozenset()
-
-    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
-        """See `Transport.offset_at`: rows come once, in their order.
-
-        Raises:
-            StateError: Always.
-        """
-        raise StateError(f"{topic_partition} is read as rows, once: there is no seeking to {timestamp:g}")
 
 
 def _refuse(topic: str) -> NoReturn:
