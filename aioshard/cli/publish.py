@@ -15,10 +15,10 @@ from aioshard.cli import options
 from aioshard.cli.progress import Progress
 from aioshard.cli.publishing import Compression, Publisher
 from aioshard.cli.rows import BadLineError, JsonRows, LineSplitter, Row
+from aioshard.cli.sides import settings_of
 from aioshard.errors import AioshardError
 from aioshard.kafka.connecting import silence_client
 from aioshard.loops import loop_factory
-from aioshard.settings import Settings
 
 __all__ = ["command"]
 
@@ -56,8 +56,7 @@ def command(
     AIOSHARD_* variables, as for an app.
     """
     silence_client()
-    settings = Settings() if bootstrap_servers is None else Settings(bootstrap_servers=bootstrap_servers)
-    settings.require_bootstrap_servers()
+    settings = settings_of(bootstrap_servers)
     rows = JsonRows("standard input" if file == "-" else file, key_field)
     publication = _Publication(rows, key_field)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
