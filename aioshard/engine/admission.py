@@ -174,7 +174,7 @@ class Admission:
         free = self._buffer.bounds.bytes - self._buffer.bytes
         if oversized.size <= free:
             return Allowance(1, free)
-        others = (partition.epoch for partition in self._partitions.values())
+        others = (partition.epoch for partition in tuple(self._partitions.values()))
         if any(epoch.held_usage.records and not self.stuck(epoch) for epoch in others):
             return NOTHING
         return Allowance(1, _EVERYTHING, alone=True)

@@ -1,7 +1,6 @@
 """Why each partition does not advance: the record in front, the limits around it, since when, and what to do."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from aioshard.engine.epoch import Epoch, Gate
 from aioshard.engine.handler import Running
@@ -12,9 +11,7 @@ from aioshard.engine.runtime import Engine
 from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict
 from aioshard.records import TopicPartition
 
-__all__ = ["diagnose", "diagnose_partition", "in_words", "line_of", "steady", "trouble_of"]
-
-T = TypeVar("T")
+__all__ = ["diagnose", "diagnose_partition", "in_words", "line_of", "trouble_of"]
 
 _MOMENT = 1.0
 """Seconds in hand after which the oldest record of a partition is said to be in the way."""
@@ -30,20 +27,6 @@ _NAMED_HALTED = 10
 """Of halted records so many are named: each is released by itself."""
 
 
-def steady(read: Callable[[], T]) -> T:
-    """Read what the event loop may be changing: again when it changed under the iteration.
-
-    Reading does not go through the loop, because a handler that blocks it is what a reader may want to
-    find out.
-    """
-    for _ in range(100):
-        try:
-            return read()
-        except (RuntimeError, KeyError, IndexError):
-            continue
-    return read()
-
-
 def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
     """Why each partition does not advance; safe to call from any thread.
 
@@ -54,14 +37,14 @@ def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
     now = engine.clock()
     wards = {id(running): _ward(engine, running, now, show_keys=show_keys) for running in engine.handlers}
     partitions = [
-        _examined(engine, epoch, now, wards[id(engine.handler_of(epoch.topic_partition.topic))])
+        _examine(engine, epoch, now, wards[id(engine.handler_of(epoch.topic_partition.topic))])
         for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
     ]
     return Diagnosis(
         state=engine.state,
         findings=tuple(_general(engine, now)),
         partitions=tuple(partitions),
-        outliving=tuple(run for ward in wards.values() for run in steady(ward.find_outliving)),
+        outliving=tuple(run for ward in wards.values() for run in ward.find_outliving()),
     )
 
 
@@ -69,11 +52,11 @@ def diagnose_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> Part
     """Why one partition does not advance; as `diagnose`."""
     now = engine.clock()
     running = engine.handler_of(epoch.topic_partition.topic)
-    return _examined(engine, epoch, now, _ward(engine, running, now, show_keys=show_keys))
+    return _examine(engine, epoch, now, _ward(engine, running, now, show_keys=show_keys))
 
 
 def _ward(engine: Engine, running: Running, now: float, *, show_keys: bool) -> Ward:
-    return steady(lambda: Ward(running, engine.since, now, show_keys=show_keys))
+    return Ward(running, engine.since, now, show_keys=show_keys)
 
 
 # All partitions ----------------------------------------------------------------------------
@@ -118,10 +101,6 @@ def _general(engine: Engine, now: float) -> Iterator[Finding]:
 
 
 # One partition -----------------------------------------------------------------------------
-
-
-def _examined(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionDiagnosis:
-    return steady(lambda: _examine(engine, epoch, now, ward))
 
 
 def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionDiagnosis:

@@ -1,6 +1,5 @@
 """What the engine is doing, read from any thread: statistics, and an explanation of what stands still."""
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from aioshard.core.commit_metadata import MOST_UNITS
 from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
-from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, steady, trouble_of
+from aioshard.engine.insight.doctor import diagnose, diagnose_partition, in_words, line_of, trouble_of
 from aioshard.engine.insight.process import ready_anyway, restart_cures
 from aioshard.engine.runtime import Engine
 from aioshard.engine.worker import Worker
@@ -39,7 +38,7 @@ def statistics(engine: Engine, group_id: str, client: str = "") -> Statistics:
         client_losses=engine.client_losses,
         trouble=trouble_of(engine, now) or engine.liveness.watch.sentence(now) or blocked,
         partitions=tuple(
-            steady(functools.partial(_partition, engine, epoch, now, running[epoch]))
+            _partition(engine, epoch, now, running[epoch])
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
         ),
         handlers=tuple(_handler(handler, engine.buffer.bounds.records) for handler in engine.handlers),

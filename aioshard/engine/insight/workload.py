@@ -13,7 +13,6 @@ from aioshard.core.recourse import DeadLetter, Park
 from aioshard.core.shown_keys import shown
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Running
-from aioshard.engine.insight.doctor import steady
 from aioshard.engine.insight.head import Ward
 from aioshard.engine.insight.stack import stack_of
 from aioshard.engine.outcomes import Block
@@ -37,7 +36,7 @@ def workload(engine: Engine, *, show_keys: bool, most: int = _MOST) -> Workload:
         most: How many of each kind are told.
     """
     now = engine.clock()
-    looks = [_look(running, engine, now, show_keys=show_keys, most=most) for running in engine.handlers]
+    looks = [_Look(running, engine, now, show_keys=show_keys, most=most) for running in engine.handlers]
     return Workload(
         handlers=tuple(look.load for look in looks),
         workers=tuple(heapq.nlargest(most, (run for look in looks for run in look.runs), key=lambda run: run.seconds)),
@@ -50,10 +49,6 @@ def workload(engine: Engine, *, show_keys: bool, most: int = _MOST) -> Workload:
         parked_keys=sum(look.load.parked_keys for look in looks),
         pauses=tuple(_pauses(engine)),
     )
-
-
-def _look(running: Running, engine: Engine, now: float, *, show_keys: bool, most: int) -> "_Look":
-    return steady(lambda: _Look(running, engine, now, show_keys=show_keys, most=most))
 
 
 def _worst_first(failed: FailedRecord) -> tuple[bool, float]:
@@ -75,7 +70,7 @@ class _Busy(NamedTuple):
 
 
 class _Look:
-    """One handler at one moment; raises when that changes meanwhile, for `steady` to look again."""
+    """One handler at one moment."""
 
     def __init__(self, running: Running, engine: Engine, now: float, *, show_keys: bool, most: int) -> None:
         self._running = running
