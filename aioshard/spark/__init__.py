@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from aioshard.spark.runs.plan import Plan, PlannedHandler, PlannedRange
     from aioshard.spark.runs.verification import Verification
     from aioshard.spark.session import register
-    from aioshard.spark.sinks import PostgresqlTable
 
 _MODULES = {
     "DrainReport": "draining.drain",
@@ -24,7 +23,6 @@ _MODULES = {
     "Plan": "runs.plan",
     "PlannedHandler": "runs.plan",
     "PlannedRange": "runs.plan",
-    "PostgresqlTable": "sinks",
     "Progress": "draining.drain",
     "RunDirectory": "runs.directory",
     "Verification": "runs.verification",
@@ -49,7 +47,6 @@ __all__ = [
     "Plan",
     "PlannedHandler",
     "PlannedRange",
-    "PostgresqlTable",
     "Progress",
     "RunDirectory",
     "Verification",

@@ -16,9 +16,9 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, IntegerType, Long
 
 from aioshard.errors import DrainError, PlanError
 from aioshard.records import Record
-from aioshard.spark.sinks import PostgresqlTable
 from aioshard.spark.source.data_source import OUTCOME_COLUMNS
 from aioshard.spark.source.writer import StreamTopicWriter, TopicWriter
+from tests.docs.pages import blocks
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
 from tests.support.shared_kafka import SharedKafka
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and the machine may be busy
 
 HEADERS = "array<struct<key:string,value:binary>>"
-TABLE = """
-CREATE TABLE outcomes (
-    topic text, partition int, "offset" bigint, key bytea, status text, attempts int, error_type text, error text,
-    started timestamptz, duration float8, result bytea, handler text, PRIMARY KEY (topic, partition, "offset"))
-"""
 STARTED = dt.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=dt.UTC)
 
 
@@ -175,12 +170,30 @@ def test_what_cannot_be_written_is_refused_with_a_sentence(
 # A table ------------------------------------------------------------------------------
 
 
+class Table:
+    """The recipe of the documentation, and what it has written."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        (block,) = (one for one in blocks("python") if "def write_outcomes" in one.text)
+        # Spark sends functions by their values: the tasks have the same `connect`.
+        names: dict[str, Any] = {"__name__": "recipe"}
+        exec(block.text, names)
+        names["connect"] = functools.partial(psycopg.connect, url)
+        self.write: Callable[[DataFrame, int], None] = names["write_outcomes"]
+
+    def stored(self, columns: str = '"offset", status') -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.url) as connection:
+            return connection.execute(f'SELECT {columns} FROM outcomes ORDER BY partition, "offset"').fetchall()
+
+
 @pytest.fixture
-def table(postgresql_url: str) -> PostgresqlTable:
+def table(postgresql_url: str) -> Table:
     """An empty table of outcomes."""
+    (block,) = (one for one in blocks("sql") if "CREATE TABLE outcomes" in one.text)
     with psycopg.connect(postgresql_url) as connection:
-        connection.execute(TABLE)
-    return PostgresqlTable(functools.partial(psycopg.connect, postgresql_url), "outcomes")
+        connection.execute(block.text.encode())
+    return Table(postgresql_url)
 
 
 def _outcome(offset: int, status: str = "processed", **values: Any) -> tuple[Any, ...]:
@@ -194,61 +207,25 @@ def _frame(spark: "SparkSession", *rows: tuple[Any, ...]) -> "DataFrame":
     return spark.createDataFrame(rows, OUTCOME_COLUMNS)
 
 
-def _stored(table: PostgresqlTable, columns: str = '"offset", status') -> list[tuple[Any, ...]]:
-    with table.connect() as connection:
-        found: list[tuple[Any, ...]] = connection.execute(
-            f'SELECT {columns} FROM outcomes ORDER BY "offset"'
-        ).fetchall()
-        return found
+def test_outcomes_are_in_the_table_once_as_the_latest_run_has_them(spark: "SparkSession", table: Table) -> None:
+    table.write(
+        _frame(spark, _outcome(1, "skipped"), _outcome(2, "skipped", error="tab\t and \\ line\n", result=None)), 0
+    )
+    table.write(_frame(spark, _outcome(1)), 0)
+    table.write(_frame(spark, _outcome(1)), 0)
 
-
-def test_outcomes_are_in_the_table_as_they_are(spark: "SparkSession", table: PostgresqlTable) -> None:
-    assert table(_frame(spark, _outcome(1), _outcome(2, "skipped", error="tab\t and \\ line\n", result=None)), 0) == 2
-
-    first, second = _stored(table, "topic, partition, key, status, attempts, started, duration, result, error")
+    first, second = table.stored("topic, partition, key, status, attempts, started, duration, result, error")
     assert first == ("orders", 0, b"k\x00", "processed", 1, STARTED, 0.25, b'{"paid":true}', None)
     assert second[-2:] == (None, "tab\t and \\ line\n")
 
 
-def test_what_is_written_again_is_there_once(spark: "SparkSession", table: PostgresqlTable) -> None:
-    rows = _frame(spark, *map(_outcome, range(100))).repartition(3)
-
-    assert [table(rows, 4), table(rows, 4)] == [100, 100]
-
-    assert _stored(table) == [(offset, "processed") for offset in range(100)]
-
-
-def test_a_later_run_takes_the_place_of_the_one_before_unless_told_not_to(
-    spark: "SparkSession", table: PostgresqlTable
-) -> None:
-    table(_frame(spark, _outcome(1, "skipped")))
-
-    keeping = PostgresqlTable(table.connect, "public.outcomes", update=False)
-    keeping(_frame(spark, _outcome(1), _outcome(2)))
-    assert _stored(table) == [(1, "skipped"), (2, "processed")]
-
-    table(_frame(spark, _outcome(1)))
-    assert _stored(table) == [(1, "processed"), (2, "processed")]
-
-
-def test_columns_are_chosen(spark: "SparkSession", table: PostgresqlTable) -> None:
-    few = PostgresqlTable(table.connect, "outcomes", ("topic", "partition", "offset"))
-
-    few(_frame(spark, _outcome(1)))
-    few(_frame(spark, _outcome(1)))
-
-    assert _stored(table) == [(1, None)]
-    with pytest.raises(PlanError, match="leaves out 'offset'"):
-        PostgresqlTable(table.connect, "outcomes", ("topic", "partition", "status"))
-
-
-def test_a_task_that_fails_leaves_nothing_of_its_rows(spark: "SparkSession", table: PostgresqlTable) -> None:
+def test_a_task_that_fails_leaves_nothing_of_its_rows(spark: "SparkSession", table: Table) -> None:
     rows = _frame(spark, _outcome(1), _outcome(2, error="nul \x00 is no text")).coalesce(1)
 
     with pytest.raises(PySparkException, match="NUL"):
-        table(rows)
+        table.write(rows, 0)
 
-    assert _stored(table) == []
+    assert table.stored() == []
 
 
 # A run --------------------------------------------------------------------------------
@@ -261,7 +238,7 @@ async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_onc
     kafka: SharedKafka,
     topic: str,
     group: str,
-    table: PostgresqlTable,
+    table: Table,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,7 +250,7 @@ async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_onc
     calls = []
 
     def write(rows: "DataFrame", batch: int) -> None:
-        table(rows, batch)
+        table.write(rows, batch)
         calls.append(batch)
         if calls == [0, 1]:
             raise RuntimeError("the driver is lost")
@@ -284,9 +261,7 @@ async def test_a_drain_writes_a_table_and_files_that_others_read_each_record_onc
 
     assert calls == [0, 1, 1]
     expected = [(partition, offset) for partition in range(2) for offset in range(20)]
-    with table.connect() as connection:
-        stored = connection.execute('SELECT partition, "offset" FROM outcomes ORDER BY 1, 2').fetchall()
-    assert stored == expected
+    assert table.stored('partition, "offset"') == expected
     read = ds.dataset(run.directory / "outcomes", partitioning="hive").to_table().to_pandas()
     assert sorted(zip(read["partition"], read["offset"], strict=True)) == expected
     assert set(read["batch"]) == {0, 1}
