@@ -4,11 +4,10 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import MissingExtraError, PlanError
 from aioshard.spark.runs.files import PLAN
@@ -35,8 +34,7 @@ _ASIDE = "."
 class RunDirectory:
     """A directory on this machine, or anywhere that Arrow's file systems reach (`s3://`, `gs://`, `hdfs://`, …).
 
-    A local path needs nothing else; another URI needs pyarrow, which the extra `spark` installs. Names within the
-    directory are relative, with `/` between their parts.
+    Names within the directory are relative, with `/` between their parts.
 
     Invariants:
         * A file is there whole or not at all: it is written aside and then moved.
@@ -52,7 +50,7 @@ class RunDirectory:
 
         Raises:
             PlanError: *uri* names no place that is known.
-            MissingExtraError: It is not a local path and pyarrow is not installed.
+            MissingExtraError: pyarrow is not installed.
         """
         text = os.fspath(uri)
         if not text:
@@ -61,10 +59,10 @@ class RunDirectory:
         if text.startswith("file://") or not _SCHEME.match(text):
             path = Path(text.removeprefix("file://")).absolute()
             self._base = f"file://{path.as_posix()}"
-            self._files: _Files = _LocalFiles(path)
+            self._files = _Files(self._base, path)
         else:
             self._base = text.rstrip("/")
-            self._files = _ArrowFiles(self._base)
+            self._files = _Files(self._base, None)
 
     @classmethod
     def of(cls, directory: "str | os.PathLike[str] | RunDirectory") -> "RunDirectory":
@@ -217,94 +215,18 @@ class RunDirectory:
             )
 
 
-class _Files(Protocol):
-    @property
-    def moves_at_once(self) -> bool: ...
-    def exists(self, name: str) -> bool: ...
-    def read(self, name: str) -> bytes | None: ...
-    def write(self, name: str, content: bytes) -> None: ...
-    def remove(self, name: str) -> bool: ...
-    def move(self, name: str, to: str) -> None: ...
-    def remove_directory(self, name: str) -> None: ...
-    def list(self, name: str) -> list[str]: ...
-    def lock(self, name: str) -> int | Literal[False] | None: ...
+class _Files:
+    """The files below a directory; *path* where it is on this machine."""
 
-
-class _LocalFiles:
-    def __init__(self, base: Path) -> None:
-        self._base = base
-
-    @property
-    def moves_at_once(self) -> bool:
-        return True
-
-    def exists(self, name: str) -> bool:
-        return (self._base / name).exists()
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return (self._base / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, content: bytes) -> None:
-        target = self._base / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(_aside(target.name))
-        try:
-            with aside.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-
-    def remove(self, name: str) -> bool:
-        try:
-            (self._base / name).unlink()
-        except FileNotFoundError:
-            return False
-        return True
-
-    def move(self, name: str, to: str) -> None:
-        target = self._base / to
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (self._base / name).rename(target)
-
-    def remove_directory(self, name: str) -> None:
-        shutil.rmtree(self._base / name, ignore_errors=True)
-
-    def list(self, name: str) -> list[str]:
-        try:
-            return [found.name for found in (self._base / name).iterdir()]
-        except FileNotFoundError:
-            return []
-
-    def lock(self, name: str) -> int | Literal[False] | None:
-        """What holds a lock for this process until it is closed; False when another one has it, None without locks."""
-        if fcntl is None:
-            return None
-        descriptor = os.open(self._base / name, os.O_CREAT | os.O_RDWR, 0o666)
-        try:
-            # Of the process: within one, Spark itself refuses a second query of the same run.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(descriptor)
-            return False
-        except OSError:  # the file system has none
-            os.close(descriptor)
-            return None
-        return descriptor
-
-
-class _ArrowFiles:
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, path: Path | None) -> None:
         try:
             from pyarrow import ArrowException, fs  # noqa: PLC0415 - large, and comes with an extra
         except ImportError:
             raise MissingExtraError(f"a run in {uri}", "spark") from None
+        self._path = path
+        if path is not None:
+            self._system, self._base = fs.LocalFileSystem(), path.as_posix()
+            return
         try:
             self._system, self._base = fs.FileSystem.from_uri(uri)
         except (ArrowException, OSError, ValueError) as error:
@@ -336,12 +258,17 @@ class _ArrowFiles:
         aside = f"{parent}/{_aside(last)}"
         with self._system.open_output_stream(aside) as stream:
             stream.write(content)
+        if self._path is not None:
+            _sync(aside)
         self._system.move(aside, f"{parent}/{last}")
 
     def remove(self, name: str) -> bool:
-        if self._found(name).type.name != "File":
+        if self._path is None and self._found(name).type.name != "File":
             return False
-        self._system.delete_file(f"{self._base}/{name}")
+        try:
+            self._system.delete_file(f"{self._base}/{name}")
+        except FileNotFoundError:
+            return False
         return True
 
     def move(self, name: str, to: str) -> None:
@@ -359,8 +286,32 @@ class _ArrowFiles:
         selector = fs.FileSelector(f"{self._base}/{name}".rstrip("/"), allow_not_found=True)
         return [found.base_name for found in self._system.get_file_info(selector)]
 
-    def lock(self, name: str) -> None:
-        """Nothing."""
+    def lock(self, name: str) -> int | Literal[False] | None:
+        """What holds a lock for this process until it is closed; False when another one has it, None without locks."""
+        if self._path is None:
+            return None
+        if fcntl is None:
+            return None
+        descriptor = os.open(self._path / name, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            # Of the process: within one, Spark itself refuses a second query of the same run.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return False
+        except OSError:  # the file system has none
+            os.close(descriptor)
+            return None
+        return descriptor
+
+
+def _sync(path: str) -> None:
+    """Have a file on the disk before it takes the place of another one; Arrow leaves that to the system."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _aside(name: str) -> str:
