@@ -12,16 +12,15 @@ from pyspark.sql import functions as sql
 
 from aioshard.errors import SettingsError
 from aioshard.telemetry.journal_files import CPU_KEY, METADATA_KEY
+from aioshard.telemetry.journal_rows import SCHEMA
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = ["Journal", "RecordedHandler", "check_journal", "microseconds", "read_journal"]
 
-_COLUMNS = frozenset({
-    "topic", "partition", "offset", "handler", "status", "attempts", "timestamp", "arrived", "started", "duration",
-    "shard", "key_hash", "key",
-})  # fmt: skip
+_COLUMNS = frozenset(SCHEMA.names) - {"error_type", "error", "result"}
+"""The columns that analyses read."""
 _FORMAT = 1
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _MEMBER = r"Z-(.+)-[0-9a-f]{8}\.parquet$"

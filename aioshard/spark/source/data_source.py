@@ -5,18 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    DoubleType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import StructType
 
 from aioshard.app import App
 from aioshard.kafka.ranges import RangeTransport
@@ -25,46 +16,15 @@ from aioshard.spark.runs.files import STOP
 from aioshard.spark.source.request import Request, TaskRanges, check_options, log_ends, request_of
 from aioshard.spark.source.vectors import Vector, advanced, ends_of, ranges_between, starts_of
 from aioshard.spark.source.writer import StreamTopicWriter, TopicWriter
+from aioshard.spark.tasks.rows import OUTCOMES, RAW
 
 __all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "AioshardSource"]
 
-_HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
+OUTCOME_COLUMNS = from_arrow_schema(OUTCOMES)
+"""The columns of outcome rows, as Spark has them."""
 
-OUTCOME_COLUMNS = StructType(
-    [
-        StructField("topic", StringType()),
-        StructField("partition", IntegerType()),
-        StructField("offset", LongType()),
-        StructField("key", BinaryType()),
-        StructField("status", StringType()),
-        StructField("attempts", IntegerType()),
-        StructField("error_type", StringType()),
-        StructField("error", StringType()),
-        StructField("started", TimestampType()),
-        StructField("duration", DoubleType()),
-        StructField("shard", LongType()),
-        StructField("result", BinaryType()),
-        StructField("handler", StringType()),
-        StructField("value", BinaryType()),
-        StructField("headers", _HEADERS),
-        StructField("timestamp", TimestampType()),
-    ]
-)
-"""As `aioshard.spark.tasks.rows.OUTCOMES`."""
-
-RAW_COLUMNS = StructType(
-    [
-        StructField("key", BinaryType()),
-        StructField("value", BinaryType()),
-        StructField("topic", StringType()),
-        StructField("partition", IntegerType()),
-        StructField("offset", LongType()),
-        StructField("timestamp", TimestampType()),
-        StructField("timestampType", IntegerType()),
-        StructField("headers", _HEADERS),
-    ]
-)
-"""Those of Spark's own Kafka connector."""
+RAW_COLUMNS = from_arrow_schema(RAW)
+"""The columns of Spark's own Kafka connector, with headers."""
 
 
 class AioshardSource(DataSource):
@@ -119,7 +79,7 @@ class _Reading:
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Read one task's ranges, in a worker."""
-        from aioshard.spark.tasks.raw import read_raw  # noqa: PLC0415 - pyarrow is not needed on the driver
+        from aioshard.spark.tasks.raw import read_raw  # noqa: PLC0415 - in a worker
         from aioshard.spark.tasks.runtime import run_handlers  # noqa: PLC0415
 
         assert isinstance(partition, _Task)  # noqa: S101 - made below
