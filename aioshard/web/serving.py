@@ -15,9 +15,10 @@ from aioshard.errors import AioshardError, MissingExtraError
 
 try:
     import uvicorn
-    from starlette.types import ASGIApp
+    from starlette.responses import JSONResponse
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from aioshard.web.names import OwnNames
+    from aioshard.web.answers import SAFE
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
@@ -44,13 +45,45 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _OwnNames:
+    """Accepts only `localhost`, the given name and IP addresses in the header `Host`: against DNS rebinding.
+
+    Another site can point its own name at this machine and read the answers. It cannot do that with an IP address, so
+    every address is accepted: a proxy in the pod may pass on that of the pod.
+    """
+
+    def __init__(self, application: ASGIApp, host: str) -> None:
+        self._application = application
+        self._names = {"localhost", host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or refuse with 403."""
+        application = self._application
+        # A browser always sends the header; a probe in HTTP 1.0 may not.
+        asked = [value.decode("latin-1").lower() for name, value in scope.get("headers", ()) if name == b"host"]
+        if not all(map(self._is_own, asked)):
+            sentence = "host not allowed: use http://localhost, or listen on another address with --host"
+            application = JSONResponse({"error": sentence}, status_code=403, headers=SAFE)
+        await application(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
+
+
 @contextlib.asynccontextmanager
 async def serve_in_thread(
     application: ASGIApp, *, host: str, port: int, uds: str | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve an application in a thread while the context is open, whatever the caller's event loop does.
 
-    On an address of this machine alone it is asked by a name of it, or by an address: see `OwnNames`.
+    On a loopback address, requests for other names than `localhost`, *host* and IP addresses are refused.
 
     Args:
         application: Runs in the event loop of that thread, not in the caller's; without a lifespan.
@@ -66,7 +99,7 @@ async def serve_in_thread(
     """
     listener = _listen(host, port) if uds is None else _listen_on_path(uds)
     if uds is None and ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-        application = OwnNames(application, host)
+        application = _OwnNames(application, host)
     config = uvicorn.Config(
         application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_STOPS_WITHIN
     )
