@@ -22,7 +22,6 @@ from aioshard.engine.handler import Adapt
 from aioshard.engine.insight.blocking import find_holder
 from aioshard.engine.insight.snapshot import explain_partition, statistics
 from aioshard.engine.observed import Observe
-from aioshard.engine.options import options_of
 from aioshard.engine.runtime import Engine
 from aioshard.engine.tasks import outlast
 from aioshard.errors import HandlerError, NotDrainedError, StateError
@@ -317,12 +316,14 @@ class Lifecycle(Handlers, Controls):
                 self._state = await self._exit.enter_async_context(self._resources(self))
             specs = [handler.spec(Provided(lambda: self._state, producer.publish, replay)) for handler in self]
             self._engine = Engine(
+                self.group_id,
+                self.settings,
                 specs if adapt is None else [adapt(spec) for spec in specs],
-                options_of(self.settings, self.group_id, watch_loop=not replay and in_real_time(self._loop)),
                 clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
                 producer,
-                self._describe,
+                describe=self._describe,
                 find_holder=find_holder,
+                watch_loop=not replay and in_real_time(self._loop),
                 observe=observe,
             )
             if self._journal is not None:

@@ -232,7 +232,7 @@ async def answered(engine: Engine, asking: Awaitable[T], what: str) -> T:
     Raises:
         TransportError: They did not tell *what*.
     """
-    timeout = engine.options.limits.commit_timeout
+    timeout = engine.settings.commit_timeout
     try:
         with anyio.fail_after(timeout):
             return await asking

@@ -1,13 +1,15 @@
 """What of an engine has stopped although nothing keeps it from going on: what a restart of the process cures."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aioshard.engine.committer import Committer
 from aioshard.engine.fetcher import Pump
-from aioshard.engine.options import Options
 from aioshard.engine.watch import SinceWatch, TroubleWatch
 from aioshard.engine.worker import Worker
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
 
 __all__ = ["Liveness", "Outside"]
 
@@ -39,13 +41,15 @@ class Liveness:
     does not turn for several times as long waits for what never comes. While brokers are away nothing is concluded.
     """
 
-    def __init__(self, pump: Pump, committer: Committer, options: Options, since: SinceWatch, outside: Outside) -> None:
+    def __init__(
+        self, pump: Pump, committer: Committer, settings: "Settings", since: SinceWatch, outside: Outside
+    ) -> None:
         """Make one; `watch` is to be run.
 
         Args:
             pump: The fetcher.
             committer: The commit coordinator.
-            options: Time-outs.
+            settings: Time-outs.
             since: Looks at `facts`, among others.
             outside: The engine.
         """
@@ -54,10 +58,10 @@ class Liveness:
         self._since = since
         self._pump = pump
         self._committer = committer
-        self._pump_limit = max(_PATIENCE, _SEVERAL * options.fetch_max_wait)
-        commits = max(options.limits.commit_timeout, options.commit_interval)
+        self._pump_limit = max(_PATIENCE, _SEVERAL * settings.fetch_max_wait)
+        commits = max(settings.commit_timeout, settings.commit_interval)
         self._commit_limit = max(_PATIENCE, _SEVERAL * commits)
-        self._overdue_after = options.stuck_after if options.restart_when_stuck else None
+        self._overdue_after = settings.stuck_after if settings.restart_when_stuck else None
         self._outside = outside
 
     def facts(self) -> Iterator[tuple[Hashable, object]]:

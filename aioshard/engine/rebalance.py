@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
@@ -41,7 +41,10 @@ from aioshard.errors import (
 from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, LogRange, Membership, Transport
 from aioshard.records import TopicPartition
 
-__all__ = ["APPLICATION", "Limits", "Outside", "Rebalance"]
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+__all__ = ["APPLICATION", "Outside", "Rebalance", "Seeks"]
 
 logger = logging.getLogger("aioshard.engine.rebalance")
 
@@ -51,16 +54,6 @@ _LEADER_DELAY = 1.0
 
 APPLICATION = "application"
 """Who has paused a partition when the application asked for it; see `Epoch.pauses`."""
-
-
-class Limits(NamedTuple):
-    """The times and the policy that rebalances keep to, in seconds."""
-
-    group_id: str
-    drain_timeout: float
-    commit_timeout: float
-    auto_offset_reset: Literal["earliest", "latest", "error"] | None
-    max_buffered_bytes: int
 
 
 class Outside(Protocol):
@@ -103,7 +96,8 @@ class Rebalance:
 
     def __init__(
         self,
-        limits: Limits,
+        group_id: str,
+        settings: "Settings",
         outside: Outside,
         *,
         committer: Committer,
@@ -123,7 +117,8 @@ class Rebalance:
         """Why it is not known yet where to resume a partition that is ours."""
         self.seeks = Seeks()
         """Where partitions are to go on, as the application asked for."""
-        self._limits = limits
+        self._group_id = group_id
+        self._settings = settings
         self._outside = outside
         self._committer = committer
         self._tasks = tasks
@@ -202,11 +197,11 @@ class Rebalance:
             epochs.remove(epoch)
             self.end(epoch, "it was revoked again before it was ours for certain")
         try:
-            late = await self.drain(epochs, self._limits.drain_timeout)
+            late = await self.drain(epochs, self._settings.drain_timeout)
             if late:
                 logger.warning("%d record(s) still ran when the time to drain was over, and were cancelled", late)
             self.log.drained(late)
-            await self._committer.flush(epochs, self._limits.commit_timeout)
+            await self._committer.flush(epochs, self._settings.commit_timeout)
         finally:
             self.log.handed_back()
             for epoch in epochs:
@@ -215,7 +210,7 @@ class Rebalance:
             logger.warning(
                 "the last commit before the hand-over was not acknowledged, so records that finished may run again: %s",
                 ", ".join(f"{name} ({count})" for name, count in uncommitted.items()),
-                extra={"event": "uncommitted", "records": sum(uncommitted.values()), "group": self._limits.group_id},
+                extra={"event": "uncommitted", "records": sum(uncommitted.values()), "group": self._group_id},
             )
         for epoch in epochs:
             if epoch.gate is not Gate.ENDED:
@@ -295,7 +290,7 @@ class Rebalance:
             reason,
             dropped,
             extra=partition_fields(
-                "epoch_ended", epoch.topic_partition, epoch=epoch.number, dropped=dropped, group=self._limits.group_id
+                "epoch_ended", epoch.topic_partition, epoch=epoch.number, dropped=dropped, group=self._group_id
             ),
         )
 
@@ -318,7 +313,7 @@ class Rebalance:
         untouched = sum(epoch.topic_partition in given for epoch in self._opened_in)
         by_hand = not membership.member_id and membership != NOT_A_MEMBER
         self.log.assigned(len(given), untouched, membership.generation, by_hand=by_hand)
-        self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._limits.max_buffered_bytes // 2)
+        self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._settings.max_buffered_bytes // 2)
         # What came with an assignment before this one and is not open yet is in this one too.
         self._stop_settling()
         self._look_into()
@@ -348,10 +343,10 @@ class Rebalance:
 
     async def _leave(self, epoch: Epoch, start: int) -> None:
         """Drain an epoch and commit what it finished; then look into its partition, unless a rebalance does."""
-        late = await self.drain([epoch], self._limits.drain_timeout)
+        late = await self.drain([epoch], self._settings.drain_timeout)
         if late:
             logger.warning("%d record(s) still ran when the time to drain was over, and were cancelled", late)
-        await self._committer.flush([epoch], self._limits.commit_timeout)
+        await self._committer.flush([epoch], self._settings.commit_timeout)
         if self.seeks.drains(epoch):
             self.end(epoch, f"the application asked to go on at offset {start}")
             self._look_into()
@@ -423,9 +418,9 @@ class Rebalance:
         if not unsettled:
             return {}
         client = self.client
-        with anyio.fail_after(self._limits.commit_timeout):
+        with anyio.fail_after(self._settings.commit_timeout):
             committed = await client.committed(unsettled)
-        with anyio.fail_after(self._limits.commit_timeout):
+        with anyio.fail_after(self._settings.commit_timeout):
             ranges = await client.log_ranges(unsettled)
         # Reading long texts takes a while, which is none of the brokers': there is no deadline for it.
         texts = await _read(committed)
@@ -457,7 +452,7 @@ class Rebalance:
         for topic_partition, ours in sorted(committed.items()):
             noted = texts[topic_partition]
             if noted.lease is not None and noted.lease.until > now:
-                raise LeasedError(self._limits.group_id, topic_partition, *noted.lease)
+                raise LeasedError(self._group_id, topic_partition, *noted.lease)
             if (noted.foreign is not None or noted.ignored) and (topic_partition, ours) not in self._told:
                 self._told.add((topic_partition, ours))
                 why = "; ".join(noted.ignored) or "another program wrote it"
@@ -496,7 +491,7 @@ class Rebalance:
     def _pass_over(self, fetcher: Fetcher, position: int, log: LogRange) -> str | None:
         """Pass over what retention has deleted unread, a hole like any other; or say why the epoch ends."""
         topic_partition = fetcher.epoch.topic_partition
-        if position >= log.start or self._limits.auto_offset_reset == "error":
+        if position >= log.start or self._settings.auto_offset_reset == "error":
             return str(OffsetOutOfRangeError(topic_partition, position))
         message = "retention has deleted offsets %d to %d of %s before they were read; going on at %d"
         fields = partition_fields("passed_over", topic_partition, offset=position, position=log.start)
@@ -519,7 +514,7 @@ class Rebalance:
             The epochs that are closed until their position is committed, and why others of them stay closed.
         """
         topics = dict.fromkeys(name.topic for name in partitions)
-        with anyio.fail_after(self._limits.commit_timeout):
+        with anyio.fail_after(self._settings.commit_timeout):
             numbers = {topic: len(await self.client.partitions(topic)) for topic in topics}
         unknown = dict.fromkeys(name.topic for name in partitions if committed[name] is None)
         noted = {topic: await self._noted(topic, numbers[topic]) for topic in unknown}
@@ -565,10 +560,10 @@ class Rebalance:
         """
         offset = ours.offset if ours else None
         asked = _within(self.seeks.start_of(topic_partition), log)
-        origin = asked or origin_of(offset, log, self._limits.auto_offset_reset, group_knows_topic=group_knows_topic)
+        origin = asked or origin_of(offset, log, self._settings.auto_offset_reset, group_knows_topic=group_knows_topic)
         if origin is None:
             lost = OffsetOutOfRangeError(topic_partition, ours.offset) if ours else None
-            raise lost or NoOffsetError(self._limits.group_id, topic_partition)
+            raise lost or NoOffsetError(self._group_id, topic_partition)
         if origin.resolved and ours is not None and asked is None:
             message = "committed offset %d of %s is outside its log; going on at %d"
             fields = partition_fields("out_of_range", topic_partition, offset=ours.offset, position=origin.offset)
@@ -600,7 +595,7 @@ class Rebalance:
 
     async def _noted(self, topic: str, partitions: int) -> list[CommitMetadata]:
         """What the group's commits on a topic carry, of all partitions, and what the first that we saw did."""
-        with anyio.fail_after(self._limits.commit_timeout):
+        with anyio.fail_after(self._settings.commit_timeout):
             commits = await self.client.committed([TopicPartition(topic, number) for number in range(partitions)])
         texts = await _read({one: found for one, found in commits.items() if found is not None})
         noted = list(texts.values())
@@ -612,7 +607,7 @@ class Rebalance:
         """Commit the positions that were found for the group, or are in doubt, and only then hand out records."""
         for epoch in epochs:
             self._committer.own(epoch)
-        acknowledged = await self._committer.flush(epochs, self._limits.commit_timeout)
+        acknowledged = await self._committer.flush(epochs, self._settings.commit_timeout)
         if self.client.membership() != membership:
             return
         if not acknowledged:
@@ -645,7 +640,7 @@ class Rebalance:
         self._marks.setdefault(epoch.topic_partition.topic, epoch.mark)
         self._committer.own(epoch)
         epoch.open()
-        tell_opened(epoch, self._limits.group_id)
+        tell_opened(epoch, self._group_id)
         self.fetchers[epoch.topic_partition].feed.reopen(epoch)
         self.client.resume([epoch.topic_partition])
         self.seeks.reached(epoch.topic_partition)

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -21,7 +21,6 @@ from aioshard.engine.liveness import Liveness
 from aioshard.engine.log_ends import LogEnds
 from aioshard.engine.loop_watch import Holder, LoopWatch
 from aioshard.engine.observed import Observe, ObservedEpoch, noted
-from aioshard.engine.options import Options
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.watch import SinceWatch, StuckWatch, TroubleWatch, facts_of
@@ -30,6 +29,9 @@ from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartE
 from aioshard.observe import AppState
 from aioshard.ports import Clients, GroupHasMembersError, InstanceIdTakenError, Producer, Transport
 from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
 
 __all__ = ["Engine"]
 
@@ -50,28 +52,33 @@ class Engine:
 
     def __init__(
         self,
+        group_id: str,
+        settings: "Settings",
         specs: Sequence[HandlerSpec],
-        options: Options,
         clients: Clients,
         producer: Producer,
-        describe: Callable[["Engine", Epoch], str],
         *,
+        describe: Callable[["Engine", Epoch], str],
         find_holder: Callable[["Engine", LoopWatch], Holder],
+        watch_loop: bool = True,
         observe: Observe | None = None,
     ) -> None:
         """Make an engine; nothing runs yet.
 
         Args:
+            group_id: The consumer group.
+            settings: Time-outs and limits.
             specs: The handlers.
-            options: Times and sizes.
             clients: Make the client, again after each loss, and what reads parked records.
             producer: Publishes what handlers and failures send elsewhere; whoever gives it closes it.
             describe: What is known of a partition that does not advance, for the log.
             find_holder: Finds what holds the event loop, for the log and whoever asks.
+            watch_loop: Watch from a thread whether the event loop is blocked.
             observe: Told what becomes of each record.
         """
         loop = asyncio.get_running_loop()
-        self.options = options
+        self.group_id = group_id
+        self.settings = settings
         self.clock = loop.time
         self.started_at = self.clock()
         self.state: AppState = "starting"
@@ -94,29 +101,31 @@ class Engine:
         self._settled_once = False
         """Whether this client has been given partitions, and all of them were opened."""
         self._tasks = TaskSet(self._crashed)
-        self.buffer = Buffer(Usage(options.max_buffered_records, options.limits.max_buffered_bytes), self._wake_pump)
-        around = Surroundings(options.limits.group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
+        self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self._wake_pump)
+        around = Surroundings(group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
         self._observe = observe
         self.handlers = tuple(serve(spec if observe is None else noted(spec, self.clock), around) for spec in specs)
-        self.committer = Committer(options.commit_interval, options.limits.commit_timeout, self.clock)
+        self.committer = Committer(settings.commit_interval, settings.commit_timeout, self.clock)
         self.committer.refused = self._refused
-        self.rebalance = Rebalance(options.limits, self, committer=self.committer, tasks=self._tasks, clock=self.clock)
+        self.rebalance = Rebalance(
+            group_id, settings, self, committer=self.committer, tasks=self._tasks, clock=self.clock
+        )
         self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
-        self.loop_watch = LoopWatch(functools.partial(find_holder, self)) if options.watch_loop else None
+        self.loop_watch = LoopWatch(functools.partial(find_holder, self)) if watch_loop else None
         self.log_ends = LogEnds(lambda: self.transport, lambda: self.rebalance.epochs)
         self._watch = StuckWatch(
             lambda: self.rebalance.epochs,
             lambda epoch: describe(self, epoch),
             self._behind,
-            options.stuck_after,
+            settings.stuck_after,
             self.clock,
         )
         self.admission = Admission(
-            self.buffer, self.rebalance.fetchers, self.clock, options.stuck_after, self.committer.notes
+            self.buffer, self.rebalance.fetchers, self.clock, settings.stuck_after, self.committer.notes
         )
         self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
         self.since = SinceWatch(self._facts, self.clock)
-        self.liveness = Liveness(self.pump, self.committer, options, self.since, self)
+        self.liveness = Liveness(self.pump, self.committer, settings, self.since, self)
 
     # What the rebalance asks ------------------------------------------------------------
 
@@ -214,9 +223,9 @@ class Engine:
         for handler in self.handlers:
             handler.start(self._tasks, self.clock)
         self._supervisor = self._tasks.start(self._supervise(), "client", lasts=True)
-        if self.options.start_timeout is None:
+        if self.settings.start_timeout is None:
             return
-        timeout = self.options.start_timeout
+        timeout = self.settings.start_timeout
         settled: asyncio.Future[Any] = asyncio.create_task(self.rebalance.settled.wait(), name="first assignment")
         try:
             over = {settled, self.failed, self._ending}
@@ -262,7 +271,7 @@ class Engine:
         if lost or isinstance(error, GroupHasMembersError):
             self.fail(error)
             return True
-        if self.state != "starting" or self.options.start_timeout is None:
+        if self.state != "starting" or self.settings.start_timeout is None:
             return False
         failure = StartError(str(error))
         failure.__cause__ = error
@@ -307,7 +316,7 @@ class Engine:
                 self._tasks.dismiss(committing)
             if not self._stopping:
                 self.rebalance.end_all("the client was lost")
-                await self._close(transport, self.options.limits.commit_timeout)
+                await self._close(transport, self.settings.commit_timeout)
 
     async def _watch_settled(self) -> None:
         """The first assignment ends the start, and any later one ends the trouble."""
@@ -324,11 +333,11 @@ class Engine:
 
     def _fields(self, event: str, **more: object) -> dict[str, object]:
         """Of a line in the log about the app as a whole."""
-        return {"event": event, "group": self.options.limits.group_id, **more}
+        return {"event": event, "group": self.group_id, **more}
 
     async def _close(self, transport: Transport, within: float) -> None:
         """Close a client, and wait for it no longer than *within* seconds, but one at least."""
-        with anyio.move_on_after(min(max(within, 1.0), self.options.limits.commit_timeout), shield=True):
+        with anyio.move_on_after(min(max(within, 1.0), self.settings.commit_timeout), shield=True):
             try:
                 await transport.close()
             except TransportError as error:
@@ -354,7 +363,7 @@ class Engine:
         Raises:
             NotDrainedError: Records still ran and were cancelled, or the last commit was not acknowledged.
         """
-        deadline = self.clock() + self.options.shutdown_timeout
+        deadline = self.clock() + self.settings.shutdown_timeout
         try:
             failure = await self._drain(deadline)
         finally:
@@ -369,8 +378,8 @@ class Engine:
     async def _drain(self, deadline: float) -> NotDrainedError | None:
         """End what runs and commit it; returns what did not end, or was not acknowledged, in time."""
         self.be_draining()
-        timeout = self.options.shutdown_timeout
-        reserve = min(self.options.limits.commit_timeout, timeout / 3)
+        timeout = self.settings.shutdown_timeout
+        reserve = min(self.settings.commit_timeout, timeout / 3)
         enough = deadline - min(reserve / 2, 1.0)
         self.rebalance.stop_opening()
         epochs = self.rebalance.epochs

@@ -327,9 +327,9 @@ class Journal:
 def _set_up(engine: Engine, handlers: Sequence[Registration]) -> dict[str, Any]:
     """What the rows do not say, as a file's metadata has it."""
     return {
-        "group": engine.options.limits.group_id,
+        "group": engine.group_id,
         "version": version(),
-        "max_buffered_records": engine.options.max_buffered_records,
+        "max_buffered_records": engine.settings.max_buffered_records,
         "handlers": {
             running.spec.name: {
                 "topics": running.spec.topics,

@@ -155,7 +155,7 @@ def _verdict(
     standing: float | None,
     now: float,
 ) -> Verdict:
-    limit = engine.options.stuck_after
+    limit = engine.settings.stuck_after
     lasts = standing is not None and standing > limit
     if head is not None and epoch.stuck(now, limit) and (lasts or head.state == "halted"):
         return "stuck"

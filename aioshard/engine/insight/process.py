@@ -22,7 +22,7 @@ def restart_cures(engine: Engine, now: float) -> Iterator[str]:
         engine: The engine.
         now: Loop time.
     """
-    watch, limit = engine.loop_watch, engine.options.session_timeout
+    watch, limit = engine.loop_watch, engine.settings.session_timeout
     if watch is not None and watch.standing() > limit and (blocked := watch.blocked()) is not None:
         yield f"{blocked}; that is longer than session_timeout={limit:g} s"
     if engine.state == "failed":
@@ -36,13 +36,13 @@ def restart_cures(engine: Engine, now: float) -> Iterator[str]:
         for delivery in tuple(worker.deliveries)[:1]:
             yield (
                 f"record {delivery!r} has been running{for_seconds(now - worker.started)}, longer than "
-                f"stuck_after={engine.options.stuck_after:g} s, and restart_when_stuck is set"
+                f"stuck_after={engine.settings.stuck_after:g} s, and restart_when_stuck is set"
             )
 
 
 def ready_anyway(engine: Engine, now: float) -> bool:
     """Whether `ready_timeout` has passed before the first join; safe from any thread."""
-    timeout = engine.options.ready_timeout
+    timeout = engine.settings.ready_timeout
     return engine.state == "starting" and timeout is not None and now - engine.started_at >= timeout
 
 
