@@ -11,6 +11,7 @@ The version is pinned (`aiokafka>=0.14,<0.15`). What is used, and why the public
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from aiokafka.client import ConnectionGroup, CoordinationType
 from aiokafka.conn import CloseReason
 from aiokafka.consumer.fetcher import FetchError, FetchResult
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.group import LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest, OffsetResetStrategy
@@ -319,10 +321,35 @@ class Internals:
         request = OffsetFetchRequest(self.group_id, by_topic({name: name.partition for name in partitions}))
         answer = await self.coordinator._send_req(request)
         try:
-            return stored_offsets(answer, partitions)
+            found = stored_offsets(answer, partitions)
+            await self._confirm_coordinator()
         except _COORDINATOR_AWAY:
             self.coordinator.coordinator_dead()
             raise
+        return found
+
+    async def _confirm_coordinator(self) -> None:
+        """Ask a second broker who coordinates the group, unless we are a member of it.
+
+        A broker that was frozen answers with the offsets of that time until it learns that another has taken over.
+        Members do not ask it: the coordinator that gave them their partitions is the one that they know.
+
+        Raises:
+            KafkaError: The second broker names another coordinator, or none.
+        """
+        ours = self.coordinator.coordinator_id
+        if self.membership() != NOT_A_MEMBER:
+            return
+        others = [broker.nodeId for broker in self.client.cluster.brokers() if broker.nodeId != ours]
+        for node in random.sample(others, len(others)):
+            try:
+                answer = await self.client.send(node, FindCoordinatorRequest(self.group_id, CoordinationType.GROUP))
+            except kafka.KafkaError:
+                continue
+            raise_for(answer.error_code)
+            if answer.coordinator_id != ours:
+                raise kafka.NotCoordinatorForGroupError(f"broker {ours}: broker {node} names {answer.coordinator_id}")
+            return
 
     async def _wait_for_commits(self) -> None:
         """Wait until the coordinator of now knows all commits: the one that gave us our partitions does.

@@ -300,7 +300,7 @@ async def judge(scenario: Scenario, fleet: Fleet, load: Load, run: dict[str, obj
     write(figures)
     verify(story, *guarantees.values())
     assert acknowledged.items() <= story.produced.items(), "the log has all that was acknowledged"
-    assert len(story.produced) == load.sent, "the log has all that was sent, once"
+    assert len(story.produced) >= load.sent, "the log has all that was sent; a producer that gets a new id may repeat"
     assert fleet.exits.keys() <= {"0", "4", "before it began"}, fleet.exits
     assert fleet.without_progress < WITHOUT_PROGRESS
     assert fleet.happened, "nothing happened"

@@ -92,6 +92,34 @@ async def test_a_new_coordinator_is_believed_once_it_knows_what_is_committed(
         await member.transport.close()
 
 
+@pytest.mark.timeout(120)
+async def test_a_coordinator_that_was_frozen_is_not_believed(brokers: ThreeBrokers, topic: str, group: str) -> None:
+    """It answers the question that reached it while it was frozen before it learns that another has taken over."""
+    await brokers.create_topic(topic)
+    member = Member(settings_for(brokers.proxied_bootstrap, client="confluent", session_timeout=20), group)
+    try:
+        (partition,), membership = await member.join(topic)
+        await until_committed(member, {partition: Committed(1, "")}, membership)
+        assert await member.transport.committed([partition]) == {partition: Committed(1, "")}
+        frozen = await brokers.coordinator_of(group)
+        held = brokers.proxies.hold(api_key=OFFSET_FETCH)
+        question = asyncio.create_task(member.transport.committed([partition]), name="committed")
+        async with asyncio.timeout(DEADLINE):
+            await held.met.wait()
+
+        await brokers.freeze(frozen)
+        try:
+            held.lift()
+            await brokers.until_fenced(frozen)
+            await until_committed(member, {partition: Committed(2, "")}, membership)
+        finally:
+            await brokers.thaw(frozen)
+
+        assert await question == {partition: Committed(2, "")}
+    finally:
+        await member.transport.close()
+
+
 async def until_committed(member: Member, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
     """A broker that just lost the group refuses a commit, which stays due."""
     async with asyncio.timeout(DEADLINE):

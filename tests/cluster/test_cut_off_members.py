@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from tests.support.proxies import (
     OFFSET_COMMIT,
     OFFSET_FETCH,
     SYNC_GROUP,
+    Rule,
 )
 from tests.support.three_brokers import ThreeBrokers
 
@@ -116,21 +117,46 @@ async def test_no_key_runs_in_two_members_once_the_session_is_over(
 ) -> None:
     await brokers.create_topic(topic, 6)
     pair = Group(brokers, topic, group, client)
-    now = asyncio.get_running_loop().time
 
     async with pair.publishing(), pair.cut_off:
         async with pair.other:
             await until(lambda: pair.last_of("cut-off") and pair.last_of("other"))
             cut = [brokers.proxies.swallow(api_key=api, client_id="cut-off") for api in GROUP_APIS]
-            cut_at = now()
-            await until(lambda: len(pair.other.statistics().partitions) == 6)
-            await until(lambda: now() > cut_at + CUT_FOR)
-            assert pair.last_of("cut-off") < cut_at + SESSION + GRACE, "its partitions are another member's"
-            for rule in cut:
-                rule.lift()
-            back = now()
-            await until(lambda: pair.last_of("cut-off") > back, pair.cut_off.explain)
+            await ends_in_time_and_comes_back(pair, cut)
         published = pair.published
         await until(lambda: len({run.value for run in pair.runs if run.finished}) >= published)
 
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("client", ["aiokafka", "confluent"])
+async def test_a_member_that_is_cut_off_while_it_joins_again_ends_what_it_kept(
+    brokers: ThreeBrokers, topic: str, group: str, client: str
+) -> None:
+    """librdkafka times no session while a rebalance is under way, and a cooperative member keeps its partitions."""
+    await brokers.create_topic(topic, 6)
+    pair = Group(brokers, topic, group, client)
+
+    async def cut_off() -> list[Rule]:
+        rules = [brokers.proxies.swallow(api_key=SYNC_GROUP, client_id="cut-off")]
+        await rules[0].met.wait()
+        return [*rules, *(brokers.proxies.swallow(api_key=api, client_id="cut-off") for api in GROUP_APIS)]
+
+    async with pair.publishing(), pair.cut_off:
+        await until(lambda: pair.last_of("cut-off"))
+        cutting = asyncio.create_task(cut_off(), name="cut off")
+        async with pair.other:
+            await ends_in_time_and_comes_back(pair, await cutting)
+
+
+async def ends_in_time_and_comes_back(pair: Group, cut: Sequence[Rule]) -> None:
+    """What a member does that *cut* keeps from its coordinator since now."""
+    now = asyncio.get_running_loop().time
+    cut_at = now()
+    await until(lambda: len(pair.other.statistics().partitions) == 6)
+    await until(lambda: now() > cut_at + CUT_FOR)
+    assert pair.last_of("cut-off") < cut_at + SESSION + GRACE, "its partitions are another member's"
+    for rule in cut:
+        rule.lift()
+    back = now()
+    await until(lambda: pair.last_of("cut-off") > back, pair.cut_off.explain)
     assert pair.overlaps(after=cut_at + SESSION + GRACE) == []

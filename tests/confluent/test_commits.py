@@ -50,7 +50,7 @@ class Client:
 
 
 async def test_a_commit_is_answered_in_a_later_read() -> None:
-    commits, client = Commits("billing"), Client()
+    commits, client = Commits("billing", 45.0, lambda: None), Client()
     as_client: Any = client
 
     answer = await commits.send(as_client, FIRST)
@@ -62,7 +62,7 @@ async def test_a_commit_is_answered_in_a_later_read() -> None:
 
 
 async def test_nothing_is_sent_before_the_one_before_is_answered() -> None:
-    commits, client = Commits("billing"), Client()
+    commits, client = Commits("billing", 45.0, lambda: None), Client()
     as_client: Any = client
     answer = await commits.send(as_client, FIRST)
     answer.cancel()  # as the engine does when commit_timeout is over
@@ -76,7 +76,7 @@ async def test_nothing_is_sent_before_the_one_before_is_answered() -> None:
 
 
 async def test_what_is_not_answered_is_settled_before_partitions_go() -> None:
-    commits, client = Commits("billing"), Client()
+    commits, client = Commits("billing", 45.0, lambda: None), Client()
     as_client: Any = client
     answer = await commits.send(as_client, FIRST)
 
@@ -89,7 +89,7 @@ async def test_what_is_not_answered_is_settled_before_partitions_go() -> None:
 
 
 async def test_what_cannot_be_settled_has_failed() -> None:
-    commits = Commits("billing")
+    commits = Commits("billing", 45.0, lambda: None)
     client: Any = Client(refuse=KafkaError.UNKNOWN_MEMBER_ID)
     answer = await commits.send(client, FIRST)
 
@@ -100,7 +100,7 @@ async def test_what_cannot_be_settled_has_failed() -> None:
 
 
 async def test_what_is_not_answered_when_the_group_drops_us_is_refused() -> None:
-    commits = Commits("billing")
+    commits = Commits("billing", 45.0, lambda: None)
     client: Any = Client()
     answer = await commits.send(client, FIRST)
 
@@ -121,7 +121,7 @@ async def test_what_is_not_answered_when_the_group_drops_us_is_refused() -> None
     ],
 )
 async def test_an_answer_of_a_single_partition_counts(code: int, error: type[Exception]) -> None:
-    commits = Commits("billing")
+    commits = Commits("billing", 45.0, lambda: None)
     client: Any = Client()
     answer = await commits.send(client, FIRST)
 
@@ -133,7 +133,7 @@ async def test_an_answer_of_a_single_partition_counts(code: int, error: type[Exc
 
 @pytest.mark.parametrize("answered", [[], None])
 async def test_a_partition_that_the_client_leaves_out_of_its_answer_is_not_acknowledged(answered: Any) -> None:
-    commits = Commits("billing")
+    commits = Commits("billing", 45.0, lambda: None)
     client: Any = Client()
     client.answered = answered
     answer = await commits.send(client, FIRST)
@@ -172,8 +172,24 @@ def test_a_session_without_an_answer_of_the_coordinator_is_over(code: int | None
     run(test())
 
 
+def test_an_answer_in_a_hand_over_continues_the_session() -> None:
+    """That of the commit before it is read later: nothing is read while partitions drain."""
+
+    async def test() -> None:
+        ends: list[None] = []
+        client: Any = Client()
+        commits = Commits("billing", 45.0, lambda: ends.append(None))
+        await commits.send(client, FIRST)
+        await asyncio.sleep(40)
+        await commits.settle(client)
+        await asyncio.sleep(60)
+        assert ends == []
+
+    run(test())
+
+
 async def test_an_error_of_the_whole_commit_is_told_where_no_partition_is_named() -> None:
-    commits, client = Commits("billing"), Client()
+    commits, client = Commits("billing", 45.0, lambda: None), Client()
     as_client: Any = client
     answer = await commits.send(as_client, FIRST)
 

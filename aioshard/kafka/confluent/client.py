@@ -72,9 +72,7 @@ class ConfluentTransport(Asked):
         self._incremental = is_incremental(settings)
         self._intake = Intake(share_of_buffer(1, settings.max_buffered_bytes // 2), incremental=self._incremental)
         self._calls = Calls()
-        # Under KIP-848 the client keeps what it has until the coordinator tells it otherwise.
-        session = settings.session_timeout if settings.group_protocol == "consumer" else None
-        self._commits = Commits(group_id, session, self._lose_session)
+        self._commits = Commits(group_id, settings.session_timeout, self._lose_session)
         self._asking: Asking | None = None
         self._topics: Topics | None = None
         self._member: Member | None = None

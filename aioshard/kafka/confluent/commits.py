@@ -15,6 +15,9 @@ from aioshard.records import TopicPartition
 
 __all__ = ["Commits"]
 
+_LAST_READ = 0.5
+"""Seconds, the last of a session, in which an answer is still looked for."""
+
 Offsets = Mapping[TopicPartition, Committed]
 
 
@@ -40,13 +43,14 @@ class Commits:
         * When a callback has returned, everything that was sent before it is answered, or has failed for good.
     """
 
-    def __init__(self, group_id: str, session: float | None = None, lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, group_id: str, session: float, lost: Callable[[], None]) -> None:
         """Send commits of a group.
 
         Args:
             group_id: The group.
-            session: Seconds without an answer after which *lost* is called; None where the client itself looks.
-            lost: Called when other members may have our partitions.
+            session: Seconds without an answer after which *lost* is called.
+            lost: Called when other members may have our partitions. The client itself notices that only while no
+                rebalance is under way, and not at all under KIP-848.
         """
         self._group_id = group_id
         self._session = session
@@ -66,8 +70,9 @@ class Commits:
             )
         sent = _Sent(offsets)
         self._unanswered.append(sent)
-        if self._session is not None and self._session_over is None:
-            self._session_over = asyncio.get_running_loop().call_later(self._session, self._lost)
+        if self._session_over is None:
+            wait = max(self._session - _LAST_READ, 0.0)
+            self._session_over = asyncio.get_running_loop().call_later(wait, self._read_once_more)
         try:
             await member.send_commit(offsets)
         except KafkaException as error:
@@ -85,10 +90,16 @@ class Commits:
         try:
             answered = await member.commit_once(offsets)
         except KafkaException as error:
+            self._note_answer(error_of(error))
             raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
+        self.end_session()
         refusal = self._refusal_in(answered, offsets)
         if refusal is not None:
             raise refusal
+
+    def _read_once_more(self) -> None:
+        """Give an answer that waits to be read a last chance: the event loop may have been blocked."""
+        self._session_over = asyncio.get_running_loop().call_later(_LAST_READ, self._lost)
 
     async def settle(self, member: Member) -> None:
         """Inside of a callback: find out what became of what is not answered, by sending it once more."""
@@ -108,6 +119,10 @@ class Commits:
             self._session_over.cancel()
             self._session_over = None
 
+    def _note_answer(self, error: KafkaError | None) -> None:
+        if error is None or error.code() > 0:  # the client's own errors are below
+            self.end_session()
+
     def lose(self) -> None:
         """Membership is gone: what is not answered counts for nothing."""
         self.end_session()
@@ -124,8 +139,7 @@ class Commits:
         if not self._unanswered:
             return
         sent = self._unanswered.popleft()
-        if error is None or error.code() > 0:  # the client's own errors are below
-            self.end_session()
+        self._note_answer(error)
         _resolve(sent, self._refusal_in(places, sent.offsets, error))
 
     def _refusal_in(
