@@ -11,7 +11,6 @@ The version is pinned (`aiokafka>=0.14,<0.15`). What is used, and why the public
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
@@ -329,27 +328,35 @@ class Internals:
         return found
 
     async def _confirm_coordinator(self) -> None:
-        """Ask a second broker who coordinates the group, unless we are a member of it.
+        """Ask the other brokers who coordinates the group, unless we are a member of it; the first answer counts.
 
         A broker that was frozen answers with the offsets of that time until it learns that another has taken over.
         Members do not ask it: the coordinator that gave them their partitions is the one that they know.
 
         Raises:
-            KafkaError: The second broker names another coordinator, or none.
+            KafkaError: Another broker names another coordinator, or none.
         """
         ours = self.coordinator.coordinator_id
         if self.membership() != NOT_A_MEMBER:
             return
-        others = [broker.nodeId for broker in self.client.cluster.brokers() if broker.nodeId != ours]
-        for node in random.sample(others, len(others)):
-            try:
-                answer = await self.client.send(node, FindCoordinatorRequest(self.group_id, CoordinationType.GROUP))
-            except kafka.KafkaError:
-                continue
-            raise_for(answer.error_code)
-            if answer.coordinator_id != ours:
-                raise kafka.NotCoordinatorForGroupError(f"broker {ours}: broker {node} names {answer.coordinator_id}")
-            return
+        question = FindCoordinatorRequest(self.group_id, CoordinationType.GROUP)
+        asking = [
+            asyncio.create_task(self.client.send(broker.nodeId, question), name=f"coordinator by {broker.nodeId}")
+            for broker in self.client.cluster.brokers()
+            if broker.nodeId != ours
+        ]
+        try:
+            for answered in asyncio.as_completed(asking):
+                try:
+                    answer = await answered
+                except kafka.KafkaError:
+                    continue
+                raise_for(answer.error_code)
+                if answer.coordinator_id != ours:
+                    raise kafka.NotCoordinatorForGroupError(f"another broker names {answer.coordinator_id}")
+                return
+        finally:
+            await end_tasks(asking)
 
     async def _wait_for_commits(self) -> None:
         """Wait until the coordinator of now knows all commits: the one that gave us our partitions does.
