@@ -6,7 +6,7 @@ from aioshard.core.flow import Usage
 from aioshard.core.parking import NEVER
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.failing.parked import Lot
+from aioshard.engine.failing.parking import Lot
 from aioshard.ports import FetchedBatch, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (

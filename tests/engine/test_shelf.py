@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from aioshard import App, Park, Record, Retry
-from aioshard.engine.failing.shelf import Shelf
+from aioshard.engine.failing.parking import Shelf
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, release
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, TestClient, run
