@@ -23,8 +23,7 @@ from aioshard.engine.control import (
 from aioshard.engine.failing.recourse import skipping
 from aioshard.engine.handler import Running
 from aioshard.engine.insight.doctor import diagnose
-from aioshard.engine.insight.snapshot import explain, statistics
-from aioshard.engine.insight.workload import workload
+from aioshard.engine.insight.snapshot import explain, statistics, workload
 from aioshard.engine.outcomes import Detour
 from aioshard.engine.runtime import Engine
 from aioshard.errors import StateError

@@ -19,8 +19,8 @@ from aioshard.embedding import Lifespan, embedded
 from aioshard.engine.catching_up import caught_up
 from aioshard.engine.epoch import Epoch
 from aioshard.engine.handler import Adapt
-from aioshard.engine.insight.blocking import find_holder
 from aioshard.engine.insight.snapshot import explain_partition, statistics
+from aioshard.engine.insight.stack import find_holder
 from aioshard.engine.observed import Observe
 from aioshard.engine.runtime import Engine
 from aioshard.engine.tasks import outlast

@@ -17,13 +17,12 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.feed import Feed
 from aioshard.engine.fetcher import Pump
 from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
-from aioshard.engine.liveness import Liveness
 from aioshard.engine.log_ends import LogEnds
 from aioshard.engine.loop_watch import Holder, LoopWatch
 from aioshard.engine.observed import Observe, ObservedEpoch, noted
 from aioshard.engine.rebalance import Rebalance
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import SinceWatch, StuckWatch, TroubleWatch, facts_of
+from aioshard.engine.watch import Liveness, SinceWatch, StuckWatch, TroubleWatch, facts_of
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState

@@ -24,7 +24,7 @@ from aioshard.engine.runtime import Engine
 from aioshard.handlers import Registration
 from aioshard.observe import JournalStatistics
 from aioshard.serde.results import encoded_result
-from aioshard.serde.side_headers import as_text
+from aioshard.serde.side_records import as_text
 from aioshard.telemetry.journal_files import JournalFiles
 from aioshard.telemetry.journal_rows import NO_RUN, ROW_WIDTH, Trouble, record_batch, warm_up
 from aioshard.telemetry.versions import version

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from aioshard.engine.insight.current import CurrentRecord, current_record
+from aioshard.engine.insight.doctor import CurrentRecord, current_record
 from aioshard.errors import SettingsError
 
 __all__ = [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aioshard import App, Batch, Context, DeadLetter, Park, Record, Retry
-from aioshard.engine.insight.blocking import find_holder
+from aioshard.engine.insight.stack import find_holder
 from aioshard.engine.loop_watch import LoopWatch
 from aioshard.testing import TestClient
 from tests.engine.running import engine_of

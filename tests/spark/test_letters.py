@@ -18,8 +18,7 @@ from aioshard.errors import NotVerifiedError, PlanError, TransportError
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message
 from aioshard.records import Record
-from aioshard.serde.side_headers import MESSAGE_ID
-from aioshard.serde.side_records import dead_letter, read_dead_letter
+from aioshard.serde.side_records import MESSAGE_ID, dead_letter, read_dead_letter
 from aioshard.spark.ending.handover import verified_ends
 from aioshard.spark.ending.letters import send_letters
 from aioshard.spark.runs.blocking import blocking

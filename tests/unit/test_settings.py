@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aioshard.errors import AioshardError, SettingsError
 from aioshard.settings import Settings, misspelled_variables, timeout_warnings
-from aioshard.settings.refusals import CLIENT_OPTIONS, OWNED_OPTIONS
+from aioshard.settings.model import CLIENT_OPTIONS, OWNED_OPTIONS
 
 
 @pytest.fixture(autouse=True)

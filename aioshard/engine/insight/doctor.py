@@ -1,17 +1,434 @@
 """Why each partition does not advance: the record in front, the limits around it, since when, and what to do."""
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import bisect
+import contextvars
+import functools
+import threading
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
-from aioshard.engine.epoch import Epoch, Gate
+from aioshard.core.shown_keys import is_plain, shown
+from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batches.batch_worker import BatchWorker
+from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.handler import Running
-from aioshard.engine.insight.head import Ward, for_seconds, stack_in_words
-from aioshard.engine.insight.process import of_the_process
+from aioshard.engine.insight.stack import stack_of, waits_for
+from aioshard.engine.outcomes import Block
 from aioshard.engine.rebalance import APPLICATION
 from aioshard.engine.runtime import Engine
-from aioshard.observe import Diagnosis, Finding, HeadOfLine, PartitionDiagnosis, Verdict
+from aioshard.engine.serving import Serving, serving
+from aioshard.engine.watch import SinceWatch
+from aioshard.engine.worker import Asked, Worker
+from aioshard.observe import Diagnosis, Finding, HeadOfLine, HeadState, PartitionDiagnosis, Stack, Verdict
 from aioshard.records import TopicPartition
 
-__all__ = ["diagnose", "diagnose_partition", "in_words", "line_of", "trouble_of"]
+__all__ = [
+    "Cause",
+    "CurrentRecord",
+    "Ward",
+    "current_record",
+    "diagnose",
+    "diagnose_partition",
+    "for_seconds",
+    "in_words",
+    "line_of",
+    "of_the_process",
+    "ready_anyway",
+    "restart_cures",
+    "stack_in_words",
+    "trouble_of",
+]
+
+_CHAIN = 3
+"""How many records are named that wait for each other."""
+
+
+def for_seconds(since: float | None) -> str:
+    """`" for 1.5 s"`, or nothing where nobody noted when it began."""
+    return "" if since is None else f" for {max(since, 0.0):.1f} s"
+
+
+class Cause(NamedTuple):
+    """What an incomplete record waits for."""
+
+    state: HeadState
+    since: float | None
+    """Seconds."""
+    reason: str
+    """Without a subject: it follows the record's name."""
+    what_to_do: str | None = None
+    stack: Stack | None = None
+
+
+class Ward:
+    """The deliveries of one handler as they are at one moment: who runs what, and what occupies which shard."""
+
+    def __init__(self, running: Running, since: SinceWatch, now: float, *, show_keys: bool) -> None:
+        """Look at a handler; safe from any thread.
+
+        Args:
+            running: The handler.
+            since: What was noted of when things began.
+            now: Loop time.
+            show_keys: Whether record keys may be shown.
+        """
+        self.running = running
+        self._since = since
+        self._now = now
+        self._show_keys = show_keys
+        self._workers: dict[Delivery, Worker] = {}
+        for worker in tuple(running.workers):
+            for delivery in tuple(worker.deliveries):
+                self._workers[delivery] = worker
+        owning = [delivery for shards in running.feed.shards for delivery in shards.owning]
+        self._owners: dict[Hashable, Delivery] = {
+            delivery.key: delivery for delivery in (*owning, *self._workers) if delivery.key is not None
+        }
+
+    def find_outliving(self) -> list[HeadOfLine]:
+        """The runs that were told to end, or whose partition is gone, and have not ended; of a batch, the first."""
+        firsts: dict[Worker, Delivery] = {}
+        for delivery, worker in self._workers.items():
+            if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
+                firsts.setdefault(worker, delivery)
+        return [self.describe(delivery) for delivery in firsts.values()]
+
+    def describe(self, delivery: Delivery) -> HeadOfLine:
+        """All that is known of an incomplete record."""
+        cause = self.cause_of(delivery)
+        block = delivery.block
+        over = delivery.detour is not None or (block is not None and block.halted)
+        record = delivery.record
+        return HeadOfLine(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            key=self._shown(record.key),
+            shard=self.shard_of(delivery),
+            age=max(self._now - delivery.arrived, 0.0),
+            attempt=min(max(delivery.failures, 1) if over else delivery.failures + 1, self.running.spec.retry.attempts),
+            attempts=self.running.spec.retry.attempts,
+            state=cause.state,
+            since=cause.since,
+            reason=f"it {cause.reason}",
+            what_to_do=cause.what_to_do,
+            stack=cause.stack,
+        )
+
+    def owner(self, key: Hashable) -> Delivery | None:
+        """The delivery that occupies a shard; None when that is just changing."""
+        return self._owners.get(key)
+
+    def behind(self, delivery: Delivery) -> int:
+        """How many deliveries wait in the shard of one that occupies it."""
+        if delivery.key is None or self._owners.get(delivery.key) is not delivery:
+            return 0
+        return self.running.feed.shards_of(delivery).behind(delivery)
+
+    # Why it waits ---------------------------------------------------------------------
+
+    def cause_of(self, delivery: Delivery, depth: int = 0) -> Cause:
+        """What one delivery waits for."""
+        worker, epoch = self._workers.get(delivery), delivery.epoch
+        if worker is not None:
+            return self._in_hand(delivery, worker)
+        if delivery.offset in epoch.shed:
+            again = "is being fetched again" if epoch.fetching_again else "is fetched again soon"
+            room = "had to give its room to others while its partition stood still"
+            return Cause("given back", None, f"{room}, and {again}")
+        if delivery.block is not None:
+            return self._blocked(delivery, delivery.block)
+        if delivery.limited_since is not None:
+            return self._limited(delivery, delivery.limited_since)
+        if epoch.gate and not epoch.may_start(delivery):
+            return self._held(epoch)
+        return self._in_line(delivery, depth)
+
+    def _in_line(self, delivery: Delivery, depth: int) -> Cause:
+        shards = self.running.feed.shards_of(delivery)
+        position = shards.position_of(delivery) if isinstance(shards, BatchShards) else None
+        if position is not None:
+            return Cause("collecting", self._now - delivery.arrived, position.removeprefix("it "))
+        owner = None if delivery.key is None else self._owners.get(delivery.key)
+        if owner is not None and owner is not delivery:
+            return self._behind(delivery, owner, depth)
+        return self._queued(delivery)
+
+    def _in_hand(self, delivery: Delivery, worker: Worker) -> Cause:
+        ran = self._now - worker.started
+        stack = stack_of(worker.running)
+        name = self.running.spec.name
+        batch = f" in a batch of {len(worker.deliveries)} records" if len(worker.deliveries) > 1 else ""
+        if delivery not in worker.deliveries:
+            # Seen from a thread: the stack may be that of the next run.
+            return Cause("running", 0.0, f"has just been run by handler {name}")
+        if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
+            return self._outliving(worker, ran, stack)
+        if delivery.detour is not None:
+            failed = f" ({delivery.detours} time(s) that failed)" if delivery.detours else ""
+            advice = "see why that does not end: whether the brokers answer" if ran > 1 else None
+            return Cause("detour", ran, f"is in work{for_seconds(ran)}: {delivery.detour.purpose}{failed}", advice)
+        reason = f"has been running in handler {name}{batch}{for_seconds(ran)}{_place(stack)}"
+        return Cause("running", ran, reason, self._advice_for_run(worker, ran, stack), stack)
+
+    def _advice_for_run(self, worker: Worker, ran: float, stack: Stack) -> str:
+        if stack.executing and stack.thread is None:
+            return (
+                "nothing else runs meanwhile: compute or block in a thread, with a plain 'def' handler or "
+                "asyncio.to_thread"
+            )
+        if worker.timeout is not None and worker.timeout > ran:
+            return f"wait: its attempt times out in {worker.timeout - ran:.1f} s and has failed then"
+        return "find out what it waits for there; with timeout= on the handler such an attempt ends, and has failed"
+
+    def _outliving(self, worker: Worker, ran: float, stack: Stack) -> Cause:
+        asked = self._since.of(worker, worker.started)
+        why = (
+            f"its attempt took longer than timeout={worker.timeout:g} s"
+            if worker.asked & Asked.TIME_OUT and worker.timeout is not None
+            else "its partition was taken away, or the app stops"
+        )
+        reason = (
+            f"was cancelled or is no longer ours and still runs{for_seconds(ran)}{_place(stack)}; it was told to end "
+            f"{'' if asked is None else f'{self._now - asked:.1f} s ago '}because {why}, and its shard waits for it"
+        )
+        advice = (
+            "a thread cannot be stopped: give what it calls a time-out of its own"
+            if stack.thread is not None
+            else "let CancelledError pass: a bare 'except', 'except BaseException' or a shield around there keeps it"
+        )
+        return Cause("outliving", ran, reason, f"{advice}; a restart of the process ends it", stack)
+
+    def _blocked(self, delivery: Delivery, block: Block) -> Cause:
+        ago = self._now - block.since
+        call = f"({delivery.record.topic!r}, {delivery.record.partition}, {delivery.record.offset})"
+        if block.halted:
+            reason = (
+                f"halted {ago:.1f} s ago after {delivery.failures} attempt(s) with {block.error}; nothing is committed "
+                "past it and its shard waits"
+            )
+            advice = (
+                f"mend the cause, then app.retry_now{call}; or app.skip{call} completes it without processing; or mend "
+                "the handler and deploy: it runs again"
+            )
+            return Cause("halted", ago, reason, advice)
+        due = self.running.feed.shards_of(delivery).due(delivery)
+        soon = "soon" if due is None else f"in {max(due - self._now, 0.0):.1f} s"
+        if delivery.detour is not None:
+            reason = f"is incomplete because this failed {ago:.1f} s ago: {block.error}; it is done again {soon}"
+            advice = (
+                f"see that the topic exists, may be written to, and takes a record of this size; or app.skip{call} "
+                "gives the record up"
+            )
+            return Cause("detour", ago, reason, advice)
+        reason = (
+            f"waits for its next attempt, number {delivery.failures + 1} of {self.running.spec.retry.attempts}, "
+            f"{soon}; the last one failed {ago:.1f} s ago with {block.error}"
+        )
+        return Cause("retrying", ago, reason, f"nothing if that passes by itself; app.retry_now{call} runs it at once")
+
+    def _limited(self, delivery: Delivery, since: float) -> Cause:
+        pace = self.running.pace
+        assert pace is not None  # noqa: S101 - or nothing would be limited
+        waited, due = self._now - since, pace.key_due(delivery.key)
+        reason = (
+            f"waits for the rate limit of its key, key_rate_limit={pace.key_limit}{for_seconds(waited)}, {_in(due)}"
+        )
+        return Cause("limited", waited, reason, "nothing, if that rate is meant; else raise key_rate_limit=")
+
+    def _held(self, epoch: Epoch) -> Cause:
+        if epoch.gate is Gate.PAUSED:
+            return Cause("held", None, "may not start: its partition is paused")
+        return Cause("held", None, "may not start: its partition is being taken away, or is not ours for certain yet")
+
+    def _behind(self, delivery: Delivery, owner: Delivery, depth: int) -> Cause:
+        other = owner.record.topic_partition != delivery.record.topic_partition
+        whose = " of another partition" if other else ""
+        key = self._shown(owner.record.key)
+        named = f"record {owner!r}{whose}" + ("" if key is None else f" (key {key})")
+        if depth >= _CHAIN:
+            return Cause("behind", None, f"waits in its shard behind {named}")
+        cause = self.cause_of(owner, depth + 1)
+        return Cause("behind", None, f"waits in its shard behind {named}, which {cause.reason}", *cause[3:])
+
+    def _queued(self, delivery: Delivery) -> Cause:
+        waited = self._now - delivery.arrived
+        count = self.running.staff.concurrency
+        pace = self.running.pace
+        if pace is not None and (due := pace.due()) and (len(self._busy) < count or not self._busy):
+            reason = f"waits for the rate limit of its handler, rate_limit={pace.limit}; the next run starts {_in(due)}"
+            return Cause("limited", waited, reason, "nothing, if that rate is meant; else raise rate_limit=")
+        if len(self._busy) < count or not self._busy:
+            return Cause("queued", waited, "waits for its turn, and starts next")
+        name = self.running.spec.name
+        reason, stack = self._longest_run
+        older = bisect.bisect_right(self._arrivals, delivery.arrived)
+        return Cause(
+            "queued",
+            waited,
+            f"waits for its turn: all {count} workers of handler {name} are busy, {older} of them with records that "
+            f"came in before it; {reason}",
+            self._advice_for_more(count),
+            stack,
+        )
+
+    def _advice_for_more(self, count: int) -> str:
+        adapting, spec = self.running.adapting, self.running.spec
+        if adapting is not None:
+            return f"nothing, if what the handler calls bears no more: its concurrency follows that ({adapting})"
+        if spec.shards is not None:
+            return "more shards= spread them over more workers; or see why the runs take as long"
+        return (
+            f"app.set_concurrency({spec.name!r}, {2 * count}) lets more of them run, if what they call bears that; or "
+            "see why the runs take as long"
+        )
+
+    # What all workers do, for many records that wait for one of them: found out once.
+
+    @functools.cached_property
+    def _busy(self) -> list[Worker]:
+        return list(dict.fromkeys(self._workers.values()))
+
+    @functools.cached_property
+    def _arrivals(self) -> list[float]:
+        """When what each busy worker has came in, sorted."""
+        return sorted({worker: delivery.arrived for delivery, worker in self._workers.items()}.values())
+
+    @functools.cached_property
+    def _longest_run(self) -> tuple[str, Stack]:
+        longest = min(self._busy, key=lambda worker: worker.started)
+        ran, stack = self._now - longest.started, stack_of(longest.running)
+        record = next(delivery for delivery, worker in self._workers.items() if worker is longest)
+        return f"the longest run is that of record {record!r},{for_seconds(ran)}{_place(stack)}", stack
+
+    # Keys ---------------------------------------------------------------------------------
+
+    def _shown(self, value: object) -> str | None:
+        return shown(value, show_keys=self._show_keys)
+
+    def key_of(self, delivery: Delivery) -> str | None:
+        """The key of its record, as it is shown."""
+        return self._shown(delivery.record.key)
+
+    def shard_of(self, delivery: Delivery) -> str | None:
+        """Its shard, where that is not its key."""
+        key, record = delivery.key, delivery.record
+        if key is None or self.running.spec.shards is not None:
+            return None if key is None else str(key)
+        if is_plain(key):
+            if key in (record.key, (record.topic, record.key)):
+                return None
+            if key == tuple(record.topic_partition):
+                return str(record.topic_partition)
+        return self._shown(key)
+
+
+def _in(seconds: float) -> str:
+    return f"in {seconds:.3g} s"
+
+
+# Stacks in words --------------------------------------------------------------------------
+
+
+def _place(stack: Stack) -> str:
+    """`, at file:line in function, waiting in ...`."""
+    place = stack.place
+    if place is None:
+        return ""
+    innermost = stack
+    while len(innermost.tasks) == 1 and not innermost.more_tasks and innermost.tasks[0].place is not None:
+        innermost = innermost.tasks[0]
+    thread = f" in thread {innermost.thread}" if innermost.thread is not None else ""
+    words = f"{thread}, at {place}"
+    if innermost.executing:
+        called = f" in {innermost.waits_in}" if innermost.waits_in is not None else ""
+        return f"{words}{called}" if thread else f"{words}, which computes or blocks{called} without an await"
+    if len(innermost.tasks) > 1:
+        named = [str(one.place) for one in innermost.tasks if one.place is not None]
+        others = len(innermost.tasks) + innermost.more_tasks
+        words += f", waiting for {others} tasks" + (f", one of them at {named[0]}" if named else "")
+    elif innermost.waits_in is not None:
+        words += f", waiting in {innermost.waits_in}"
+    return words
+
+
+def stack_in_words(stack: Stack) -> str:
+    """A whole stack in one line, innermost last; empty when nothing is known."""
+    frames = " > ".join(map(str, stack.frames))
+    inside = [stack_in_words(task) for task in stack.tasks]
+    if stack.more_tasks:
+        inside.append(f"{stack.more_tasks} more")
+    if not inside:
+        return frames
+    return f"{frames} > [{'] and ['.join(inside)}]" if len(inside) > 1 else f"{frames} > {inside[0]}"
+
+
+_TURNS_WITHIN = 3.0
+"""Seconds without a look after which the event loop is said to stand still where nobody watches it otherwise."""
+
+
+def restart_cures(engine: Engine, now: float) -> Iterator[str]:
+    """Why a restart would help; nothing when it would not. Safe from any thread.
+
+    What stands still because of its data, or because brokers are away, is not among it: after a restart it would
+    stand still again.
+
+    Args:
+        engine: The engine.
+        now: Loop time.
+    """
+    watch, limit = engine.loop_watch, engine.settings.session_timeout
+    if watch is not None and watch.standing() > limit and (blocked := watch.blocked()) is not None:
+        yield f"{blocked}; that is longer than session_timeout={limit:g} s"
+    if engine.state == "failed":
+        yield _failed(engine)
+    if engine.state not in ("starting", "running"):
+        return
+    hangs = engine.liveness.watch.sentence(now)
+    if hangs is not None:
+        yield hangs
+    for worker in engine.liveness.overdue():
+        for delivery in tuple(worker.deliveries)[:1]:
+            yield (
+                f"record {delivery!r} has been running{for_seconds(now - worker.started)}, longer than "
+                f"stuck_after={engine.settings.stuck_after:g} s, and restart_when_stuck is set"
+            )
+
+
+def ready_anyway(engine: Engine, now: float) -> bool:
+    """Whether `ready_timeout` has passed before the first join; safe from any thread."""
+    timeout = engine.settings.ready_timeout
+    return engine.state == "starting" and timeout is not None and now - engine.started_at >= timeout
+
+
+def of_the_process(engine: Engine, now: float) -> Iterator[Finding]:
+    """What the process itself suffers from, whatever its brokers and records do; safe from any thread."""
+    blocked = _blocked(engine, now)
+    if blocked is not None:
+        advice = "compute or block in a thread, with a plain 'def' handler or asyncio.to_thread"
+        yield Finding("event loop", f"{blocked}; nothing else runs meanwhile", None, advice)
+    if engine.state == "failed":
+        yield Finding("failed", _failed(engine), None, "mend what that says; a restart of the process starts anew")
+    hangs = engine.liveness.watch.sentence(now)
+    if hangs is not None:
+        yield Finding("hung", hangs, None, "a restart of the process cures it, and /livez asks for one")
+
+
+def _blocked(engine: Engine, now: float) -> str | None:
+    watch, looked = engine.loop_watch, engine.since.looked_at
+    if watch is not None:
+        return watch.blocked()
+    if looked is None or now - looked <= _TURNS_WITHIN:
+        return None
+    return f"the event loop has not turned for {now - looked:.1f} s: something computes or blocks without an await"
+
+
+def _failed(engine: Engine) -> str:
+    error = engine.failed.exception() if engine.failed.done() else None
+    return f"the app has failed: {error or 'the log says why'}"
+
 
 _MOMENT = 1.0
 """Seconds in hand after which the oldest record of a partition is said to be in the way."""
@@ -353,3 +770,105 @@ def _advice(what_to_do: str | None) -> list[str]:
 
 def _as_sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
+
+
+class CurrentRecord(NamedTuple):
+    """The record that a handler runs for."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: str | None
+    """`#` and a hash, by which this process names the same key everywhere; None without a key."""
+    attempt: int
+    """Counted from 1."""
+    handler: str
+    group: str
+    records: int | None = None
+    """How many records the batch has of which this is the first; None where the handler takes single records."""
+
+
+_FOUND: contextvars.ContextVar[CurrentRecord | None] = contextvars.ContextVar("aioshard record")
+"""In the context of a task or thread that a handler has started: what it was started for."""
+_PATIENCE = 20
+"""Looks, a millisecond apart, at a run that is still on its way to wait for the thread that it has just started."""
+
+
+def current_record() -> CurrentRecord | None:
+    """The record that the handler which calls this runs for; None outside of handlers.
+
+    Tasks and threads that the handler waits for have it too: `asyncio.TaskGroup`, `gather`, `wait_for`,
+    `asyncio.to_thread`. One that it does not wait for at the time of the first call has none, because it may outlive
+    the run, and its worker has another record then.
+
+    Example:
+        >>> import asyncio
+        >>> from aioshard import App, Record
+        >>> from aioshard.testing import TestClient, run
+        >>> app = App("billing")
+        >>> @app.consume("orders")
+        ... async def on_order(record: Record) -> None:
+        ...     print(current_record()[:3], current_record().attempt, current_record().handler)
+        >>> async def test() -> None:
+        ...     async with TestClient(app) as client:
+        ...         await client.publish("orders", "book", partition=2)
+        ...         await client.settle()
+        >>> run(test())
+        ('orders', 2, 0) 1 on_order
+    """
+    at = serving()
+    if at is None:
+        return None
+    if at.is_here:
+        return _record_of(at)
+    try:
+        return _FOUND.get()
+    except LookupError:
+        pass
+    delivery, task = at.worker.delivery, _task()
+    found = None
+    if delivery is not None and (_waits_for_thread(at) if task is None else waits_for(at.worker.running, task)):
+        found = _record_of(at)
+        if at.worker.delivery is not delivery:  # the worker went on meanwhile
+            found = None
+    if found is not None or task is None:
+        _FOUND.set(found)
+    return found
+
+
+def _task() -> "asyncio.Task[object] | None":
+    """The task that asks; None in a thread without a loop."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def _waits_for_thread(at: Serving) -> bool:
+    """Whether the run waits for the calling thread, which may be quicker than who has started it."""
+    ident = threading.get_ident()
+    for _ in range(_PATIENCE):
+        if waits_for(at.worker.running, ident):
+            return True
+        if not stack_of(at.worker.running).executing:
+            return False
+        time.sleep(0.001)
+    return False
+
+
+def _record_of(at: Serving) -> CurrentRecord | None:
+    worker = at.worker
+    delivery = worker.delivery
+    if delivery is None:
+        return None
+    record = delivery.record
+    return CurrentRecord(
+        record.topic,
+        record.partition,
+        record.offset,
+        shown(record.key, show_keys=False),
+        delivery.failures + 1 if delivery.detour is None else max(delivery.failures, 1),
+        at.handler,
+        at.group,
+        len(worker.deliveries) if isinstance(worker, BatchWorker) else None,
+    )

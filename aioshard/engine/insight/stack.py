@@ -7,12 +7,15 @@ answer is then that of one moment, or shorter.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import (
     AsyncGeneratorType,
     CoroutineType,
@@ -24,10 +27,99 @@ from types import (
 )
 from typing import Any, NamedTuple, TypeGuard
 
-from aioshard.engine.insight.frames import AIOSHARD, called_by_own, described, home_of, is_library, is_own, module_of
-from aioshard.observe import Stack
+from aioshard import records
+from aioshard.engine.loop_watch import Holder, LoopWatch
+from aioshard.engine.runtime import Engine
+from aioshard.engine.worker import Worker
+from aioshard.observe import Frame, Stack
 
-__all__ = ["ThreadRun", "stack_above", "stack_of", "waits_for"]
+__all__ = [
+    "AIOSHARD",
+    "ThreadRun",
+    "called_by_own",
+    "described",
+    "find_holder",
+    "function_of",
+    "home_of",
+    "is_library",
+    "is_own",
+    "module_of",
+    "stack_above",
+    "stack_of",
+    "waits_for",
+]
+
+_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", "uvloop")
+_INSTALLED = ("site-packages", "dist-packages")
+AIOSHARD = str(Path(records.__file__).parent) + os.sep
+"""Where this package is, told by a module at its top: this one may move."""
+_ANYIO = "anyio"
+"""Stands between the engine and a handler in a thread."""
+
+
+def described(frame: FrameType, home: str) -> Frame:
+    """A frame in words; *home* is what `home_of` says of its stack."""
+    code = frame.f_code
+    return Frame(
+        file=code.co_filename,
+        line=frame.f_lineno or code.co_firstlineno,
+        function=function_of(frame),
+        own=is_own(frame, home),
+    )
+
+
+def function_of(frame: FrameType) -> str:
+    """The qualified name of a frame's function."""
+    return frame.f_code.co_qualname.replace("<locals>.", "")
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of a frame's module."""
+    name = frame.f_globals.get("__name__")
+    return name if type(name) is str else "?"
+
+
+def called_by_own(frames: Sequence[FrameType], home: str) -> str | None:
+    """The library's function in which the innermost frame of the application is."""
+    called: FrameType | None = None
+    for frame in reversed(frames):
+        if is_own(frame, home):
+            break
+        called = frame
+    return None if called is None else f"{module_of(called)}.{function_of(called)}"
+
+
+def _is_installed(file: str) -> bool:
+    return any(f"/{place}/" in file.replace(os.sep, "/") for place in _INSTALLED)
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame is of the standard library, of an installed package, or of aioshard."""
+    return _is_of_library(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=1_000)
+def _is_of_library(file: str) -> bool:
+    return file.startswith((*_STANDARD_LIBRARY, AIOSHARD)) or _is_installed(file)
+
+
+def is_own(frame: FrameType, home: str) -> bool:
+    """Whether a frame is the application's; *home* is what `home_of` says of its stack."""
+    return not is_library(frame) or bool(home and frame.f_code.co_filename.startswith(home))
+
+
+def home_of(frames: Sequence[FrameType]) -> str:
+    """The folder of the application where all of it is installed, as a package is: that of the outermost frame."""
+    if not all(is_library(frame) for frame in frames):
+        return ""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        parts = Path(file).parts
+        if _is_installed(file) and not file.startswith(AIOSHARD) and _ANYIO not in parts:
+            place = next(n for n, part in enumerate(parts) if part in _INSTALLED)
+            return str(Path(*parts[: place + 2]))
+    return ""
+
 
 _LONGEST = 64
 """Frames of one stack."""
@@ -377,3 +469,50 @@ def _is_future(one: object) -> TypeGuard["asyncio.Future[Any]"]:
 
 def _is_task(one: object) -> TypeGuard["asyncio.Task[Any]"]:
     return issubclass(type(one), asyncio.Task)
+
+
+_IDLE = Holder(
+    "no Python code runs in it; a call of a C library holds it, or other threads or processes leave it no time", None
+)
+
+
+def find_holder(engine: Engine, watch: LoopWatch) -> Holder:
+    """What executes in the thread of an engine's event loop; safe from any thread.
+
+    Args:
+        engine: Whose handlers may hold it; anything else in the process may do so too.
+        watch: Knows the loop.
+    """
+    thread = watch.thread
+    stack = None if thread is None else stack_above(thread, watch.runner)
+    place = None if stack is None else stack.place
+    if stack is None or place is None:
+        return _IDLE
+    called = f" in {stack.waits_in}" if place.own and stack.waits_in is not None else ""
+    where, code = f"at {place}{called}", f"{place.file} {place.function}"
+    task = asyncio.current_task(watch.loop)
+    if task is not None:
+        ours = next((one for one in _busy(engine) if one[1].name == task.get_name()), None)
+        # Else one that waits for a task of its own making, or has named its own.
+        ours = ours or next((one for one in _busy(engine) if waits_for(one[1].running, task)), None)
+        if ours is not None:
+            name, worker = ours
+            sentence = f"handler {name} computes or blocks without an await, with {_records(worker)}, {where}"
+            return Holder(sentence, f"{name} {code}")
+    who = "a callback" if task is None else f"task {task.get_name()!r}"
+    return Holder(f"{who}, which is no handler, computes or blocks without an await, {where}", code)
+
+
+def _records(worker: Worker) -> str:
+    deliveries = tuple(worker.deliveries)
+    if not deliveries:
+        return "a record that it has just ended"
+    more = f" and {len(deliveries) - 1} more of its batch" if len(deliveries) > 1 else ""
+    return f"record {deliveries[0]!r}{more}"
+
+
+def _busy(engine: Engine) -> Iterator[tuple[str, Worker]]:
+    for running in engine.handlers:
+        for worker in tuple(running.workers):
+            if worker.deliveries:
+                yield running.spec.name, worker

@@ -11,8 +11,7 @@ from aioshard.errors import PlanError
 from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message
 from aioshard.records import Record
-from aioshard.serde.side_headers import MESSAGE_ID, as_text
-from aioshard.serde.side_records import Coordinates, Failure, dead_letter
+from aioshard.serde.side_records import MESSAGE_ID, Coordinates, Failure, as_text, dead_letter
 from aioshard.spark.draining.batches import counts_of
 from aioshard.spark.runs.access import settings_for
 from aioshard.spark.runs.blocking import blocking

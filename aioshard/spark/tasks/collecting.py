@@ -13,7 +13,7 @@ from aioshard.engine.handler import HandlerSpec
 from aioshard.engine.observed import Completed
 from aioshard.engine.outcomes import Outcome
 from aioshard.serde.results import encoded_result
-from aioshard.serde.side_headers import as_text
+from aioshard.serde.side_records import as_text
 from aioshard.spark.tasks.rows import PROCESSED_WIDTH, Ended, WallClock, outcome_batch, processed_batch
 
 __all__ = ["Collected"]
