@@ -13,7 +13,7 @@ import sys
 import uvloop
 
 from aioshard import App, Record
-from aioshard.cli.flights import FLIGHTS, read_flights
+from aioshard.cli.demo import FLIGHTS, read_flights
 from aioshard.testing import InMemoryBroker, InMemoryTransport
 
 VERY_LATE = 120

@@ -6,7 +6,7 @@ python examples/flights_lines.py | aioshard publish - flights --key aircraft
 import json
 import sys
 
-from aioshard.cli.flights import FLIGHTS, read_flights
+from aioshard.cli.demo import FLIGHTS, read_flights
 
 
 def main(records: int) -> None:

@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from aioshard import App
 from aioshard.cli import demo
-from aioshard.cli.flights import Flight
+from aioshard.cli.demo import Flight
 from aioshard.kafka.connections import close_administrator
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.kafka.groups import GroupBrokers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import Settings
-from aioshard.cli.replayed import note_group
+from aioshard.cli.dlt import note_group
 from aioshard.kafka.administration import Administration
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.kafka.producer import KafkaProducer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclOperation
 
-from aioshard.cli.replayed import note_group
+from aioshard.cli.dlt import note_group
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.access import allow, create_scram_user

@@ -3,8 +3,7 @@
 import time
 
 from aioshard import Settings
-from aioshard.cli.letters import DeadLetters
-from aioshard.cli.replayed import note_group
+from aioshard.cli.dlt import DeadLetters, note_group
 from aioshard.cli.selection import Selection
 from aioshard.cli.sides import opened
 from aioshard.kafka.producer import KafkaProducer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aioshard.cli.replayed import LONGEST_NOTE, NoteTooLongError, Replayed
+from aioshard.cli.dlt import LONGEST_NOTE, NoteTooLongError, Replayed
 from aioshard.ports import Committed
 
 OFFSETS = st.sets(st.integers(0, 40) | st.integers(0, 3000), max_size=60)

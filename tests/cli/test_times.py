@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from aioshard.cli import dlt_show, group_change, park, report_asking, spark_plan
+from aioshard.cli import dlt, group_change, park, report_asking, spark_plan
 
 OPTIONS = [
-    (dlt_show.show, "--since"),
-    (dlt_show.show, "--until"),
+    (dlt.show, "--since"),
+    (dlt.show, "--until"),
     (park.show, "--since"),
     (group_change.reset, "--to"),
     (report_asking.skew, "--start"),

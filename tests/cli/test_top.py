@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from aioshard import App, Record
-from aioshard.cli.top_state import Answered, Frame, History
-from aioshard.cli.top_view import View
+from aioshard.cli.top import Answered, Frame, History, View
 from aioshard.testing import TestClient
 from aioshard.web.health import serve_health
 from aioshard.web.serving import serve_in_thread

@@ -13,8 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from aioshard import App, Record, Retry
-from aioshard.cli.top_state import Answered, Frame, History
-from aioshard.cli.top_view import View
+from aioshard.cli.top import Answered, Frame, History, View
 from aioshard.testing import InMemoryBroker, TestClient, run
 from aioshard.web.health import findings
 from tests.docs.tables import DOCS

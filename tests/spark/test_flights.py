@@ -11,7 +11,7 @@ import pytest
 
 from aioshard import App
 from aioshard import spark as history
-from aioshard.cli.flights import read_flights
+from aioshard.cli.demo import read_flights
 from aioshard.spark.draining.drain import drain
 from aioshard.spark.ending.verify import verify
 from tests.spark.apps import QUICK
