@@ -18,7 +18,7 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.progress import Progress
-from aioshard.cli.publishing import Publisher
+from aioshard.cli.publish import Publisher
 from aioshard.errors import AioshardError, MissingExtraError, TransportError
 from aioshard.kafka.connecting import silence_client
 from aioshard.kafka.embedded import EmbeddedBroker

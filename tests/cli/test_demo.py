@@ -17,7 +17,7 @@ import pytest
 from aioshard import App
 from aioshard.cli import demo
 from aioshard.cli.demo import FLIGHTS, Findings, Flight, carried_in_order, check, read_flights
-from aioshard.cli.publishing import Publisher
+from aioshard.cli.publish import Publisher
 from aioshard.errors import AioshardError, MissingExtraError, TransportError
 from aioshard.records import Record
 

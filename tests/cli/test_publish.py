@@ -15,9 +15,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from confluent_kafka.admin import AclOperation
 
 from aioshard import Settings
-from aioshard.cli import publishing
-from aioshard.cli.publishing import Publisher
-from aioshard.cli.rows import BadLineError, JsonRows, LineSplitter, Row
+from aioshard.cli import publish
+from aioshard.cli.publish import BadLineError, JsonRows, LineSplitter, Publisher, Row
 from aioshard.errors import AuthorizationError, ConnectError, TransportError
 from aioshard.kafka.embedded import EmbeddedBroker
 from tests.support.access import allow, create_scram_user
@@ -171,7 +170,7 @@ async def test_an_interrupt_tells_what_was_published(broker: EmbeddedBroker, sta
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "lz4", "snappy", "zstd"])
 async def test_each_key_keeps_its_order_and_its_partition(
-    broker: EmbeddedBroker, topic: str, compression: publishing.Compression
+    broker: EmbeddedBroker, topic: str, compression: publish.Compression
 ) -> None:
     """Several batches of each partition, at the places where other producers put the keys."""
     await broker.create_topic(topic, partitions=3)
@@ -350,7 +349,7 @@ async def test_wrong_options_end_it_with_2(start: Start, tmp_path: Path, argumen
 async def test_a_broker_that_dies_ends_it_although_the_producer_would_try_for_ever(
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "_STALLED", 0.5)
+    monkeypatch.setattr(publish, "_STALLED", 0.5)
     publisher = Publisher(Settings(**broker.settings), topic)
     async with publisher:
         await publisher.publish([(b"k", b"v")])

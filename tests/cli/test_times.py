@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from aioshard.cli import dlt, group_change, park, report_asking, spark_plan
+from aioshard.cli import dlt, group_change, park, report_asking, spark
 
 OPTIONS = [
     (dlt.show, "--since"),
@@ -16,8 +16,8 @@ OPTIONS = [
     (group_change.reset, "--to"),
     (report_asking.skew, "--start"),
     (report_asking.skew, "--end"),
-    (spark_plan.plan, "--start"),
-    (spark_plan.plan, "--end"),
+    (spark.plan, "--start"),
+    (spark.plan, "--end"),
 ]
 
 every_option = pytest.mark.parametrize(
