@@ -105,7 +105,7 @@ It is librdkafka's mock cluster, for a first try and for tests of one member. It
   - a rebalance takes the session time-out less 1 s, also when an app is run again: hence the short one above
   - no transactions, no compaction, no static membership, no TLS, no users
   - topics cannot be administered: Park needs a Kafka
-  - groups cannot be looked at: aioshard lag and aioshard group need a Kafka
+  - groups cannot be looked at: aioshard group needs a Kafka
 
 Ctrl-C ends it.
 """

@@ -23,7 +23,6 @@ COMMANDS = {
     "dlt": LazyCommand("aioshard.cli.dlt", "Show and replay dead letters."),
     "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
     "group": LazyCommand("aioshard.cli.group", "Inspect, reset and manage consumer groups."),
-    "lag": LazyCommand("aioshard.cli.group_lag", "Show how far GROUP is behind, partition by partition, and why."),
     "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
     "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
     "top": LazyCommand("aioshard.cli.top", "Show running processes in the terminal, several as one."),

@@ -130,13 +130,11 @@ async def test_a_group_that_there_is_not_is_no_error_and_is_said(place: Place) -
 # lag
 
 
-async def test_the_lag_is_told_and_since_when_a_partition_stands_still(place: Place, aioshard: Aioshard) -> None:
+async def test_the_lag_is_told_and_since_when_a_partition_stands_still(place: Place) -> None:
     await place.commit(place.one, 3, finished=(Run(5, 8),))
     await place.commit(place.two, 5)
 
-    ended = await aioshard(
-        "lag", place.group, "--json", "--watch", "0.2", "--looks", "2", "--bootstrap-servers", place.kafka.bootstrap
-    )
+    ended = await place.run("lag", "--json", "--watch", "0.2", "--looks", "2")
 
     first, second = map(json.loads, ended.output.splitlines())
     assert first["lag"] == second["lag"] == 7

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from aioshard.cli.group_causes import Movement, cause_of, cause_of_group, commonest
-from aioshard.cli.group_looking import Place
+from aioshard.cli.group import Movement, Place, cause_of, cause_of_group, commonest
 from aioshard.core.commit_metadata import CommitMetadata, Lease
 from aioshard.core.finished_offsets import Run
 from aioshard.kafka.groups import Group, MemberOfGroup

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from aioshard.cli import dlt, group_change, park, report_asking, spark
+from aioshard.cli import dlt, group, park, report_asking, spark
 
 OPTIONS = [
     (dlt.show, "--since"),
     (dlt.show, "--until"),
     (park.show, "--since"),
-    (group_change.reset, "--to"),
+    (group.reset, "--to"),
     (report_asking.skew, "--start"),
     (report_asking.skew, "--end"),
     (spark.plan, "--start"),
