@@ -1,4 +1,4 @@
-"""The same handlers over history, on Spark: plan, drain, verify, hand over. Imports pyspark and pyarrow on use only."""
+"""Run an app's handlers as a backfill on Spark: plan, drain, verify, hand over. Imports pyspark and pyarrow on use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ _MODULES = {
     "stop": "draining.drain",
     "verify": "ending.verify",
 }
-"""Where each name is: its module is imported when the name is used."""
+"""The module that defines each name; it is imported when the name is first used."""
 
 __all__ = [
     "DrainReport",
@@ -64,7 +64,7 @@ __all__ = [
     "verify",
 ]
 
-if not TYPE_CHECKING:  # to a type checker it would mean that every name is there
+if not TYPE_CHECKING:  # a type checker would conclude that any name exists
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:

@@ -1,6 +1,6 @@
-"""The Spark session that the commands use: what does not fit is found before it starts.
+"""The Spark session that the commands use, with checks that run before it starts.
 
-Nothing of PySpark is imported before a session is asked for.
+PySpark is not imported until a session is requested.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 DEFAULT_MASTER = "local[*,4]"
-"""Every core of this machine, and up to four attempts of a task: plain `local` gives up with the first lost worker."""
+"""All cores of this machine and up to four attempts per task; plain `local` fails on the first lost worker."""
 
 _OLDEST_SPARK = (4, 2)
 _FIRST_UNKNOWN_SPARK = (4, 3)
@@ -46,7 +46,7 @@ _SETTINGS = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.log.level": "ERROR",
 }
-"""What holds unless the caller says else. Speculation never is: see `check_speculation`."""
+"""Defaults, which the caller may override. Speculation is always refused: see `check_speculation`."""
 
 _LOCAL_SETTINGS = {
     "spark.driver.memory": "1g",
@@ -58,19 +58,19 @@ _LOCAL_SETTINGS = {
 def local_session(
     master: str = DEFAULT_MASTER, app_name: str = "aioshard", *, settings: Mapping[str, str] | None = None
 ) -> "SparkSession":
-    """Start a Spark session, or return the one that this process has.
+    """Start a Spark session, or return the one this process already has.
 
-    Workers run this interpreter where the master is local and `PYSPARK_PYTHON` does not name another one: Spark's own
-    choice is the `python3` of PATH, which need not have the packages.
+    With a local master and no `PYSPARK_PYTHON`, workers run this interpreter. Spark's own default is the `python3` on
+    the PATH, which may lack the packages.
 
     Args:
-        master: As Spark understands it; `sc://…` connects to a Spark Connect server.
-        app_name: As it appears in Spark's logs.
-        settings: Spark's own settings (`spark.…`), which win over those of this function.
+        master: The master in Spark's notation; `sc://…` connects to a Spark Connect server.
+        app_name: The name in Spark's logs.
+        settings: Spark settings (`spark.…`); they override the defaults of this function.
 
     Raises:
         MissingExtraError: PySpark, pyarrow or pandas is not installed.
-        SettingsError: A version does not fit, Java is missing, the master cannot be used, or speculation is asked for.
+        SettingsError: A version is not supported, Java is missing, the master is unusable, or speculation is on.
 
     Example:
         ```python
@@ -99,7 +99,7 @@ def local_session(
     builder = builder.remote(master) if remote else builder.master(master)
     chosen = {**_SETTINGS, **(_quiet() if local else {}), **(_LOCAL_SETTINGS if local else {}), **wanted}
     if remote:
-        chosen = wanted  # the server's own are its operator's
+        chosen = wanted  # the server's operator decides the rest
     for name, value in chosen.items():
         builder = builder.config(name, value)
     spark = _started(builder, master)
@@ -109,13 +109,13 @@ def local_session(
 
 
 def register(spark: "SparkSession") -> None:
-    """Make `format("aioshard")` known to a session, of Spark Connect too.
+    """Register `format("aioshard")` with a session, including Spark Connect sessions.
 
-    A session that starts where aioshard is installed finds it by itself. This is for those that do not: a server of
-    Spark Connect whose own environment is another one than that of its workers, and sessions that began before.
+    A session that starts in an environment with aioshard finds the format by itself. Call this for other sessions:
+    a Spark Connect server whose environment differs from its workers', or a session started before the install.
 
     Args:
-        spark: The session.
+        spark: The session to register with.
 
     Example:
         ```python
@@ -140,33 +140,33 @@ def _started(builder: "SparkSession.Builder", master: str) -> "SparkSession":
 
 
 def _quiet() -> dict[str, str]:
-    """Spark's own start-up lines stay out of a terminal: warnings of its libraries are not about the user's work."""
+    """Return settings that keep Spark's start-up output, such as its libraries' warnings, off the terminal."""
     configuration = Path(__file__).with_name("log4j2.properties")
     return {"spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={configuration.as_uri()}"}
 
 
-# What has to fit ----------------------------------------------------------------------
+# Compatibility checks -----------------------------------------------------------------
 
 
 def slots_of(spark: "SparkSession", otherwise: int) -> int:
-    """Tasks that run at the same time; *otherwise* in a remote session, which does not tell."""
+    """Return the number of tasks that run in parallel, or *otherwise* if a remote session does not expose it."""
     try:
         return max(int(spark.sparkContext.defaultParallelism), 1)
-    except Exception:  # noqa: BLE001 - a remote session has no context, in several ways
+    except Exception:  # noqa: BLE001 - a remote session has no context and fails in several ways
         return max(otherwise, 1)
 
 
 def shuffle_partitions(spark: "SparkSession") -> int:
-    """Into how many parts a session shuffles."""
+    """Return the number of partitions that a shuffle of this session produces."""
     return int(spark.conf.get("spark.sql.shuffle.partitions", "4") or 4)
 
 
 def check_packages() -> None:
-    """Find out whether the Python packages that Spark needs are there and fit.
+    """Check that the Python packages Spark needs are installed in supported versions.
 
     Raises:
-        MissingExtraError: One of them is missing.
-        SettingsError: One of them is of a version that is not supported.
+        MissingExtraError: A package is missing.
+        SettingsError: A package has an unsupported version.
     """
     if any(importlib.util.find_spec(name) is None for name in ("pyspark", "pyarrow", "pandas")):
         raise MissingExtraError("Spark", "spark")
@@ -185,10 +185,10 @@ def check_packages() -> None:
 
 
 def check_java() -> None:
-    """Find out whether Spark's Java is there and fits.
+    """Check that Spark's Java is installed and recent enough.
 
     Raises:
-        SettingsError: It is missing, too old, or does not say what it is.
+        SettingsError: Java is missing, too old, or does not report its version.
     """
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java")
@@ -215,7 +215,7 @@ def check_java() -> None:
 
 
 def check_speculation(settings: Mapping[str, str]) -> None:
-    """Refuse speculative execution: a handler would run twice at once for the same record.
+    """Refuse speculative execution: it would run a handler twice in parallel for the same record.
 
     Raises:
         SettingsError: `spark.speculation` is on.

@@ -1,1 +1,1 @@
-"""What a run is going to do, found out with the brokers."""
+"""Planning a run from the app and the state of the brokers."""

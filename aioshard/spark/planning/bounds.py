@@ -1,4 +1,4 @@
-"""From what the brokers say of a partition to the range of it that a run reads. Pure decisions."""
+"""Decide which range of a partition a run reads, from the brokers' answers. Pure functions."""
 
 import datetime as dt
 import math
@@ -33,22 +33,22 @@ _LOST = "Begin with what is left (start='earliest'), or at offsets of your own, 
 
 
 class Facts(NamedTuple):
-    """What is known of one partition when a plan is made."""
+    """The state of one partition when a plan is made."""
 
     at: TopicPartition
     committed: Committed | None
     log: LogBounds
     last: int
-    """One past what is read at most: the last stable offset under `read_committed`."""
+    """The exclusive upper bound of a read: the last stable offset under `read_committed`."""
     knows_topic: bool
-    """Whether the group has committed on any partition of the topic."""
+    """True if the group has a commit on any partition of the topic."""
 
 
 def timestamp_of(when: object, option: str) -> float | None:
-    """Seconds since the epoch, where *when* is a time.
+    """Return *when* in seconds since the epoch if it is a time, otherwise None.
 
     Raises:
-        PlanError: It is a time that cannot be meant.
+        PlanError: The time has no time zone, is negative, or is not finite.
 
     Example:
         >>> timestamp_of(dt.datetime(2026, 1, 1, tzinfo=dt.UTC), "start"), timestamp_of("committed", "start")
@@ -68,10 +68,10 @@ def timestamp_of(when: object, option: str) -> float | None:
 def offsets_given(
     when: object, option: str, partitions: Collection[TopicPartition]
 ) -> dict[TopicPartition, int] | None:
-    """The offset of each partition, where *when* names offsets.
+    """Return the offset of each partition if *when* is a mapping of offsets, otherwise None.
 
     Raises:
-        PlanError: It leaves a partition out, names one that is not read, or holds what is no offset.
+        PlanError: A partition is missing, is not read by the app, or has an invalid offset.
     """
     if not isinstance(when, Mapping):
         return None
@@ -102,17 +102,17 @@ def start_of(
     given: int | None,
     timed: int | None,
 ) -> int:
-    """Where the range of a partition starts; it may lie before what is left of the log: see `lost`.
+    """Return the start of a partition's range. It may lie outside the log: see `lost`.
 
     Args:
-        facts: Of the partition.
-        start: As it was asked for.
+        facts: The state of the partition.
+        start: The start that the user requested.
         policy: `auto_offset_reset`, for a group without commits on the topic.
-        given: The offset, where *start* names offsets.
-        timed: The first offset of the time, where *start* is one; None where the log has none so young.
+        given: The requested offset, if *start* names offsets.
+        timed: The first offset at or after the requested time, or None if all records are older.
 
     Raises:
-        PlanError: Nothing says where to start.
+        PlanError: The start is undecided (no commit, no `auto_offset_reset`), or lies past the end of the log.
     """
     if given is not None:
         if given > facts.log.end:
@@ -134,7 +134,7 @@ def start_of(
 
 
 def lost(facts: Facts, start: int) -> str | None:
-    """What of a range is not in the log any more, as a part of a sentence; None when nothing is."""
+    """Describe which part of a range the log no longer has, as a sentence fragment, or return None."""
     if start < facts.log.start:
         return f"{facts.at}: offsets {start} to {facts.log.start - 1}"
     if start > facts.log.end:
@@ -143,23 +143,23 @@ def lost(facts: Facts, start: int) -> str | None:
 
 
 def end_of(facts: Facts, start: int, *, given: int | None, timed: int | None) -> int:
-    """Where the range of a partition ends: never beyond what can be read, nor before its start.
+    """Return the end of a partition's range: at most the last readable offset, and never before its start.
 
     Args:
-        facts: Of the partition.
-        start: Of the range.
-        given: The offset, where the end names offsets.
-        timed: The first offset of the time, where the end is one; None where the log has none so young.
+        facts: The state of the partition.
+        start: The start of the range.
+        given: The requested offset, if the end names offsets.
+        timed: The first offset at or after the requested time, or None if all records are older.
     """
     wanted = given if given is not None else timed
     return max(start, facts.last if wanted is None else min(wanted, facts.last))
 
 
 def refuse_losses(losses: Collection[str]) -> None:
-    """Refuse a plan whose records are gone.
+    """Refuse a plan if some of its records are gone.
 
     Raises:
-        DataLossError: There are losses.
+        DataLossError: *losses* is not empty.
     """
     if losses:
         raise DataLossError(losses, _LOST)

@@ -1,4 +1,4 @@
-"""What a run writes beside the group's offsets, and what of them may not change while it runs."""
+"""Commits of a run: their metadata, and what must not change in them while the run lasts."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,25 +13,25 @@ __all__ = ["after", "leased", "moved", "noted", "then_of"]
 
 
 def noted(committed: Committed | CommittedThen | None) -> CommitMetadata:
-    """What is noted with a commit; nothing where there is none."""
+    """Return the parsed metadata of a commit; empty metadata if there is no commit."""
     if committed is None or committed.offset is None:
         return CommitMetadata()
     return CommitMetadata.read(committed.metadata, committed.offset)
 
 
 def then_of(plan: Plan) -> dict[TopicPartition, CommittedThen]:
-    """What the group had committed on each partition when the plan was made."""
+    """Return the group's commit on each partition when the plan was made."""
     return {TopicPartition(then.topic, then.partition): then for then in plan.committed}
 
 
 def after(then: CommittedThen, end: int) -> Committed:
-    """What is committed when the run has done a partition up to *end*.
+    """Return the commit for a partition that the run has processed up to *end*.
 
-    Records beyond *end* that were finished stay so, and what another program had noted is kept apart. The mark of the
-    first generation is left out: whoever reads this knows that the group knew the topic.
+    Completions beyond *end* are kept, and another program's metadata is kept separately. The first-commit marker is
+    dropped: this commit already shows that the group knows the topic.
 
     Raises:
-        PlanError: What another program had noted cannot be kept.
+        PlanError: The other program's metadata cannot be kept.
     """
     before = noted(then)
     beyond = tuple(run._replace(start=max(run.start, end)) for run in before.finished if run.end > end)
@@ -39,9 +39,9 @@ def after(then: CommittedThen, end: int) -> Committed:
 
 
 def leased(now: Committed, lease: Lease | None) -> Committed | None:
-    """The same commit with another lease, or None where that must not be: another program's text would be hidden.
+    """Return the same commit with another lease, or None if that would hide another program's metadata.
 
-    Parallel Consumer's is one, although it is read: a lease ends, and then who wrote it may go on.
+    Parallel Consumer's metadata counts as such although aioshard reads it: once the lease ends, its author may resume.
     """
     before = noted(now)
     if before.foreign is not None or before.ignored or (now.metadata and not now.metadata.startswith("aioshard/")):
@@ -52,7 +52,7 @@ def leased(now: Committed, lease: Lease | None) -> Committed | None:
 def moved(
     then: Mapping[TopicPartition, CommittedThen], now: Mapping[TopicPartition, Committed | None]
 ) -> Iterable[str]:
-    """What the group has committed otherwise than when the plan was made; leases do not count."""
+    """Describe each commit that has changed since the plan was made; leases are ignored."""
     for one, before in sorted(then.items()):
         after_it = now[one]
         offset = None if after_it is None else after_it.offset

@@ -1,4 +1,4 @@
-"""Keeping the group's own apps off its partitions while a run over history has them."""
+"""Keep the group's own apps off its partitions while a backfill owns them."""
 
 import os
 import time
@@ -19,25 +19,25 @@ _LONGEST = 366 * 24 * 3600.0
 
 
 async def lease(directory: str | os.PathLike[str] | RunDirectory, seconds: float) -> list[TopicPartition]:
-    """Lease the partitions of a planned run anew from now on, or with 0 seconds give them back.
+    """Renew the lease of a planned run's partitions from now on, or release it with 0 seconds.
 
     Args:
-        directory: Of the run.
-        seconds: How long apps of the group are to keep off.
+        directory: The directory of the run.
+        seconds: How long the group's apps must stay off the partitions.
 
     Returns:
         Partitions that could not be leased; see `take_lease`.
 
     Raises:
-        PlanError: There is no plan, or *seconds* makes no sense.
+        PlanError: The directory has no plan, or *seconds* is out of range.
         GroupBusyError: The group has members. Nothing was changed.
-        GroupMovedError: The group has committed something else since the plan was made. Nothing was changed.
-        TransportError: The brokers do not answer, or refuse us.
+        GroupMovedError: The group's commits have changed since the plan was made. Nothing was changed.
+        TransportError: The brokers do not answer, or refuse the connection.
 
     Example:
         ```python
-        await lease("runs/7", 3600)  # an hour more
-        await lease("runs/7", 0)     # given up: the apps may start
+        await lease("runs/7", 3600)  # another hour
+        await lease("runs/7", 0)     # released: the apps may start
         ```
     """
     place = RunDirectory.of(directory)
@@ -47,44 +47,44 @@ async def lease(directory: str | os.PathLike[str] | RunDirectory, seconds: float
 
 
 def check_lease(seconds: float) -> None:
-    """Refuse a lease that cannot be meant.
+    """Refuse a lease of impossible length.
 
     Raises:
-        PlanError: *seconds* makes no sense.
+        PlanError: *seconds* is out of range.
     """
     if isinstance(seconds, bool) or not 0 <= seconds <= _LONGEST:
         raise PlanError(f"lease={seconds!r} was found, seconds between 0 and {_LONGEST:g} were expected")
 
 
 async def take_lease(brokers: HistoryBrokers, plan: Plan, seconds: float) -> list[TopicPartition]:
-    """Commit the group's own offsets once more, with a lease noted beside them.
+    """Commit the group's own offsets again with a lease in their metadata.
 
-    It protects against one accident: somebody starts an app of the group while the run lasts. The app reads the lease
-    where it reads its offsets, and refuses to start with a sentence. And it keeps the brokers from forgetting the
-    offsets of a group that has no members for long. It is no lock:
+    The lease protects against one accident: an app of the group starts while the run lasts. The app reads the lease
+    together with its offsets and refuses to start with an explanation. The commit also keeps the brokers from
+    expiring the offsets of a group that has no members for a long time. A lease is not a lock:
 
-    * Consumers that are not aioshard's do not read it, nor do apps that were built before there were leases.
-    * It changes no offset. Where nothing is committed there is nothing to note it with, and where another program has
-      noted something, that would be hidden: such partitions are not leased, and returned.
-    * Between reading the offsets and committing the same ones again, somebody could start, commit, and stop again;
-      that moment is a few milliseconds long.
+    * Other consumers ignore it, and so do apps built with an aioshard version older than leases.
+    * It changes no offset. A partition is skipped, and returned, if it has no commit that could carry the lease or if
+      the lease would hide another program's metadata.
+    * A consumer could start, commit and stop between reading the offsets and committing them again. That window is
+      a few milliseconds long.
 
-    What holds whatever happens is the check at the hand-over: the group has no members, and has committed nothing
-    since the plan was made.
+    The check at the hand-over holds in every case: the group has no members and has committed nothing since the plan
+    was made.
 
     Args:
-        brokers: Connected.
-        plan: Of the run.
-        seconds: From now on; 0 ends the lease.
+        brokers: A connected client.
+        plan: The plan of the run.
+        seconds: Duration from now; 0 ends the lease.
 
     Returns:
         Partitions that could not be leased.
 
     Raises:
-        PlanError: *seconds* makes no sense.
+        PlanError: *seconds* is out of range.
         GroupBusyError: The group has members. Nothing was changed.
-        GroupMovedError: The group has committed something else since the plan was made. Nothing was changed.
-        TransportError: It was not stored.
+        GroupMovedError: The group's commits have changed since the plan was made. Nothing was changed.
+        TransportError: The lease was not stored.
     """
     check_lease(seconds)
     then = then_of(plan)

@@ -1,4 +1,4 @@
-"""The handlers of an app as a plan has them: their topics, their layouts, and what of them cannot run over history."""
+"""The handlers of an app as a plan records them: topics and layouts. Refuses what a backfill cannot run."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ __all__ = ["Tell", "check_dead_letters", "check_policies", "planned_handlers", "
 
 
 Tell = Callable[[str], None]
-"""Takes a sentence that the user should see, which is no reason to refuse."""
+"""Receives warnings for the user: sentences that do not make the plan fail."""
 
 
 def target_of(app: App) -> str:
-    """`MODULE:APP` of an app that is there.
+    """Return the `MODULE:APP` name of a loaded app.
 
     Raises:
-        PlanError: It is an attribute of no module of its handlers that others can import.
+        PlanError: The app is not an attribute of an importable module that defines one of its handlers.
     """
     for module in sorted({handler.function.__module__ for handler in app.handlers} - {"__main__"}):
         for name, value in vars(sys.modules.get(module, object)).items():
@@ -37,14 +37,14 @@ def target_of(app: App) -> str:
 
 
 def check_policies(app: App, on_failure: str | None) -> None:
-    """Refuse what cannot follow a failure over history.
+    """Refuse failure policies that a backfill does not support.
 
     Args:
-        app: Whose handlers.
-        on_failure: In place of their own.
+        app: The app whose handlers are checked.
+        on_failure: Replaces the handlers' own policies.
 
     Raises:
-        PlanError: A handler parks, *on_failure* is not known, or there is no handler.
+        PlanError: A handler parks, *on_failure* is unknown, or the app has no handlers.
     """
     if not app.handlers:
         raise PlanError(f"the app of group {app.group_id!r} has no handlers: decorate a function with @app.consume(…)")
@@ -64,14 +64,14 @@ def check_policies(app: App, on_failure: str | None) -> None:
 async def check_dead_letters(
     handlers: Sequence[PlannedHandler], on_failure: str | None, brokers: HistoryBrokers, tell: Tell
 ) -> None:
-    """Refuse dead letters that would be read by the run that sends them, and tell of topics that are not there.
+    """Refuse dead letters that the same run would read, and warn about missing dead-letter topics.
 
-    Such a topic is no reason to refuse: it may be created until the hand-over, which sends the letters, brokers may
-    create it by themselves, and a user who may write to it need not be allowed to see it.
+    A missing topic is not refused: the hand-over sends the dead letters, and the topic may be created until then, also
+    by the brokers themselves. A user who may write to a topic is not necessarily allowed to see it.
 
     Raises:
-        PlanError: They would be read.
-        TransportError: The brokers did not tell.
+        PlanError: A handler reads the topic that receives dead letters.
+        TransportError: The brokers did not answer.
     """
     policies = [handler.on_failure for handler in handlers] if on_failure is None else [on_failure]
     topics = {policy.removeprefix(DEAD_LETTER) for policy in policies if policy.startswith(DEAD_LETTER)}
@@ -88,11 +88,11 @@ async def check_dead_letters(
 async def planned_handlers(
     app: App, brokers: HistoryBrokers, *, shuffle: bool, tell: Tell
 ) -> tuple[PlannedHandler, ...]:
-    """The handlers of an app with the topics that there are for them now.
+    """Return the handlers of an app with the topics that exist for them now.
 
     Raises:
-        PlanError: A topic does not exist, belongs to several handlers, or would lose the order that is asked for.
-        TransportError: The brokers did not tell.
+        PlanError: A topic does not exist, belongs to several handlers, or would lose the requested order.
+        TransportError: The brokers did not answer.
     """
     there = await brokers.topics()
     missing = sorted({topic for handler in app.handlers for topic in handler.topics} - there)

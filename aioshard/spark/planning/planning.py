@@ -1,4 +1,4 @@
-"""What a run over history is going to do, found out from the app and the brokers and then frozen."""
+"""Plan a backfill: determine what it does from the app and the brokers, then freeze it."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ _MAX_ROWS = 500_000
 
 
 class _Found(NamedTuple):
-    """What the brokers said."""
+    """Answers of the brokers."""
 
     facts: dict[TopicPartition, Facts]
     timed_starts: Mapping[TopicPartition, int | None]
@@ -74,40 +74,40 @@ async def plan(
     lease: float | None = None,
     tell: Tell = logger.warning,
 ) -> Plan:
-    """Find out what a run over history would do, and write it into a new run directory.
+    """Determine what a backfill would do, and write the plan into a new run directory.
 
-    A group with live members is not refused, only told: the hand-over is what they stand in the way of. Nothing to
-    read is no error either; the plan is then empty.
+    Live members of the group cause a warning, not an error: only the hand-over requires that there are none. A plan
+    with nothing to read is valid and empty.
 
     Args:
         app: `MODULE:APP`, or an app that is an attribute of the module of one of its handlers.
-        directory: Of the run, new; None writes nothing.
-        group: Whose place the run takes; the app's group by default.
-        bootstrap_servers: Instead of those of the app's settings and the environment. It becomes part of the plan.
-        start: `"committed"`: where the group is, and for a group without commits on a topic what the app's
-            `auto_offset_reset` says. `"earliest"`: what is left of the log. A time (aware `datetime`, or seconds since
-            the epoch): the first record that is not older. A mapping topic → partition → offset: exactly there.
-        end: `"latest"`: the end of now (the last stable offset under `read_committed`). A time: before the first record
-            that is not older. A mapping: exactly there, or at the end of the log where that comes first.
-        tasks: How many tasks to make; None leaves it to the run.
-        max_rows_per_batch: Records of one micro-batch at most: what a crash can repeat.
-        total_concurrency: Handlers running at the same time in the whole job, and at least one of each in a task that
-            has records for it. Handlers with fixed shards cannot be bounded so, and are refused.
-        on_failure: `skip` or `dead-letter:TOPIC`, in place of the handlers' own, `Park` among them.
+        directory: A new directory for the run; None writes nothing.
+        group: Consumer group that the run stands in for; the app's group by default.
+        bootstrap_servers: Override those of the app's settings and the environment. They become part of the plan.
+        start: `"committed"`: the group's committed offsets; a group without commits on a topic follows the app's
+            `auto_offset_reset`. `"earliest"`: the start of the log. A time (aware `datetime`, or seconds since the
+            epoch): the first record that is not older. A mapping topic → partition → offset: exactly there.
+        end: `"latest"`: the current end (the last stable offset under `read_committed`). A time: before the first
+            record that is not older. A mapping: exactly there, or at the end of the log if that comes first.
+        tasks: Number of tasks; None lets the run decide.
+        max_rows_per_batch: Maximum records per micro-batch, which is also the maximum that a crash can repeat.
+        total_concurrency: Maximum handlers running in parallel in the whole job. A task runs at least one of each
+            handler that it has records for. Handlers with fixed shards cannot be limited this way and are refused.
+        on_failure: `skip` or `dead-letter:TOPIC`; replaces the handlers' own policies, including `Park`.
         shuffle: Bring the records of a key together across topics and partitions, instead of one task per partition.
-        lease: Seconds for which apps of the group are to keep off; see `aioshard.spark.lease.take_lease` for what
-            that protects against and what not. Where it cannot be had, that is told and the plan stands.
-        tell: Takes sentences for the user; by default they are logged.
+        lease: Seconds for which the group's apps must stay off; see `aioshard.spark.planning.lease.take_lease` for
+            its limits. If the lease cannot be obtained, you get a warning and the plan stays valid.
+        tell: Receives warnings for the user; logs them by default.
 
     Returns:
-        The plan, as it is in the directory.
+        The plan, as written to the directory.
 
     Raises:
-        PlanError: It cannot be planned so: no such topic, `Park`, a key in several topics without *shuffle*, a value
-            that makes no sense, a directory that has a run.
-        DataLossError: Records from the start on are not in the log any more; they are named.
-        SettingsError: The brokers are not known, or a setting is refused.
-        TransportError: The brokers do not answer, or refuse us.
+        PlanError: The plan is impossible: unknown topic, `Park`, a key in several topics without *shuffle*, an invalid
+            value, or a directory that already has a run.
+        DataLossError: The log no longer has some of the records; the error names them.
+        SettingsError: The brokers are unknown, or a setting is invalid.
+        TransportError: The brokers do not answer, or refuse the connection.
 
     Example:
         ```python
@@ -158,7 +158,7 @@ async def plan(
     return made
 
 
-# What the user asked for --------------------------------------------------------------
+# User input ---------------------------------------------------------------------------
 
 
 def _new_run(directory: str | os.PathLike[str] | RunDirectory) -> RunDirectory:
@@ -175,7 +175,7 @@ def _check_numbers(**numbers: int | None) -> None:
         raise PlanError(f"{name}={value!r} was found, a whole number of at least 1 was expected")
 
 
-# What the brokers say -----------------------------------------------------------------
+# Broker state -------------------------------------------------------------------------
 
 
 async def _ask(
@@ -194,7 +194,7 @@ async def _ask(
     if not partitions:
         return _Found({}, {}, {})
     isolation = settings.isolation_level
-    # What is committed comes first: an app that runs meanwhile then only makes the range longer than need be.
+    # Read the commits first: if an app is running meanwhile, the range only becomes longer than necessary.
     commits = await brokers.group_commits(group_id, partitions)
     bounds = await brokers.bounds(partitions)
     known = {one.topic for one, committed in commits.items() if committed is not None}
@@ -261,7 +261,7 @@ def _then(facts: Facts) -> CommittedThen:
     return CommittedThen(*facts.at, *committed)
 
 
-# What the user should see -------------------------------------------------------------
+# Warnings -----------------------------------------------------------------------------
 
 
 def _tell_of(made: Plan, tell: Tell) -> None:

@@ -1,1 +1,1 @@
-"""A run on disk: its plan, its directory, how far it is."""
+"""A run on disk: its plan, its directory and its progress."""

@@ -1,4 +1,4 @@
-"""How a planned run reaches the brokers from where its commands run."""
+"""Broker settings of a planned run on the machine that runs its commands."""
 
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ __all__ = ["settings_for", "settings_of"]
 
 
 def settings_of(app: App, bootstrap_servers: str | None) -> "Settings":
-    """The app's settings, with the brokers of a plan where it names them.
+    """Return the app's settings, with the plan's brokers if it names any.
 
     Raises:
-        SettingsError: The brokers are not known.
+        SettingsError: The brokers are unknown.
     """
     settings = app.settings
     if bootstrap_servers is not None:
@@ -27,10 +27,10 @@ def settings_of(app: App, bootstrap_servers: str | None) -> "Settings":
 
 
 def settings_for(plan: Plan) -> "Settings":
-    """The settings of a planned app; those of the environment alone where its module is not on this machine.
+    """Return the settings of a planned app, or those of the environment if this machine lacks its module.
 
     Raises:
-        SettingsError: The brokers are not known, or a setting of the environment is refused.
+        SettingsError: The brokers are unknown, or a setting of the environment is invalid.
     """
     from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
 

@@ -1,4 +1,4 @@
-"""Waiting for a coroutine where nobody can await: also in a notebook, whose own event loop runs already."""
+"""Run a coroutine from synchronous code, also in a notebook whose own event loop is already running."""
 
 import asyncio
 import concurrent.futures
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def blocking(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end in an event loop of its own, in a thread of its own.
+    """Run a coroutine to completion in a new event loop on a separate thread.
 
     Args:
-        make: Makes the coroutine.
+        make: Creates the coroutine.
 
     Example:
         >>> async def answer() -> int:

@@ -1,4 +1,4 @@
-"""How far a run is, from the checkpoint that Spark keeps of it."""
+"""Progress of a run, read from Spark's checkpoint."""
 
 import json
 from typing import NamedTuple
@@ -11,20 +11,20 @@ __all__ = ["Border", "last_border"]
 
 
 class Border(NamedTuple):
-    """The end of the last micro-batch that is complete."""
+    """The end of the last complete micro-batch."""
 
     batch: int
     vector: dict[str, dict[str, int]]
-    """Everything before it is done, by topic and partition."""
+    """Exclusive end offsets by topic and partition; every record before them is done."""
 
 
 def last_border(directory: RunDirectory) -> Border | None:
-    """The last border that a run has come to; None before the first.
+    """Return the last border that a run has reached, or None before the first.
 
-    Spark notes the offsets of a batch before it runs it, in `offsets`, and that it is complete in `commits`.
+    Spark writes the offsets of a batch to `offsets` before it runs the batch, and marks it complete in `commits`.
 
     Raises:
-        PlanError: The checkpoint cannot be read: it was written by something else, or is damaged.
+        PlanError: The checkpoint is unreadable: it is damaged or was written by another program.
     """
     done = [int(name) for name in directory.list(f"{CHECKPOINT}/commits") if name.isdigit()]
     if not done:

@@ -1,4 +1,4 @@
-"""The directory of a run: its plan, its checkpoint, its outcomes, and small files that say how far it is."""
+"""The directory of a run: its plan, checkpoint, outcomes, and small files that record its progress."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from aioshard.spark.runs.plan import Plan
 
 try:
     import fcntl
-except ImportError:  # where there are no such locks nobody is kept off
+except ImportError:  # this platform has no such locks, so a second process is not kept out
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 __all__ = ["RunDirectory"]
 
 _RUNNING = ".running"
-"""Locked while a process drains the run; it stays."""
+"""Locked while a process drains the run; the file itself is never removed."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _ASIDE = "."
-"""What begins with it is being written: no reader looks at it, Spark and Arrow neither."""
+"""Prefix of files that are still being written; readers ignore them, including Spark and Arrow."""
 
 
 class RunDirectory:
-    """A directory on this machine, or anywhere that Arrow's file systems reach (`s3://`, `gs://`, `hdfs://`, …).
+    """A directory on this machine, or on any file system that Arrow supports (`s3://`, `gs://`, `hdfs://`, …).
 
     Names within the directory are relative, with `/` between their parts.
 
     Invariants:
-        * A file is there whole or not at all: it is written aside and then moved.
+        * A file is either complete or absent: it is written under a temporary name and then moved.
 
     Example:
         >>> directory = RunDirectory("runs/7")
@@ -46,10 +46,10 @@ class RunDirectory:
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
-        """Name a directory; nothing is made or asked yet.
+        """Name a directory; nothing is created or accessed yet.
 
         Raises:
-            PlanError: *uri* names no place that is known.
+            PlanError: *uri* is empty, or not a location that Arrow can reach.
             MissingExtraError: pyarrow is not installed.
         """
         text = os.fspath(uri)
@@ -66,71 +66,71 @@ class RunDirectory:
 
     @classmethod
     def of(cls, directory: "str | os.PathLike[str] | RunDirectory") -> "RunDirectory":
-        """The same, where it is one already."""
+        """Return *directory* as a `RunDirectory`."""
         return directory if isinstance(directory, RunDirectory) else cls(directory)
 
     def __str__(self) -> str:
-        """As it was given."""
+        """Return the name as you gave it."""
         return self._given
 
     def __repr__(self) -> str:
         return f"RunDirectory({self._given!r})"
 
     def uri(self, name: str = "") -> str:
-        """The directory, or what is in it, as Spark takes it."""
+        """Return the URI of the directory, or of a file in it, in the form that Spark accepts."""
         return f"{self._base}/{name}" if name else self._base
 
     # Files ----------------------------------------------------------------------------
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file, or a directory, of that name."""
+        """Return whether a file or directory of that name exists."""
         with self._told(name):
             return self._files.exists(name)
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds; None where there is none.
+        """Return the content of a file, or None if it does not exist.
 
         Raises:
-            PlanError: It cannot be read.
+            PlanError: The file cannot be read.
         """
         with self._told(name):
             return self._files.read(name)
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Write a file, in place of one that is there; a reader sees the old one or the new one.
+        """Write or replace a file; a reader sees either the old content or the new.
 
         Raises:
-            PlanError: It cannot be written.
+            PlanError: The file cannot be written.
         """
         with self._told(name):
             self._files.write(name, content.encode() if isinstance(content, str) else content)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; returns whether it was there."""
+        """Remove a file; return whether it existed."""
         with self._told(name):
             return self._files.remove(name)
 
     @property
     def moves_at_once(self) -> bool:
-        """Whether a directory is moved in one step; object stores copy and delete its files one by one."""
+        """True if a directory moves in a single step; object stores copy and delete its files individually."""
         return self._files.moves_at_once
 
     def move(self, name: str, to: str) -> None:
-        """Move a directory of the run to where nothing is yet."""
+        """Move a directory of the run to a name that does not exist yet."""
         self._files.move(name, to)
 
     def remove_directory(self, name: str) -> None:
-        """Remove a directory of the run with all that is in it, where there is one."""
+        """Remove a directory of the run with all its content, if it exists."""
         self._files.remove_directory(name)
 
     def list(self, name: str = "") -> list[str]:
-        """The names of all that is in a directory of the run, sorted; empty where there is none."""
+        """Return the sorted names in a directory of the run; empty if it does not exist."""
         with self._told(name):
             return sorted(found for found in self._files.list(name) if not found.startswith(_ASIDE))
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Errors of files as a sentence."""
+        """Translate file errors into a `PlanError`."""
         try:
             yield
         except OSError as error:
@@ -141,10 +141,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from draining the run; where file systems know no locks, nobody is kept off.
+        """Keep other processes from draining the run; has no effect on file systems without locks.
 
         Raises:
-            PlanError: One drains it.
+            PlanError: Another process is draining it.
         """
         with self._told(_RUNNING):
             lock = self._files.lock(_RUNNING)
@@ -160,10 +160,10 @@ class RunDirectory:
                 os.close(lock)
 
     def read_json(self, name: str) -> Any:
-        """What a JSON file holds; None where there is none.
+        """Return the content of a JSON file, or None if it does not exist.
 
         Raises:
-            PlanError: It is no JSON.
+            PlanError: The file is not valid JSON.
         """
         content = self.read(name)
         if content is None:
@@ -174,16 +174,16 @@ class RunDirectory:
             raise PlanError(f"{self.uri(name)} is not JSON ({error}): it was not written by aioshard") from None
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write a JSON file for people and programs."""
+        """Write a JSON file, indented for people."""
         self.write(name, json.dumps(content, indent=2) + "\n")
 
     # The plan -------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """The plan of the run.
+        """Return the plan of the run.
 
         Raises:
-            PlanError: There is none, or it was edited, or is of a newer version.
+            PlanError: The directory has no plan, or it was edited or written by a newer version.
         """
         content = self.read(PLAN)
         if content is None:
@@ -197,16 +197,16 @@ class RunDirectory:
         """Write the plan of a new run.
 
         Raises:
-            PlanError: The directory has a plan already: its checkpoint and its outcomes belong to that one.
+            PlanError: The directory already has a plan, which its checkpoint and outcomes belong to.
         """
         self.refuse_used()
         self.write(PLAN, plan.to_json())
 
     def refuse_used(self) -> None:
-        """Refuse a directory that has a plan.
+        """Refuse a directory that already has a plan.
 
         Raises:
-            PlanError: It has.
+            PlanError: The directory has a plan.
         """
         if self.exists(PLAN):
             raise PlanError(
@@ -216,7 +216,7 @@ class RunDirectory:
 
 
 class _Files:
-    """The files below a directory; *path* where it is on this machine."""
+    """The files below a directory; *path* is set if the directory is on this machine."""
 
     def __init__(self, uri: str, path: Path | None) -> None:
         try:
@@ -287,26 +287,26 @@ class _Files:
         return [found.base_name for found in self._system.get_file_info(selector)]
 
     def lock(self, name: str) -> int | Literal[False] | None:
-        """What holds a lock for this process until it is closed; False when another one has it, None without locks."""
+        """Return a descriptor that holds the lock until closed, False if another process has it, None without locks."""
         if self._path is None:
             return None
         if fcntl is None:
             return None
         descriptor = os.open(self._path / name, os.O_CREAT | os.O_RDWR, 0o666)
         try:
-            # Of the process: within one, Spark itself refuses a second query of the same run.
+            # The lock is per process. Within one process, Spark itself refuses a second query of the same run.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             os.close(descriptor)
             return False
-        except OSError:  # the file system has none
+        except OSError:  # the file system has no locks
             os.close(descriptor)
             return None
         return descriptor
 
 
 def _sync(path: str) -> None:
-    """Have a file on the disk before it takes the place of another one; Arrow leaves that to the system."""
+    """Flush a file to disk before it replaces another one; Arrow leaves that to the operating system."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)

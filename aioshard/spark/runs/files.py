@@ -1,4 +1,4 @@
-"""What is in the directory of a run: one name for each, for all that write or read it."""
+"""Names of the files in the directory of a run, shared by all code that reads or writes them."""
 
 __all__ = [
     "CHECKPOINT",
@@ -15,19 +15,19 @@ __all__ = [
 
 PLAN = "plan.json"
 STOP = "stop"
-"""The file that ends a run at the next border of a micro-batch."""
+"""Ends a run at the next border of a micro-batch."""
 CHECKPOINT = "checkpoint"
-"""Spark's own: how far the run is."""
+"""Spark's own checkpoint: the progress of the run."""
 OUTCOMES = "outcomes"
 STAGING = "staging"
-"""Where a batch is written before it is complete; nobody else reads there."""
+"""Holds a batch until it is complete; only its writer reads it."""
 SUMMARIES = "summaries"
-"""Rows by status of each batch, as JSON."""
+"""Row counts by status for each batch, as JSON."""
 HALTED = "halted.json"
 """The records that ended the last drain."""
 VERIFIED = "verified.json"
 """Written by the verification: `{"plan": digest, "ok": true, "ends": {topic: {partition: offset}}, "halted": [names],
-"dead_lettered": 0}`. Without `ends`, those of the plan."""
+"dead_lettered": 0}`. Without `ends`, the plan's ends apply."""
 LETTERS = "letters.json"
-"""Written when dead letters were sent: `{"plan": digest, "acknowledged": 0}`."""
+"""Written once the dead letters are sent: `{"plan": digest, "acknowledged": 0}`."""
 HANDED_OVER = "handover.json"

@@ -1,4 +1,4 @@
-"""What a run over history is going to do, frozen before it begins: ranges, handlers, versions."""
+"""The plan of a backfill, frozen before it begins: ranges, handlers, versions."""
 
 import dataclasses
 import hashlib
@@ -11,36 +11,36 @@ from aioshard.errors import PlanError
 __all__ = ["FORMAT", "CommittedThen", "FinishedBeyond", "Layout", "Plan", "PlannedHandler", "PlannedRange"]
 
 FORMAT = 1
-"""The format of plans that this version writes; it reads this one and those before it."""
+"""The plan format that this version writes; it also reads all earlier ones."""
 
 Layout = Literal["partition", "split", "shuffle"]
 
 
 class CommittedThen(NamedTuple):
-    """What the group had committed on a partition when the plan was made."""
+    """The group's commit on a partition when the plan was made."""
 
     topic: str
     partition: int
     offset: int | None
-    """None where there was no commit."""
+    """None without a commit."""
     metadata: str
 
 
 class FinishedBeyond(NamedTuple):
-    """Records of a partition that the group recorded as finished beyond its committed offset."""
+    """Records of a partition that the group had completed beyond its committed offset."""
 
     topic: str
     partition: int
     offsets: tuple[int, ...]
-    """Ascending, all within the planned range."""
+    """Ascending; all lie within the planned range."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRange:
-    """Offsets of one partition: from *start* up to, and without, *end*.
+    """Offsets of one partition, from *start* (inclusive) to *end* (exclusive).
 
     Invariants:
-        * `start <= end`. An empty range is a partition that has nothing to read; its end is handed over like others.
+        * `start <= end`. A range is empty if its partition has nothing to read; its end is still handed over.
     """
 
     topic: str
@@ -51,16 +51,16 @@ class PlannedRange:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedHandler:
-    """A handler as it was when the plan was made, for people and for comparison; the app itself has the function.
+    """A handler as it was when the plan was made, for people and for comparison; the function stays in the app.
 
     Attributes:
-        name: The function's.
-        topics: All that it reads in this run, those that its pattern matched among them.
-        shard_by: What stays in order.
-        shards: Fixed shards, None for shards on demand.
-        concurrency: Workers, at first where it is adaptive.
-        on_failure: What happens to a record whose attempts are used up, as text for people.
-        layout: How its records are spread over tasks: one task per partition, partitions split, or shuffled.
+        name: Name of the function.
+        topics: All topics that it reads in this run, including those its pattern matched.
+        shard_by: The scope within which records stay in order.
+        shards: Number of fixed shards, or None for shards on demand.
+        concurrency: Number of workers; the initial number if it is adaptive.
+        on_failure: Its policy for records whose retries are exhausted, as text for people.
+        layout: How its records are spread over tasks: one task per partition, split partitions, or shuffled.
     """
 
     name: str
@@ -74,25 +74,25 @@ class PlannedHandler:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run is going to do. It holds no secret.
+    """The plan of a run. It contains no secrets.
 
     Attributes:
-        format: Of this object as JSON.
-        id: Unlike that of every other plan.
+        format: Format of the plan as JSON.
+        id: Unique identifier.
         created: Seconds since the epoch.
-        app: Where the app is found: `orders.app:app`.
-        group_id: The consumer group whose place the run takes.
-        bootstrap_servers: As given when the plan was made; None: each executor has it in its environment.
+        app: Import name of the app: `orders.app:app`.
+        group_id: Consumer group that the run stands in for.
+        bootstrap_servers: As given when the plan was made; None means that each executor has it in its environment.
         isolation_level: `read_committed` or `read_uncommitted`.
-        ranges: What is read, by topic and partition.
-        committed: What the group had committed on each partition of `ranges`.
-        handlers: Of the app.
-        tasks: How many tasks to make; None leaves it to the run.
-        max_rows_per_batch: Records of one micro-batch at most: what a crash can repeat.
-        total_concurrency: Handlers running at the same time in the whole job; None is each handler's own for each task.
-        on_failure: In place of the handlers' own: None, `skip` or `dead-letter:TOPIC`.
-        finished: Recorded as finished beyond the committed offset: they count as done and are not run again.
-        versions: Of `aioshard`, `python` and `app` (a digest of its handlers and their modules' source).
+        ranges: The offsets to read, by topic and partition.
+        committed: The group's commit on each partition of `ranges`.
+        handlers: The handlers of the app.
+        tasks: Number of tasks; None lets the run decide.
+        max_rows_per_batch: Maximum records per micro-batch, which is also the maximum that a crash can repeat.
+        total_concurrency: Maximum handlers in parallel in the whole job; None means each handler's own, per task.
+        on_failure: Replaces the handlers' own policies: None, `skip` or `dead-letter:TOPIC`.
+        finished: Records completed beyond the committed offset; they count as done and are not run again.
+        versions: Versions of `aioshard`, `python` and `app` (a digest of its handlers and their modules' source).
 
     Example:
         >>> plan = Plan(id="7", created=0.0, app="shop.app:app", group_id="shop", bootstrap_servers=None,
@@ -121,12 +121,12 @@ class Plan:
 
     @property
     def records(self) -> int:
-        """Offsets to read: as many records, or fewer where the log has holes."""
+        """Number of offsets to read; there are fewer records if the log has holes."""
         return sum(planned.end - planned.start for planned in self.ranges)
 
     @property
     def ends(self) -> dict[str, dict[int, int]]:
-        """Where the group goes on after the run: topic, partition, offset."""
+        """Offsets at which the group resumes after the run: topic, partition, offset."""
         ends: dict[str, dict[int, int]] = {}
         for planned in self.ranges:
             ends.setdefault(planned.topic, {})[planned.partition] = planned.end
@@ -134,11 +134,11 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Of everything in the plan; what belongs to a run is marked with it."""
+        """Digest of the whole plan; it marks everything that belongs to the run."""
         return _digest(_jsonable(self))
 
     def to_json(self) -> str:
-        """The plan as JSON for people, with its digest."""
+        """Return the plan as readable JSON, with its digest."""
         content = _jsonable(self)
         return json.dumps(content | {"digest": _digest(content)}, indent=2) + "\n"
 
@@ -147,7 +147,7 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: It is no plan, was written by a newer version, or was edited.
+            PlanError: It is not a plan, was written by a newer version, or was edited.
         """
         try:
             content = json.loads(text)
@@ -173,7 +173,7 @@ class Plan:
 
 
 def _jsonable(plan: Plan) -> dict[str, Any]:
-    """As JSON gives it back, so that the digest is the same before and after."""
+    """Return the plan as it looks after a JSON round trip, so that the digest is the same before and after."""
     content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
     return content
 

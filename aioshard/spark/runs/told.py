@@ -1,4 +1,4 @@
-"""Errors of ours in what Spark says of a task that failed."""
+"""Recognize aioshard's errors in Spark's report of a failed task."""
 
 import re
 from typing import NamedTuple
@@ -9,7 +9,7 @@ _NAMED = re.compile(r"aioshard\.errors\.(\w+): (.*?)(?:\n SQLSTATE|\n\s*\tat |\n
 
 
 class Raised(NamedTuple):
-    """What a task raised."""
+    """The error that a task raised."""
 
     kind: str
     """The name of a class in `aioshard.errors`."""
@@ -17,7 +17,7 @@ class Raised(NamedTuple):
 
 
 def raised_by_task(error: Exception) -> Raised | None:
-    """The error of ours that ended a job of Spark, or None where something else did.
+    """Return the aioshard error that ended a Spark job, or None if it ended for another reason.
 
     Example:
         >>> raised_by_task(Exception("Job aborted: aioshard.errors.PlanError: there is no module 'orders'"))

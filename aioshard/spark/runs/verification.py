@@ -1,4 +1,4 @@
-"""What the verification of a run has found, and what of it keeps the run from being handed over."""
+"""The result of verifying a run, and the problems that prevent its hand-over."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -7,15 +7,15 @@ from typing import Any
 __all__ = ["NAMED", "Found", "Verification"]
 
 NAMED = 20
-"""Offsets of a partition that are named; all are counted."""
+"""How many offsets of a partition a report names at most; all are counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Offsets of one partition.
+    """Offsets of one partition that a check found.
 
     Attributes:
-        count: How many.
+        count: How many there are.
         offsets: The first of them, ascending.
     """
 
@@ -23,29 +23,29 @@ class Found:
     offsets: tuple[int, ...]
 
     def __str__(self) -> str:
-        """For people."""
+        """Return the offsets as text for people."""
         named = ", ".join(map(str, self.offsets))
         return f"{named} and {self.count - len(self.offsets)} more" if self.count > len(self.offsets) else named
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Whether every record of a planned range has come to its end exactly once. Partitions are `topic/partition`.
+    """Whether every record of a planned range was handled exactly once. Partitions are named `topic/partition`.
 
     Attributes:
         plan: The digest of the plan.
-        ok: Whether the run may be handed over, once its dead letters are sent.
-        ends: How far it was verified: topic, partition, offset.
-        records: Outcome rows.
+        ok: Whether the run may be handed over once its dead letters are sent.
+        ends: How far the run was verified: topic, partition, offset.
+        records: Number of outcome rows.
         statuses: Rows by status.
-        left: Offsets that the run has not come to, by partition.
-        missing: Offsets whose record is in the log now, and that have no row.
-        duplicates: Offsets with several rows, or with a row although they had been finished before.
+        left: Number of offsets that the run has not reached, by partition.
+        missing: Offsets whose record is in the log but has no row.
+        duplicates: Offsets with several rows, or with a row although they were completed before the run.
         outside: Offsets with a row that are not in the range.
-        halted: Records that halted, named.
-        deleted_since: Offsets without a row which are not in the log any more, by partition. That is no error.
-        holes: Offsets of the range that hold no record: compacted, or a transaction's marker or aborted record.
-        finished: Offsets that had been finished before the run.
+        halted: Names of the records that halted.
+        deleted_since: Number of offsets without a row that are no longer in the log, by partition. Not an error.
+        holes: Number of offsets in the range without a record: compacted, or a transaction marker or aborted record.
+        finished: Number of offsets that were completed before the run.
     """
 
     plan: str
@@ -64,12 +64,12 @@ class Verification:
 
     @property
     def dead_lettered(self) -> int:
-        """Dead letters that the run owes."""
+        """Dead letters that the run still has to send."""
         return self.statuses.get("dead_lettered", 0)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What keeps the run from being handed over: sentences, none where it is `ok`."""
+        """Sentences that explain why the run cannot be handed over; empty if it is `ok`."""
         return tuple(self._problems())
 
     def _problems(self) -> Iterator[str]:
@@ -86,5 +86,5 @@ class Verification:
             yield f"{name}: {found.count} outcome(s) are not in the planned range: {found}"
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the verification as a dictionary for JSON."""
         return {**dataclasses.asdict(self), "dead_lettered": self.dead_lettered, "problems": list(self.problems)}

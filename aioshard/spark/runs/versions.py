@@ -1,4 +1,4 @@
-"""Which code a run was planned with, so that what runs on other machines can be compared with it."""
+"""Versions of the code that a run was planned with, for comparison with the code on other machines."""
 
 import hashlib
 import inspect
@@ -24,14 +24,15 @@ _OPTIONS = (
 
 
 def versions_of(app: App) -> dict[str, str]:
-    """The versions that a plan names: `aioshard`, `python`, `app`."""
+    """Return the versions that a plan records: `aioshard`, `python`, `app`."""
     return {"aioshard": __version__, "python": platform.python_version(), "app": app_version(app)}
 
 
 def app_version(app: App) -> str:
-    """A digest of an app's handlers, their options and the source of their modules.
+    """Return a digest of an app's handlers, their options and the source of their modules.
 
-    The same code gives the same digest on every machine. It does not see modules that handlers import, and no settings.
+    The same code gives the same digest on every machine. Settings and modules that the handlers import are not part
+    of it.
     """
     digest = hashlib.sha256()
     modules = set()
@@ -48,7 +49,7 @@ def app_version(app: App) -> str:
 
 
 def on_failure_text(policy: OnFailure) -> str:
-    """What happens to a record whose attempts are used up, as a plan says it.
+    """Describe what happens to a record once its retries are exhausted, in the words of a plan.
 
     Example:
         >>> on_failure_text("halt"), on_failure_text(DeadLetter("orders.dlt"))
@@ -77,14 +78,14 @@ def _source_of(module: str) -> str | None:
 
 
 def _told(value: object) -> str:
-    """Where things are in memory is no part of what they are."""
+    """Return text that does not depend on memory addresses."""
     if inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
     return _ADDRESS.sub("", repr(value))
 
 
 def _code_of(function: Callable[..., Any]) -> bytes:
-    """What a function of a module without source does, as far as its code says; the names of files and lines do not."""
+    """Return the bytecode of a function whose module has no source; names of files and lines are left out."""
     code = getattr(function, "__code__", None)
     return _code(code) if isinstance(code, CodeType) else _told(function).encode()
 
