@@ -1,1 +1,1 @@
-"""Kafka clients behind `aioshard.ports.Transport`. Import a client's module only where it is used."""
+"""Kafka clients behind `aioshard.ports.Transport`. Import a client's module only if you use it."""

@@ -1,4 +1,4 @@
-"""What commands ask of the brokers and tell them, beyond reading and writing records."""
+"""Admin requests of the commands: everything except reading and writing records."""
 
 import asyncio
 import contextlib
@@ -37,12 +37,12 @@ __all__ = ["Administration"]
 T = TypeVar("T")
 
 _PATIENCE = 30.0
-"""Seconds in which what passes (a leader election, a coordinator that loads) is asked again."""
+"""Seconds to retry transient errors, such as a leader election or a coordinator that is still loading."""
 _PAUSE = 0.2
 
 
 class Administration:
-    """A connection for single questions and orders. Owned by one event loop.
+    """A connection for single admin requests. Owned by one event loop.
 
     Example:
         ```python
@@ -52,7 +52,7 @@ class Administration:
     """
 
     def __init__(self, settings: "Settings") -> None:
-        """Make an administration; nothing connects yet.
+        """Create an administration client; connects to nothing yet.
 
         Raises:
             SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
@@ -65,7 +65,7 @@ class Administration:
         """Connect.
 
         Raises:
-            TransportError: No broker answers, or one refuses us; within 10 s.
+            TransportError: No broker answers within 10 s, or a broker refuses the connection.
         """
         self._client = await connected(
             self._settings,
@@ -87,20 +87,20 @@ class Administration:
     # Topics ---------------------------------------------------------------------------
 
     async def partitions(self, topic: str) -> frozenset[int]:
-        """The partitions of a topic; asking does not create it.
+        """Return the partitions of a topic without creating it.
 
         Raises:
-            TransportError: There is no such topic.
-            AuthorizationError: We may not see it.
+            TransportError: The topic does not exist.
+            AuthorizationError: This user may not see it.
         """
         return frozenset((await self._leaders(topic)).keys())
 
     async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
-        """Settings of a topic, those of the broker among them where it has none of its own.
+        """Return settings of a topic; the broker's default where the topic does not override it.
 
         Raises:
-            AuthorizationError: We may not see them.
-            TransportError: They were not told.
+            AuthorizationError: This user may not see them.
+            TransportError: The brokers did not return them.
         """
 
         async def ask() -> dict[str, str]:
@@ -113,11 +113,11 @@ class Administration:
         return await self._patiently(ask, f"tell the settings of topic {topic!r}", denied=denied)
 
     async def _by_leader(self, partitions: Collection[TopicPartition]) -> dict[int, list[TopicPartition]]:
-        """The partitions by the broker that leads them now.
+        """Group the partitions by the broker that leads them now.
 
         Raises:
-            KafkaError: One has no leader.
-            TransportError: There is no such topic or partition.
+            KafkaError: A partition has no leader.
+            TransportError: The topic or partition does not exist.
         """
         leaders = {topic: await self._leaders(topic) for topic in {name.topic for name in partitions}}
         found: dict[int, list[TopicPartition]] = {}
@@ -143,14 +143,14 @@ class Administration:
             raise TransportError(f"topic {topic!r} does not exist: create it, or check its name")
         return leaders
 
-    # Offsets of a group without members -----------------------------------------------
+    # Offsets of an inactive group -----------------------------------------------------
 
     async def committed(self, group_id: str, topic: str, partitions: Collection[int]) -> dict[int, Committed]:
-        """The group's committed offsets; partitions without one are left out.
+        """Return the group's committed offsets; partitions without one are left out.
 
         Raises:
-            AuthorizationError: We may not read with the group.
-            TransportError: They were not told.
+            AuthorizationError: This user may not read with the group.
+            TransportError: The brokers did not return them.
         """
         ask = functools.partial(self._stored, group_id, [TopicPartition(topic, one) for one in partitions])
         found = await self._patiently(ask, f"tell the committed offsets of {topic}", group_id)
@@ -159,23 +159,23 @@ class Administration:
     async def _stored(
         self, group_id: str, partitions: Collection[TopicPartition] | None
     ) -> dict[TopicPartition, Committed]:
-        """What a group has committed of *partitions*, or, with None, of everything. Asked once."""
+        """Fetch the group's committed offsets of *partitions*, or all of them with None. Sends one request."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
         asked = None if partitions is None else by_topic({one: one.partition for one in partitions})
         return stored_offsets(await self._client.send(node, OffsetFetchRequest(group_id, asked)), partitions or ())
 
     async def commit(self, group_id: str, topic: str, offsets: Mapping[int, Committed], *, retention: float) -> None:
-        """Commit for a group that nobody is a member of.
+        """Commit for a group that has no members.
 
         Args:
             group_id: The group.
             topic: The topic.
             offsets: By partition.
-            retention: Seconds that the broker keeps them, whatever its own `offsets.retention.minutes` says.
+            retention: Seconds that the broker keeps them, regardless of its `offsets.retention.minutes`.
 
         Raises:
-            AuthorizationError: We may not read with the group.
-            TransportError: They were not stored; or the group has members.
+            AuthorizationError: This user may not read with the group.
+            TransportError: The offsets were not stored, or the group has members.
         """
         due = {TopicPartition(topic, partition): committed for partition, committed in offsets.items()}
 
@@ -188,24 +188,24 @@ class Administration:
     async def _store(
         self, group_id: str, offsets: Mapping[TopicPartition, Committed], retention_ms: int
     ) -> dict[TopicPartition, kafka.KafkaError]:
-        """Commit once without a member; the partitions that are not acknowledged, and why."""
+        """Commit once without a member; return the error of each partition that is not acknowledged."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
         due = by_topic({name: (name.partition, *committed) for name, committed in offsets.items()})
         request = OffsetCommitRequest(group_id, -1, "", retention_ms, due)
         return refused_offsets(await self._client.send(node, request), offsets)
 
-    # What goes wrong ------------------------------------------------------------------
+    # Errors ---------------------------------------------------------------------------
 
     async def _patiently(
         self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "", *, denied: str | None = None
     ) -> T:
-        """Ask, and again while what is wrong passes.
+        """Send a request, and retry transient errors for up to 30 s.
 
         Args:
-            ask: Asks once.
-            what: What the brokers did not do, for the sentence.
-            group_id: For the sentence when the group is not allowed.
-            denied: What this user may not do, for the sentence when the topic is not allowed.
+            ask: Sends the request once.
+            what: The task the brokers failed at, for the error message.
+            group_id: For the error message when the group is not authorized.
+            denied: The action this user may not take, for the error message when the topic is not authorized.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + _PATIENCE

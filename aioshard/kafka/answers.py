@@ -1,7 +1,7 @@
-"""Read answers of brokers: the errors at every level, and everything that was asked for.
+"""Parse broker responses: check the errors at every level, and that nothing requested is missing.
 
-An error is never read as "there is nothing", and a partition that an answer leaves out is neither empty nor
-acknowledged. Each function is pure; aiokafka's own readers overlook some of this.
+An error never counts as "there is nothing", and a partition missing from a response counts neither as empty nor as
+acknowledged. Every function is pure. aiokafka's own parsers miss some of these cases.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,20 +30,20 @@ __all__ = [
 T = TypeVar("T")
 
 _NO_TOPIC = frozenset({3, 17})
-"""Codes of topics that do not exist, and of names that no topic can have."""
+"""Error codes for topics that do not exist and for invalid topic names."""
 _ABSENT = _NO_TOPIC | {29}
-"""The same, and of topics that we may not see."""
+"""The same, plus topics that this user may not see."""
 _UNKNOWN_MEMBER = 25
 
 
 class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
-    """A broker's answer leaves out what it was asked for; the same question may be answered later."""
+    """A broker's response leaves out something requested; a retry may succeed."""
 
     retriable = True
 
 
 def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
-    """Group values of single partitions by topic, in the form and the order of a request."""
+    """Group values of single partitions by topic, in the form and order that requests need."""
     found: dict[str, list[Any]] = {}
     for one in sorted(values):
         found.setdefault(one.topic, []).append(values[one])
@@ -51,7 +51,7 @@ def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]
 
 
 def only_part(parts: Sequence[T], what: str) -> T:
-    """Take the one part of an answer to a question about one thing, named by *what*."""
+    """Return the only part of a response about one thing, which *what* names."""
     if len(parts) != 1:
         raise IncompleteAnswerError(f"{what} is missing in the answer")
     return parts[0]
@@ -67,15 +67,15 @@ def _refuse_missing(asked: Collection[TopicPartition], told: Collection[TopicPar
 
 
 def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
-    """Read an OffsetFetch answer, versions 1 to 3: the committed offsets, without partitions that have none.
+    """Parse an OffsetFetch response, versions 1 to 3: the committed offsets, without partitions that have none.
 
-    A broker that does not coordinate the group says so at the top level of the answer and names no partition.
+    A broker that does not coordinate the group reports it at the top level of the response and lists no partitions.
 
     Raises:
         IncompleteAnswerError: A partition of *asked* is missing.
-        KafkaError: The whole answer or a partition of it has an error code.
+        KafkaError: The response or one of its partitions has an error code.
     """
-    raise_for(getattr(answer, "error_code", 0))  # version 1 has none
+    raise_for(getattr(answer, "error_code", 0))  # missing in version 1
     told = {}
     for topic, partitions in answer.topics:
         for partition, offset, metadata, code in partitions:
@@ -86,9 +86,9 @@ def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[Topic
 
 
 def refused_offsets(answer: Any, sent: Collection[TopicPartition]) -> dict[TopicPartition, kafka.KafkaError]:
-    """Read an OffsetCommit answer: the partitions of *sent* that are not acknowledged, and why.
+    """Parse an OffsetCommit response: the error of each partition of *sent* that is not acknowledged.
 
-    An error of a single topic stands behind those that are meant for the group as a whole.
+    Errors of a single topic come after those that affect the whole group.
     """
     refused = {
         name: IncompleteAnswerError(f"the acknowledgement of {name} is missing in the answer") for name in sorted(sent)
@@ -107,7 +107,7 @@ def refused_offsets(answer: Any, sent: Collection[TopicPartition]) -> dict[Topic
 
 
 def log_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-    """Read a ListOffsets answer, versions 1 to 3: an offset of each partition; -1 where no record is that new.
+    """Parse a ListOffsets response, versions 1 to 3: an offset per partition; -1 if no record is that recent.
 
     Raises:
         IncompleteAnswerError: A partition of *asked* is missing.
@@ -123,12 +123,12 @@ def log_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPar
 
 
 def led_offsets(answer: Any) -> dict[TopicPartition, int]:
-    """Read a ListOffsets answer, versions 1 to 3: an offset of each partition that the broker leads now.
+    """Parse a ListOffsets response, versions 1 to 3: an offset per partition that the broker leads now.
 
-    A partition with an error that may pass is left out, so that it keeps no other one waiting.
+    A partition with a retriable error is left out, so that it does not hold up the others.
 
     Raises:
-        KafkaError: A partition has an error that does not pass.
+        KafkaError: A partition has an error that is not retriable.
     """
     found = {}
     for topic, partitions in answer.topics:
@@ -144,11 +144,11 @@ def led_offsets(answer: Any) -> dict[TopicPartition, int]:
 
 
 def topic_leaders(answer: Any, topic: str) -> dict[int, int]:
-    """Read a Metadata answer: the leader of each partition of a topic, -1 without one; empty when there is no topic.
+    """Parse a Metadata response: the leader of each partition, -1 without one; empty if the topic does not exist.
 
     Raises:
-        IncompleteAnswerError: The topic is missing, or the broker knows no brokers, as while it starts.
-        KafkaError: The topic has an error code, other than that it does not exist.
+        IncompleteAnswerError: The topic is missing, or the broker lists no brokers, as while it starts.
+        KafkaError: The topic has an error code other than "does not exist".
     """
     for code, name, *_, partitions in answer.topics if answer.brokers else ():
         if name == topic:
@@ -159,10 +159,10 @@ def topic_leaders(answer: Any, topic: str) -> dict[int, int]:
 
 
 def existing_topics(answer: Any) -> frozenset[str]:
-    """Read a Metadata answer: the topics that exist and that we may see, without the brokers' own.
+    """Parse a Metadata response: the topics that exist and that this user may see, without internal topics.
 
     Raises:
-        IncompleteAnswerError: The broker knows no brokers, as while it starts.
+        IncompleteAnswerError: The broker lists no brokers, as while it starts.
     """
     if not answer.brokers:
         raise IncompleteAnswerError("the brokers are missing in the answer")
@@ -172,7 +172,7 @@ def existing_topics(answer: Any) -> frozenset[str]:
 
 
 def topic_settings(answer: Any, topic: str, names: Collection[str]) -> dict[str, str]:
-    """Read a DescribeConfigs answer about one topic: the settings *names*.
+    """Parse a DescribeConfigs response about one topic: the settings *names*.
 
     Raises:
         IncompleteAnswerError: The topic or one of its settings is missing.
@@ -190,11 +190,11 @@ def topic_settings(answer: Any, topic: str, names: Collection[str]) -> dict[str,
 
 
 def removed_member(answer: Any) -> bool:
-    """Read a LeaveGroup answer about one member: whether the group had it.
+    """Parse a LeaveGroup response about one member: whether the group had this member.
 
     Raises:
         IncompleteAnswerError: The member is missing.
-        KafkaError: The whole answer or the member has an error code, other than that the group has no such member.
+        KafkaError: The response or the member has an error code other than "unknown member".
     """
     raise_for(answer.error_code)
     *_, code = only_part(answer.members, "the member")

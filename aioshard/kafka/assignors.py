@@ -1,4 +1,4 @@
-"""The assignors as aiokafka calls them: one object for each consumer, with what that consumer tells the group."""
+"""Assignors in the form aiokafka calls them: one object per consumer, with the user data it sends to the group."""
 
 import logging
 import time
@@ -24,20 +24,20 @@ logger = logging.getLogger("aioshard.kafka.assignors")
 
 _VERSION = 0
 _NAMED = frozenset({"range", "roundrobin", "fair"})
-"""The assignors without a memory; members tell their `group_instance_id`, so that its order is that of the group."""
+"""The stateless assignors. Members send their `group_instance_id`, so that the whole group sorts by it."""
 _UNKNOWN = -1
-"""What stands for a backlog that the member does not know."""
+"""Placeholder for a backlog that the member does not know."""
 
 
 class BacklogUserData(Struct):  # type: ignore[misc]
-    """What a member tells the others under `lag`: what it had, since when, and how much of it was left to read."""
+    """User data of a member under `lag`: the partitions it had, their backlogs, and the generation."""
 
     class Had(NamedTuple):
-        """A topic of which it had partitions."""
+        """A topic of which the member had partitions."""
 
         topic: str
         partitions: Sequence[tuple[int, int]]
-        """Number and backlog of each; -1 is unknown."""
+        """Partition number and backlog of each; -1 is unknown."""
 
     version: int
     had: Sequence[Had]
@@ -51,11 +51,11 @@ class BacklogUserData(Struct):  # type: ignore[misc]
 
 
 class ConsumerAssignor:
-    """An assignor with the memory of one consumer.
+    """An assignor with the state of one consumer.
 
-    aiokafka takes any object with `name`, `metadata`, `assign` and `on_assignment`. Its own sticky one keeps its
-    memory on the class, so that all consumers of a process would share it. What `sticky` tells is what aiokafka's and
-    Java's `sticky` tell: they may be in one group.
+    aiokafka accepts any object with `name`, `metadata`, `assign` and `on_assignment`. aiokafka's own sticky assignor
+    keeps its state on the class, so all consumers of a process would share it. `sticky` sends the same user data as
+    aiokafka's and Java's `sticky`, so they can be members of the same group.
 
     Example:
         >>> ConsumerAssignor("fair").metadata(["orders"]).user_data
@@ -63,31 +63,31 @@ class ConsumerAssignor:
     """
 
     def __init__(self, name: str, delay: float = 0, instance: str | None = None) -> None:
-        """Take three settings: `assignor`, `reassignment_delay` in seconds, and `group_instance_id`."""
+        """Take the settings `assignor`, `reassignment_delay` in seconds, and `group_instance_id`."""
         self.name = name
         self._instance = instance
         self._delayed = DelayedReassignment(delay)
         self._leads = False
-        """Whether this consumer has worked out the latest assignment."""
+        """Whether this consumer computed the latest assignment."""
         self.owned: Sequence[TopicPartition] = ()
-        """What the consumer has, or had last."""
+        """The partitions that the consumer has, or had last."""
         self.generation = NO_GENERATION
-        """The generation in which it got that."""
+        """The generation that assigned `owned`."""
         self.backlogs: Mapping[TopicPartition, int] = {}
-        """How many records are left of all that the consumer subscribes to, as far as it knows. It tells the others of
-        what it has only, since all that members tell is one record on the broker."""
+        """Known backlogs, in records, of all subscribed partitions. User data covers only the consumer's own
+        partitions, because the broker stores the user data of all members in one record."""
 
-    # What aiokafka calls ----------------------------------------------------------------
+    # Called by aiokafka -----------------------------------------------------------------
 
     def metadata(self, topics: Iterable[str]) -> Any:
-        """What the consumer tells when it joins."""
+        """Build the metadata that the consumer sends when it joins."""
         self._leads = False
         return ConsumerProtocolMemberMetadata(_VERSION, sorted(topics), self._user_data())
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
-        """Work out who gets what; called on the leader of the group only."""
+        """Compute the assignment; called only on the leader of the group."""
         told = {name: self._member(metadata) for name, metadata in members.items()}
-        # What nobody has, nobody tells of: there it is what the leader has asked for itself.
+        # No member reports partitions that nobody has. For those, use the backlogs that the leader fetched.
         first = min(told)
         told[first] = replace(told[first], backlogs={**self.backlogs, **told[first].backlogs})
         topics = sorted(set().union(*(member.topics for member in told.values())))
@@ -106,7 +106,7 @@ class ConsumerAssignor:
         }
 
     def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
-        """By which names members are put in order: a static one has a new member id after each restart."""
+        """Map member ids to the names that members are sorted by: a static member gets a new id at each restart."""
         if self.name not in _NAMED:
             return {name: name for name in members}
         names = {
@@ -132,12 +132,12 @@ class ConsumerAssignor:
         }
 
     def on_assignment(self, assignment: Any) -> None:
-        """Remember what the consumer got."""
+        """Remember the consumer's new partitions."""
         if not self._leads:
             self._delayed.forget()
         self.owned = tuple(TopicPartition(one.topic, one.partition) for one in assignment.partitions())
 
-    # What the transport calls -----------------------------------------------------------
+    # Called by the transport ------------------------------------------------------------
 
     def on_generation_assignment(self, generation: int) -> None:
         """Remember the generation of the latest assignment."""
@@ -145,12 +145,12 @@ class ConsumerAssignor:
 
     @property
     def joins_again_in(self) -> float | None:
-        """Seconds until the consumer is to join again, to give out what it withholds as the leader; else None."""
+        """Seconds until the consumer, as the leader, must rejoin to assign the withheld partitions; else None."""
         until = self._delayed.until
         return None if until is None else max(until - time.monotonic(), 0.0)
 
     def on_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
-        """Remember how many records are left of what the consumer subscribes to."""
+        """Remember the backlogs, in records, of the subscribed partitions."""
         self.backlogs = dict(backlogs)
 
     # User data ----------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class ConsumerAssignor:
         return b"" if data is None else bytes(data.encode())
 
     def _member(self, metadata: Any) -> Member:
-        """What a member tells. One whose words make no sense counts as new: a group must go on."""
+        """Decode a member's user data. A member with invalid data counts as new, so that the group can continue."""
         topics = frozenset(metadata.subscription)
         if not metadata.user_data or self.name not in {"sticky", "lag"}:
             return Member(topics)

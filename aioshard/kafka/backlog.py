@@ -1,4 +1,4 @@
-"""How much is left to read of our partitions, for those who share them out anew."""
+"""The backlogs of the subscribed partitions, for the group leader to balance by."""
 
 import asyncio
 import logging
@@ -17,34 +17,34 @@ __all__ = ["Backlog"]
 logger = logging.getLogger("aioshard.kafka.backlog")
 
 _TIMEOUT = 0.5
-"""Seconds for which the group waits until we know where our logs end; then it is what we knew before."""
+"""Seconds to wait for the log end offsets, during which the group waits too; then earlier known ends apply."""
 
 
 class Backlog:
-    """From the committed offsets to the ends of the logs.
+    """Records between the committed offsets and the log ends.
 
-    Owned by the transport, which tells it what is committed, and asks before each join, after the drain.
+    Owned by the transport, which reports its commits here and calls `left` before each join, after the drain.
     """
 
     def __init__(self, internals: Internals, intake: Intake, reset: str | None) -> None:
-        """*reset* says where a partition without a committed offset begins, as the setting `auto_offset_reset`."""
+        """Take *reset*, the setting `auto_offset_reset`: it decides where a partition without a commit starts."""
         self._internals = internals
         self._intake = intake
         self._reset = reset
         self._committed: dict[TopicPartition, int] = {}
 
     def begin(self) -> None:
-        """Forget what was committed under an assignment before."""
+        """Forget the commits of the previous assignment."""
         self._committed.clear()
 
     def committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Take note of a commit that succeeded."""
+        """Remember a successful commit."""
         self._committed.update((name, due.offset) for name, due in offsets.items())
 
     async def left(self) -> dict[TopicPartition, int]:
-        """Records, at most, that are left of each partition that we subscribe to, where it is known.
+        """Return an upper bound of the remaining records of each subscribed partition, where known.
 
-        Takes at most half a second. Without an answer it is what was known before of the partitions that are ours.
+        Takes at most half a second. Without an answer, it uses earlier known offsets, for our own partitions only.
         """
         intake, internals = self._intake, self._internals
         begins = {name: self._committed.get(name, intake.position(name)) for name in intake.partitions}

@@ -1,7 +1,7 @@
-"""Records out of what one fetch brought: the hot path of reading.
+"""Decode records from one fetch response: the hot path of reading.
 
-Like `internals`, this module follows private attributes of aiokafka: those of `PartitionRecords`, whose
-decoding is done here with our record class and our bounds, at two thirds of its cost.
+Like `internals`, this module depends on private attributes of aiokafka: those of `PartitionRecords`. It decodes into
+aioshard's record class, within aioshard's limits, at two thirds of the cost.
 """
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
@@ -22,7 +22,7 @@ _new_record = tuple.__new__
 
 
 class _Undated(NamedTuple):
-    """A record of the first format, as it was kept before Kafka 0.10."""
+    """A record in the first message format, from before Kafka 0.10."""
 
     offset: int
     key: bytes | None
@@ -32,13 +32,13 @@ class _Undated(NamedTuple):
 
 
 def _old(batch: Any) -> Iterator[Any]:
-    """The records of a batch of an old format."""
+    """Yield the records of a batch in an old format."""
     for raw in batch:
         yield raw if raw.timestamp is not None else _Undated(raw.offset, raw.key, raw.value)
 
 
 class Taken:
-    """What `Chunk.take` took; plain attributes because one is made per partition and poll."""
+    """The result of `Chunk.take`; plain attributes because one is made per partition and poll."""
 
     __slots__ = ("oversized", "records", "sizes")
 
@@ -46,15 +46,15 @@ class Taken:
         self.records: list[Record] = []
         self.sizes: list[int] = []
         self.oversized = 0
-        """The size of the next record when it did not fit, else 0."""
+        """Size of the next record if it did not fit, else 0."""
 
 
 class Chunk:
-    """What one fetch brought of one partition, decoded record by record as it is taken.
+    """The records of one partition from one fetch, decoded one at a time as they are taken.
 
-    Follows aiokafka's `PartitionRecords` with our record class and our bounds. The position lives in
-    aiokafka's `next_fetch_offset`, so that its own checks go on holding. The first record that does not
-    fit is kept here, already decoded, and taken first the next time.
+    Follows aiokafka's `PartitionRecords`, with aioshard's record class and limits. The position lives in aiokafka's
+    `next_fetch_offset`, so that aiokafka's own checks still hold. The first record that does not fit is kept
+    here, already decoded, and returned first by the next `take`.
     """
 
     __slots__ = (
@@ -79,21 +79,21 @@ class Chunk:
         self._held: Record | None = None
         self._held_size = 0
         self.drained = False
-        """Whether nothing is left: another fetch may be sent."""
+        """Whether nothing is left, so the next fetch may be sent."""
         self.error: Exception | None = None
-        """What broke off the decoding; the position is before it."""
+        """The error that stopped the decoding; the position is before it."""
         self.reported = False
-        """Whether the record that did not fit, or the error, was handed out."""
+        """Whether the record that did not fit, or the error, was reported."""
 
     @property
     def next_offset(self) -> int:
-        """The offset of the next record, as far as known."""
+        """The offset of the next record, if known."""
         return int(self._part.next_fetch_offset)
 
     def take(self, limit: int, room: int, *, alone: bool) -> Taken:
-        """Decode up to *limit* records of together at most *room* bytes; with *alone* the first may be larger.
+        """Decode up to *limit* records with at most *room* bytes in total; with *alone* the first may be larger.
 
-        Never raises: what cannot be decoded ends up in `error`.
+        Never raises: a decoding error ends up in `error`.
         """
         taken = Taken()
         held = self._held
@@ -114,7 +114,7 @@ class Chunk:
                 return taken
         try:
             self._decode(taken, limit, room, alone=alone)
-        except Exception as error:  # noqa: BLE001 - whatever a broken batch makes the decoders raise
+        except Exception as error:  # noqa: BLE001 - a broken batch can make the decoders raise anything
             self.error = error
         return taken
 
@@ -132,15 +132,15 @@ class Chunk:
                 if batch is None:
                     self.drained = True
                     return
-                # A batch allows `iter` only once; this goes on where it stopped.
+                # A batch allows `iter` only once; this continues where it stopped.
                 self._raw = islice(batch, None) if batch.producer_id is not None else _old(batch)
             next_offset = part.next_fetch_offset
             try:
-                # The hot loop: each line in it costs about 3 % of the whole reading.
+                # The hot loop: each line costs about 3 % of the total reading time.
                 for raw in self._raw:
                     offset = raw.offset
                     if offset < next_offset:
-                        continue  # A batch is returned whole, also when asked for from its middle.
+                        continue  # A broker always returns whole batches, even if the fetch starts in the middle.
                     key = raw.key
                     value = raw.value
                     headers = raw.headers
@@ -174,12 +174,12 @@ class Chunk:
                         return
             finally:
                 part.next_fetch_offset = next_offset
-            # A batch keeps its last offset when compaction has removed that record.
+            # A batch keeps its last offset even if compaction removed that record.
             part.next_fetch_offset = batch.next_offset
             self._batch = None
 
     def _next_batch(self) -> Any:
-        """The next batch with records for us, iterated from its first record; None at the end of the chunk."""
+        """Return the next batch with records for us, to be iterated from its first; None at the end of the chunk."""
         part = self._part
         memory = part._records
         while memory.has_next():

@@ -1,4 +1,4 @@
-"""The transport on aiokafka: membership, records and commits of one consumer in its group."""
+"""The aiokafka transport: group membership, records and commits of one consumer."""
 
 import asyncio
 import functools
@@ -42,24 +42,24 @@ __all__ = ["AiokafkaTransport"]
 logger = logging.getLogger("aioshard.kafka.client")
 
 _LEAST_PATIENCE = 2.0
-"""Seconds for an answer that a broker gives at once, however short the session is."""
+"""Minimum seconds to wait for a response that brokers send without delay, even if the session is short."""
 
 
 class AiokafkaTransport(Questions):
     """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
 
-    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. Where partitions are
-    given by hand (`assign`), it takes them at the start and is no member: they stay until it is closed.
+    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. With manual
+    assignment (`assign`), it takes its partitions at the start, never joins the group, and keeps them until it is closed.
 
     Invariants:
-        * Nothing is handed out of a partition before the engine has seeked and resumed it, nor while
+        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while
           the group rebalances.
         * The client never chooses or resets a position, never commits on its own, and never leaves
           the group because nobody polls.
     """
 
     def __init__(self, settings: "Settings", group_id: str) -> None:
-        """Check the options; connects to nothing.
+        """Check the options; connects to nothing yet.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
@@ -72,12 +72,12 @@ class AiokafkaTransport(Questions):
         self._internals: Internals | None = None
         self._intake: Intake | None = None
         self._closed = False
-        """Whether `close` was called: nothing more is handed out."""
+        """Whether `close` was called: from then on, `poll` returns no records."""
         self._left = False
-        """Whether nothing more may be asked of the brokers, commits of the last hand-over included."""
+        """Whether all requests must stop, including the commits of a final drain."""
         self._membership = NOT_A_MEMBER
         self._by_hand: Membership | None = None
-        """Who we are where our partitions were given by hand."""
+        """The membership under manual assignment."""
         self._listener: GroupListener | None = None
         self._listener_failure: Exception | None = None
         self._handed_back = asyncio.Event()
@@ -85,7 +85,7 @@ class AiokafkaTransport(Questions):
         self._losing: asyncio.Task[None] | None = None
         self._waiting = Waiting()
         self._backlog: Backlog | None = None
-        """What is left to read, where the assignor wants to know."""
+        """The remaining records per partition, if the assignor needs them."""
 
     @property
     def trouble(self) -> str | None:
@@ -104,7 +104,7 @@ class AiokafkaTransport(Questions):
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
         """See `Transport.start`; takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
 
-        Topics and a pattern may be given together; the pattern is for a whole name.
+        Topics and a pattern may be combined; the pattern must match a whole topic name.
         """
         self._listener = listener
         internals = await self.connect(topics)
@@ -120,7 +120,7 @@ class AiokafkaTransport(Questions):
         self._watch(internals)
 
     async def _take_by_hand(self, internals: Internals) -> None:
-        """Take what `assign` says: the one assignment of this life of the client."""
+        """Take the partitions in `assign`: the only assignment in this life of the client."""
         try:
             internals.consumer.assign(await partitions_by_hand(self._settings, self._group_id, self.partitions))
         except BaseException:
@@ -135,11 +135,11 @@ class AiokafkaTransport(Questions):
             task.add_done_callback(self._waiting.look_again)
 
     async def connect(self, topics: Collection[str]) -> Internals:
-        """Connect, and look for *topics*, without joining the group: enough for all questions. See `start`."""
+        """Connect and look up *topics* without joining the group: enough for all queries. See `start`."""
         if self._internals is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
         self._topics.names = frozenset(topics)
-        # The client would try one server after the other, and take its full time-out for each.
+        # The client would try the servers in turn, with its full time-out for each.
         server = await find_broker(self._settings, self._options)
         try:
             internals = await self._connect(server)
@@ -153,7 +153,7 @@ class AiokafkaTransport(Questions):
 
     async def _connect(self, server: str) -> Internals:
         consumer = AIOKafkaConsumer(**(self._options | {"bootstrap_servers": server}))
-        # A member whose coordinator hangs has to find another one long before its session is over.
+        # If a member's coordinator hangs, it must find another one long before its session expires.
         patience = max(self._settings.session_timeout / 5, _LEAST_PATIENCE)
         internals = self._internals = Internals(consumer, self._group_id, patience)
         read_committed = self._settings.isolation_level == "read_committed"
@@ -190,9 +190,9 @@ class AiokafkaTransport(Questions):
         return internals
 
     async def close(self) -> None:
-        """See `Transport.close`. Waits for a hand-over that the engine is in, and for the answer to our leaving.
+        """See `Transport.close`. Waits for a drain in progress, and for the answer to our LeaveGroup request.
 
-        When that is cut short by a cancellation, tasks and connections are ended all the same.
+        If a cancellation cuts this short, all tasks and connections still end.
         """
         if self._closed:
             return
@@ -202,16 +202,16 @@ class AiokafkaTransport(Questions):
         if internals is None or self._intake is None:
             return
         try:
-            # A drain in progress ends on its own deadline; cutting it would lose its commit.
+            # A drain in progress ends at its own deadline; cutting it short would lose its commit.
             await self._handed_back.wait()
             self._left = True
             await internals.leave()
-        except Exception as error:  # noqa: BLE001 - the group finds out by itself after the session time-out
+        except Exception as error:  # noqa: BLE001 - the group notices by itself after the session time-out
             logger.info("group %r was not told that we leave: %s", self._group_id, reason(error))
         finally:
             self._left = True
             self._forget_assignment(self._intake)
-            # A deadline may have ended the above, and would end every await that follows too.
+            # A deadline may have ended the code above, and would also end every await that follows.
             with anyio.CancelScope(shield=True):
                 await internals.tear_down()
 
@@ -223,11 +223,11 @@ class AiokafkaTransport(Questions):
     # Records --------------------------------------------------------------------------
 
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
-        """See `Transport.poll`. Does not suspend when there is something to take.
+        """See `Transport.poll`. Does not suspend if records are ready.
 
-        Allowances are those of the start of the poll: what it takes of one partition counts against those
-        of the others. An `Oversized` record ends a poll once; later polls repeat it when they end for
-        another reason, time-out and `wake` included.
+        Allowances are those at the start of the poll: records taken from one partition count against the others. An
+        `Oversized` record ends a poll only once; later polls repeat it when they end for another reason, including a
+        time-out or `wake`.
         """
         try:
             found = await self._waiting.until_new(functools.partial(self._look, allowance), timeout)
@@ -279,7 +279,7 @@ class AiokafkaTransport(Questions):
         """See `Transport.resume`.
 
         Raises:
-            StateError: A partition was not seeked since it was assigned, and has no position.
+            StateError: A partition was not seeked since it was assigned, so it has no position.
         """
         if self._intake is not None:
             self._intake.resume(partitions)
@@ -298,14 +298,14 @@ class AiokafkaTransport(Questions):
     # The group ------------------------------------------------------------------------
 
     def membership(self) -> Membership:
-        """See `Transport.membership`. A generation counts once its partitions were handed to the engine."""
+        """See `Transport.membership`. A generation counts once the engine has received its partitions."""
         internals = self._internals
         if internals is None or (internals.membership() != self._membership and self._by_hand is None):
             return NOT_A_MEMBER
         return self._membership
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """See `Transport.commit`. Has no deadline; cancelling it is clean."""
+        """See `Transport.commit`. Has no deadline; you can cancel it safely."""
         if not offsets:
             return
         internals, intake = self._running()
@@ -315,7 +315,7 @@ class AiokafkaTransport(Questions):
             return
         try:
             await internals.find_coordinator()
-            # Nothing is awaited between this check and the moment the request is built.
+            # No await between this check and building the request.
             refuse_what_is_not_ours(self._group_id, offsets.keys(), intake, membership, self.membership())
             await internals.commit_once(offsets)
         except kafka.KafkaError as error:
@@ -323,10 +323,10 @@ class AiokafkaTransport(Questions):
         if self._backlog is not None:
             self._backlog.committed(offsets)
 
-    # Handing over -----------------------------------------------------------------------
+    # Rebalances -------------------------------------------------------------------------
 
     async def _hand_back(self) -> None:
-        """Tell the engine that what we hold is being taken away; the group waits."""
+        """Tell the engine that its partitions are being revoked; the group waits."""
         internals, intake, listener = self._internals, self._intake, self._listener
         if internals is None or intake is None or listener is None or self._closed:
             return
@@ -344,10 +344,10 @@ class AiokafkaTransport(Questions):
             self._forget_assignment(intake)
             self._waiting.look_again()
         if self._instance.taken is not None:
-            await asyncio.Event().wait()  # joining anew would take the place from the other process once more
+            await asyncio.Event().wait()  # joining again would take the other process's place once more
 
     def _lose(self) -> None:
-        """Tell the engine at once that what we have may be another member's by now."""
+        """Report immediately to the engine that another member may own our partitions by now."""
         intake, listener = self._intake, self._listener
         if intake is None or listener is None or self._closed or not intake.partitions:
             return
@@ -364,7 +364,7 @@ class AiokafkaTransport(Questions):
             self._waiting.look_again()
 
     def _take_over(self) -> None:
-        """Hand an assignment to the engine. Called, and done, before anything is awaited."""
+        """Pass an assignment to the engine. Called synchronously, and done before any await."""
         internals, intake, listener = self._internals, self._intake, self._listener
         if internals is None or intake is None or listener is None or self._closed:
             return

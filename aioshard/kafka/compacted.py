@@ -1,4 +1,4 @@
-"""Topics that must be compacted: created where there are none, looked at where there are."""
+"""Topics that must be compacted: create them if they are missing, check them if they exist."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,23 +16,23 @@ from aioshard.kafka.translate import error_for, reason
 __all__ = ["ensure_compacted"]
 
 _CONFIGURATION = {"cleanup.policy": "compact", "segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
-"""Compacted soon: a segment is closed every hour at the latest, and cleaned when a tenth of the log is superseded."""
+"""Compact soon: a segment closes after at most an hour, and is cleaned once a tenth of the log is superseded."""
 _POLICY = "cleanup.policy"
 
 
 async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], topic: str, partitions: int) -> None:
-    """Create a compacted topic, or see to it that the one that exists is compacted and has enough partitions.
+    """Create a compacted topic, or check that an existing one is compacted and has enough partitions.
 
     Args:
-        client: Looks at it, without creating anything.
-        options: A client's; for one that administers, for as long as this takes.
-        topic: Its name.
-        partitions: How many it needs.
+        client: Looks up the topic without creating anything.
+        options: Client options for an admin client that lives only during this call.
+        topic: The topic's name.
+        partitions: The number of partitions it needs.
 
     Raises:
-        SideTopicError: It is not compacted, or has too few partitions.
-        AuthorizationError: We may not create it, or not look at it.
-        TransportError: It could not be found out, or not be created.
+        SideTopicError: The topic is not compacted, or has too few partitions.
+        AuthorizationError: This user may not create or describe it.
+        TransportError: The check or the creation failed.
     """
     admin = AIOKafkaAdminClient(**options)
     try:
@@ -42,7 +42,7 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
             return
         count = count or await client.partition_count(topic)
         if not count:
-            raise kafka.UnknownTopicOrPartitionError(topic)  # somebody else just created it; not every broker knows
+            raise kafka.UnknownTopicOrPartitionError(topic)  # somebody just created it; not every broker knows it yet
         await _check(admin, topic, count, partitions)
     except kafka.KafkaError as error:
         failed = TransportError(f"the brokers did not say whether topic {topic!r} is compacted: {reason(error)}")
@@ -53,16 +53,16 @@ async def ensure_compacted(client: ReadingClient, options: Mapping[str, Any], to
 
 
 async def _create(admin: Any, topic: str, partitions: int) -> bool:
-    """Create a topic with the brokers' own number of replicas; false when somebody else just did."""
+    """Create a topic with the broker's default replication factor; false if somebody else just created it."""
     cluster = await admin.describe_cluster()
     if cluster["controller_id"] not in {broker["node_id"] for broker in cluster["brokers"]}:
-        # aiokafka would send its request to None.
+        # aiokafka would send its request to node None.
         raise TransportError(
             f"topic {topic!r} does not exist and cannot be created now, because the cluster has no controller. An "
             "election ends by itself; the embedded broker never has one, so use TestClient or a real broker there"
         )
     wanted = NewTopic(topic, partitions, 1, topic_configs=_CONFIGURATION)
-    wanted.replication_factor = -1  # aiokafka does not take it as an argument.
+    wanted.replication_factor = -1  # aiokafka does not accept it as an argument.
     answer = await admin.create_topics([wanted])
     _, code, *told = only_part(answer.topic_errors, f"topic {topic!r}")
     error = error_for(code)

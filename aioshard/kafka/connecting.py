@@ -1,4 +1,4 @@
-"""Which broker answers, and why none does, as a sentence: aiokafka itself only logs the causes."""
+"""Find a broker that answers, or explain why none does. aiokafka itself only logs the causes."""
 
 import asyncio
 import logging
@@ -30,10 +30,10 @@ __all__ = [
 C = TypeVar("C")
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds that a broker is given to take a connection, log us in and answer. Three of them fit into the default
-`start_timeout`, so that the app says what is wrong rather than that it took too long."""
+"""Seconds for a broker to accept a connection, authenticate us and answer. The default `start_timeout` has room for
+three of them, so that the app reports the cause instead of a start that took too long."""
 START_TIMEOUT = 1.5 * CONNECT_TIMEOUT
-"""Seconds that a client has to get an answer from one of the advertised brokers: the first that it tries may hang."""
+"""Seconds for a client to get an answer from an advertised broker: the first one it tries may hang."""
 
 _CONNECTION_OPTIONS = frozenset(
     {
@@ -60,21 +60,21 @@ async def connected(
     advertised: Callable[[C], Collection[tuple[str, int]]] = lambda _: (),
     timeout: float = START_TIMEOUT,
 ) -> C:
-    """A client of a broker that answers; takes at most *timeout* and twice `CONNECT_TIMEOUT`.
+    """Return a client connected to a broker that answers; takes at most *timeout* plus twice `CONNECT_TIMEOUT`.
 
     Args:
-        settings: Names for the sentences.
-        options: The client's.
+        settings: For the error messages.
+        options: The client's options.
         make: Makes the client from its options.
-        begin: Connects it, and says whether a broker has answered. A `KafkaError` counts as no answer; any other
-            error is raised.
-        end: Closes a client that does not get connected.
-        advertised: The addresses that a bootstrap server has named to the client.
+        begin: Connects the client; returns whether a broker has answered. A `KafkaError` counts as no answer; any
+            other error is raised.
+        end: Closes a client that failed to connect.
+        advertised: Returns the broker addresses that the client received from a bootstrap server.
         timeout: Seconds that *begin* may take.
 
     Raises:
         ConnectError: No broker could be reached.
-        AuthenticationError: The brokers refused our credentials, or we their certificate.
+        AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
         SettingsError: The client refused an option.
     """
     server = await find_broker(settings, options)
@@ -100,15 +100,16 @@ async def connected(
 
 
 async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
-    """The address of the first bootstrap server that answers; all are asked at the same time.
+    """Return the address of the first bootstrap server that answers; tries all of them concurrently.
 
     Args:
-        settings: Names for the sentences: user, mechanism, files.
+        settings: For the error messages: user, mechanism, files.
         options: The client's options.
 
     Raises:
-        AuthenticationError: A server refused our credentials, or we its certificate, and none accepted.
-        ConnectError: None answered within `CONNECT_TIMEOUT`.
+        AuthenticationError: A server rejected our credentials, or we rejected its certificate, and no server
+            accepted.
+        ConnectError: No server answered within `CONNECT_TIMEOUT`.
     """
     addresses = _addresses(options["bootstrap_servers"])
     asking = {
@@ -134,14 +135,14 @@ async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
 
 
 def advertised_by(cluster: Any) -> Collection[tuple[str, int]]:
-    """The addresses that brokers have named, from a client's `ClusterMetadata`."""
+    """Return the advertised broker addresses from a client's `ClusterMetadata`."""
     return [(broker.host, broker.port) for broker in cluster.brokers()]
 
 
 async def why_unreachable(
     settings: "Settings", options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
 ) -> TransportError:
-    """What is wrong when a bootstrap server answered, and a broker that it named does not."""
+    """Explain why no advertised broker answers although a bootstrap server did."""
     found = await asyncio.gather(*(_ask(host, port, options) for host, port in advertised))
     failures = [
         (f"{host}:{port}", error) for (host, port), error in zip(advertised, found, strict=True) if error is not None
@@ -187,7 +188,7 @@ async def _ask(host: str, port: int, options: Mapping[str, Any]) -> Exception | 
                 **{name: value for name, value in options.items() if name in _CONNECTION_OPTIONS},
             )
             await connection.send(MetadataRequest([]))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+    except Exception as error:  # noqa: BLE001 - any error is a valid result
         return error
     finally:
         if connection is not None:
@@ -236,11 +237,11 @@ def _connection(error: Exception, settings: "Settings") -> str:
             "the connection was closed before an answer came; "
             f"security_protocol is {settings.security_protocol}, the listener may expect another one"
         )
-        # A broker that misses our certificate says so in a TLS alert, which asyncio swallows.
+        # A broker that requires a client certificate reports it in a TLS alert, which asyncio swallows.
         wanted = settings.security_protocol.endswith("SSL") and settings.ssl_certfile is None
         return f"{told}, or a certificate of ours (ssl_certfile)" if wanted else told
     if isinstance(error, ConnectionError) and error.errno:
-        return os.strerror(error.errno)  # asyncio replaces the text by one without the reason
+        return os.strerror(error.errno)  # asyncio's own text leaves out the reason
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return reason(error)
@@ -251,5 +252,5 @@ def _tls_reason(error: ssl.SSLError) -> str:
 
 
 def silence_client() -> None:
-    """Keep the client's own log lines off the terminal where no logging is configured: errors are told as sentences."""
+    """Hide aiokafka's log lines if no logging is configured; error messages already say what went wrong."""
     logging.getLogger("aiokafka").addHandler(logging.NullHandler())

@@ -1,6 +1,6 @@
-"""What consumer, producer and reader share of aiokafka's client underneath: its connections and look-ups, in private.
+"""Connection handling shared by consumer, producer and reader, on private attributes of aiokafka's client.
 
-Each attribute stands in the table of the canary tests. `client` is an `AIOKafkaClient` throughout.
+The canary tests list each private attribute. `client` is always an `AIOKafkaClient`.
 """
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
@@ -43,12 +43,12 @@ _ANSWERED_AT_ONCE = (
     MetadataRequest,
     OffsetFetchRequest,
 )
-"""Not those that wait: joins for other members, fetches for records, commits for replicas."""
+"""Requests that brokers answer without delay, unlike joins (wait for members), fetches (records), commits (replicas)."""
 
 _HUNG_PAUSE = 1.0
-"""Seconds for which a broker that has taken no connection is not tried again: others come first."""
+"""Seconds to leave a broker alone after a connection attempt timed out: other brokers come first."""
 CLOSE_GRACE = 1.0
-"""Seconds for tasks and connections to end once they were told to."""
+"""Seconds to wait until cancelled tasks and closed connections end."""
 
 
 def is_connected(client: Any) -> bool:
@@ -57,23 +57,24 @@ def is_connected(client: Any) -> bool:
 
 
 def refuse_useless_connections(client: Any, patience: float = 10.0) -> None:
-    """Make the client fail at once, as with a broker that is away, where it would use a connection that is no good.
+    """Make the client fail fast, as with a broker that is down, instead of using a broken connection.
 
-    * A broker that is just starting may name no versions. The client would keep the connection and fail with every
-      request on it, silently and until the connection has been idle for minutes.
-    * A connection that was lost is seen as such a few turns of the loop later. In between uvloop refuses what is sent
-      with a `RuntimeError`, which the client takes for a fault in the program: its heartbeat, a commit or its sender
-      ends with it, and all else with them.
-    * A broker that hangs would hold up a look-up or a heartbeat for the full time-out of requests, and, as the client
-      makes one connection at a time, each new connection to any broker. Here it makes one to each broker at a time. A
-      broker that hangs is left alone for a moment, and not asked for coordinators while another one is connected.
+    * A broker that is just starting may report no API versions. The client would keep the connection and fail every
+      request on it, silently, until the connection has been idle for minutes.
+    * The client notices a lost connection only a few event loop iterations later. Until then, uvloop rejects writes
+      with a `RuntimeError`, which the client treats as a bug: its heartbeat, commit or sender task ends, and
+      everything else with it.
+    * A hanging broker would block a metadata look-up or heartbeat for the full request time-out. The client also
+      opens only one connection at a time, so the broker would block new connections to every other broker. With
+      this patch, the client opens one connection at a time per broker. It leaves a hanging broker alone for a
+      moment, and does not ask it for coordinators while another broker is connected.
 
     Call it before the client connects.
 
     Args:
         client: The client.
-        patience: Seconds for the answer to a request that brokers answer at once. To make a connection may take as
-            long, but not longer than `CONNECT_TIMEOUT`.
+        patience: Seconds to wait for the response to a request that brokers answer without delay. Opening a
+            connection may take as long, but no longer than `CONNECT_TIMEOUT`.
     """
     any_connection, any_bootstrap = client._get_conn, client.bootstrap
     client._get_conn_lock_value = contextlib.nullcontext()
@@ -116,7 +117,7 @@ def refuse_useless_connections(client: Any, patience: float = 10.0) -> None:
 
 
 def _connected_node(client: Any, any_node: Callable[[], Any]) -> Any:
-    """A broker to which a connection is open; else any."""
+    """Return a broker with an open connection, or any broker if there is none."""
     nodes = [
         node
         for (node, group), connection in client._conns.items()
@@ -126,7 +127,7 @@ def _connected_node(client: Any, any_node: Callable[[], Any]) -> Any:
 
 
 def _sending_in_time(connection: Any, patience: float) -> Callable[..., Awaitable[Any]]:
-    """How a connection sends: it counts as lost when a request that brokers answer at once is not answered."""
+    """Wrap `send`: close the connection if a request that brokers answer without delay times out."""
     send_any = connection.send
 
     async def in_time(answer: Awaitable[Any]) -> Any:
@@ -145,7 +146,7 @@ def _sending_in_time(connection: Any, patience: float) -> Callable[..., Awaitabl
 
 
 class _Writer:
-    """What a connection writes with: refuses with an `OSError`, on any event loop, what could not be sent any more."""
+    """A stream writer that rejects writes to a lost connection with an `OSError`, on any event loop."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -154,7 +155,7 @@ class _Writer:
         self.close = writer.close
 
     def write(self, data: bytes) -> None:
-        """Send, or hold until it can be sent.
+        """Send the data, or buffer it until it can be sent.
 
         Raises:
             ConnectionResetError: The connection is lost or closed.
@@ -165,10 +166,10 @@ class _Writer:
 
 
 def pace_look_ups(client: Any, pause: float) -> None:
-    """Leave at least *pause* seconds between two look-ups of topics that the client asks for.
+    """Leave at least *pause* seconds between two metadata look-ups that the client requests.
 
-    aiokafka's producer asks again at once while a partition has no leader: 2,000 times a second for a topic that was
-    deleted, each with a line in the log.
+    While a partition has no leader, aiokafka's producer asks again without a pause: 2,000 times a second for a
+    deleted topic, with a log line each time.
     """
     loop = asyncio.get_running_loop()
     due = 0.0
@@ -197,13 +198,13 @@ def pace_look_ups(client: Any, pause: float) -> None:
 
 
 async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """End *tasks*, the client's own and every connection, whatever state they are in.
+    """End *tasks*, the client's own task and every connection, in any state.
 
-    Used instead of aiokafka's own `close` and `stop` everywhere: those cancel a task of theirs, await it, and take a
-    cancellation of who called them for the end of that task. It is lost then, and a command goes on after SIGINT.
+    Use this instead of aiokafka's `close` and `stop`. They cancel a task, await it, and mistake a cancellation of
+    their caller for the end of that task. The cancellation gets lost, so a command keeps running after SIGINT.
 
-    Everything is told to end before the first await, so that even a second cancellation leaves nothing. Takes at most
-    twice `CLOSE_GRACE`.
+    Cancels and closes everything before the first await, so that nothing stays behind even after a second
+    cancellation. Takes at most twice `CLOSE_GRACE`.
     """
     ending = [task for task in (client._sync_task, *tasks) if task is not None]
     for task in ending:
@@ -216,7 +217,7 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
             closing.append((closed, transport))
     client._conns.clear()
     if client._md_update_fut is not None and not client._md_update_fut.done():
-        client._md_update_fut.set_result(False)  # Noone else will: who waits for it would wait for ever.
+        client._md_update_fut.set_result(False)  # Nobody else will set it; its waiters would wait forever.
     await end_tasks(ending)
     if closing:
         await asyncio.wait([closed for closed, _ in closing], timeout=CLOSE_GRACE)
@@ -226,7 +227,7 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
 
 
 async def start_administrator(admin: Any) -> None:
-    """Connect an `AIOKafkaAdminClient`, with connections as those of all other clients."""
+    """Connect an `AIOKafkaAdminClient`, with the same connection handling as all other clients."""
     refuse_useless_connections(admin._client)
     await admin.start()
 
@@ -238,7 +239,7 @@ async def close_administrator(admin: Any) -> None:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they end with; for `CLOSE_GRACE` at most."""
+    """Cancel tasks and wait until they end, with any result, for at most `CLOSE_GRACE`."""
     ending = list(tasks)
     for task in ending:
         task.cancel()
@@ -247,4 +248,4 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     done, _ = await asyncio.wait(ending, timeout=CLOSE_GRACE)
     for task in done:
         if not task.cancelled():
-            task.exception()  # Retrieved, so that the loop does not complain about it.
+            task.exception()  # Retrieve it, so that the event loop does not log it.

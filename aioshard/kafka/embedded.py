@@ -1,4 +1,4 @@
-"""A broker that needs neither Java nor a network: librdkafka's mock cluster, in a process of its own."""
+"""A broker that needs neither Java nor a network: librdkafka's mock cluster in a child process."""
 
 import asyncio
 import collections
@@ -21,16 +21,16 @@ __all__ = ["DEFAULT_PARTITIONS", "RETAINED_BATCHES", "RETAINED_BYTES", "Embedded
 logger = logging.getLogger("aioshard.kafka.embedded")
 
 DEFAULT_PARTITIONS = 4
-"""Partitions of a topic that appears because somebody uses it."""
+"""Partitions of a topic that is created on first use."""
 RETAINED_BYTES = 5 * 1024 * 1024
-"""Of one partition; what is older is dropped without a word. As stored: compressed batches count compressed."""
+"""Limit per partition; older records are dropped silently. Counts stored bytes, so compressed batches as compressed."""
 RETAINED_BATCHES = 100_000
-"""Of one partition, beside `RETAINED_BYTES`."""
+"""Limit per partition, in addition to `RETAINED_BYTES`."""
 
 _SESSION_TIMEOUT = 3.0
 _HEARTBEAT_INTERVAL = 0.5
-"""Each rebalance of a group here takes its session time-out less one second, whoever is in it: also the first
-join after an app has left. With the default of 45 s, an app that is run again would not start in time."""
+"""Every rebalance on this broker takes the session time-out minus one second, regardless of the members. That includes
+the first join after an app has left. With the default of 45 s, a restarted app would not start in time."""
 
 _SCRIPT = Path(__file__).with_name("mock_cluster.py")
 _START_TIMEOUT = 10.0
@@ -42,13 +42,13 @@ _JOIN_DELAY = "rd_kafka_mock_group_initial_rebalance_delay_ms"
 class EmbeddedBroker:
     """A Kafka broker in memory for demonstrations, quick starts and tests with one member.
 
-    It speaks the protocol on 127.0.0.1, so any client in any process can use it, and it ends with the process
-    that started it, however that ends. It is not a proof of what a broker does:
+    It speaks the Kafka protocol on 127.0.0.1, so any client in any process can use it. It ends with the process that
+    started it, even if that process is killed. It does not behave like a real broker in every way:
 
-    * a partition keeps its newest `RETAINED_BYTES` or `RETAINED_BATCHES`, whichever is less;
-    * a commit while the group rebalances is refused, so a rebalance repeats records; each rebalance of a group
-      takes its session time-out less a second; static membership is ignored;
-    * there are no transactions, no compaction, no TLS, no users; everything is gone when it ends.
+    * a partition keeps only its newest `RETAINED_BYTES` or `RETAINED_BATCHES`, depending on which limit it hits first;
+    * a commit during a rebalance is refused, so a rebalance repeats records; each rebalance of a group takes its
+      session time-out minus one second; static membership is ignored;
+    * no transactions, no compaction, no TLS and no users; all data is lost when it ends.
 
     Owned by the event loop that started it.
 
@@ -61,10 +61,10 @@ class EmbeddedBroker:
     """
 
     def __init__(self, *, port: int | None = None) -> None:
-        """Make a broker; nothing runs yet.
+        """Make a broker; starts nothing yet.
 
         Args:
-            port: On 127.0.0.1; None takes a free one.
+            port: The port on 127.0.0.1; None picks a free one.
         """
         self._port = port
         self._forwarder: Forwarder | None = None
@@ -78,11 +78,11 @@ class EmbeddedBroker:
     # Life -----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Start the broker; returns when it takes connections.
+        """Start the broker; returns once it accepts connections.
 
         Raises:
-            MissingExtraError: confluent-kafka, which brings it, is not installed.
-            TransportError: It did not start, or the port is taken.
+            MissingExtraError: confluent-kafka, which contains the broker, is not installed.
+            TransportError: The broker did not start, or the port is in use.
         """
         if self._process is not None:
             raise StateError("this embedded broker was started before: make a new one")
@@ -97,13 +97,13 @@ class EmbeddedBroker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the broker and forget all that it holds."""
+        """Stop the broker and discard its data."""
         await self._end()
 
     async def _start(self, library: str) -> None:
         port = None
         if self._port is not None:
-            # The mock cluster takes ports as they come, so a chosen one is forwarded to it.
+            # The mock cluster cannot choose its port, so we forward the chosen one to it.
             self._forwarder = Forwarder(self._port)
             await self._forwarder.open()
             port = self._forwarder.port
@@ -149,7 +149,7 @@ class EmbeddedBroker:
             if process is not None and process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-            # Both end with the process's output.
+            # Both tasks end with the process's output.
             await asyncio.gather(*self._tasks)
 
     @property
@@ -165,7 +165,7 @@ class EmbeddedBroker:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for an app on this broker: its address, and the times of membership that suit it.
+        """Settings for an app on this broker: its address, and membership time-outs that suit it.
 
         Raises:
             StateError: The broker was not started.
@@ -186,7 +186,7 @@ class EmbeddedBroker:
         return self._running().pid
 
     async def ended(self) -> str:
-        """Wait until the broker's process ends by itself, and tell how, as a sentence."""
+        """Wait until the broker's process ends by itself; return a sentence that says how it ended."""
         await self._ended.wait()
         process = self._running()
         return f"the embedded broker ended by itself ({_ending(await process.wait())}){self._complaints()}"
@@ -202,10 +202,10 @@ class EmbeddedBroker:
     # Topics ---------------------------------------------------------------------------
 
     async def create_topic(self, name: str, partitions: int = DEFAULT_PARTITIONS) -> None:
-        """Create a topic. One that is used without being created has `DEFAULT_PARTITIONS`.
+        """Create a topic. A topic created on first use has `DEFAULT_PARTITIONS`.
 
         Raises:
-            TransportError: It exists, its name or number of partitions is impossible, or the broker is gone.
+            TransportError: The topic exists, its name or number of partitions is invalid, or the broker is gone.
         """
         if not TOPIC_NAME.fullmatch(name):
             raise TransportError(
@@ -228,7 +228,7 @@ class EmbeddedBroker:
         return await answered
 
     def _expect_answer(self) -> asyncio.Future[dict[str, Any]]:
-        """Answers come in the order of the commands."""
+        """Queue a future for the next answer; answers come in the order of the commands."""
         answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers.append(answered)
         return answered
@@ -247,7 +247,7 @@ class EmbeddedBroker:
         self._answers.clear()
 
     async def _read_complaints(self, process: asyncio.subprocess.Process) -> None:
-        """Also keeps the pipe empty: a full one would stop the broker."""
+        """Keep the last lines of stderr. Reading also keeps the pipe empty: a full one would block the broker."""
         assert process.stderr is not None  # noqa: S101 - it was asked for
         async for line in process.stderr:
             self._said.append(line.decode(errors="replace").strip())
@@ -258,7 +258,7 @@ def _ending(code: int) -> str:
 
 
 def _library() -> str:
-    """The shared library with librdkafka's functions.
+    """Return the path of a shared library with librdkafka's functions.
 
     Raises:
         MissingExtraError: confluent-kafka is not installed.
@@ -270,7 +270,7 @@ def _library() -> str:
     for place, pattern in (
         (package.with_name("confluent_kafka.libs"), "librdkafka*"),  # Linux and Windows
         (package / ".dylibs", "librdkafka*"),  # macOS
-        # Built on this machine: a function that is looked up in the extension module is found in what it links to.
+        # Built from source: looking up a function in the extension module also searches the libraries it links to.
         (package, "cimpl*.so"),
     ):
         for path in sorted(place.glob(pattern)):

@@ -1,4 +1,4 @@
-"""A chosen port on 127.0.0.1 that leads to another one."""
+"""Forward a chosen port on 127.0.0.1 to another one."""
 
 import asyncio
 import contextlib
@@ -12,33 +12,33 @@ _CHUNK = 256 * 1024
 
 
 class Forwarder:
-    """Takes connections on a port and forwards each, byte by byte, to a target.
+    """Accepts connections on a port and forwards each one, byte for byte, to a target.
 
-    Owned by one event loop. Connections that come before the target is known wait for it.
+    Owned by one event loop. Connections that arrive before the target is known wait for it.
     """
 
     def __init__(self, port: int) -> None:
-        """Make a forwarder; nothing listens yet.
+        """Make a forwarder; does not listen yet.
 
         Args:
-            port: Where to listen on 127.0.0.1; 0 takes a free one.
+            port: The port on 127.0.0.1 to listen on; 0 picks a free one.
         """
         self.port = port
-        """Where it listens, once it does."""
+        """The port, once `open` has returned."""
         self._target: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            TransportError: The port is taken, or not for us to take.
+            TransportError: The port is in use, or this user may not listen on it.
         """
         try:
             self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=_CHUNK)
         except OSError as error:
-            # Python adds the address to what the system says, and the sentence has that already.
+            # Python adds the address to the system's error text, but our message already contains it.
             why = os.strerror(error.errno) if error.errno else str(error)
             raise TransportError(
                 f"port {self.port} of 127.0.0.1 cannot be listened on ({why}): "
@@ -47,12 +47,12 @@ class Forwarder:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def forward_to(self, address: str) -> None:
-        """Say where connections go, as `host:port`."""
+        """Set the target of all connections, as `host:port`."""
         host, _, port = address.rpartition(":")
         self._target.set_result((host, int(port)))
 
     async def close(self) -> None:
-        """Stop listening and end all connections."""
+        """Stop listening and close all connections."""
         self._target.cancel()
         if self._server is not None:
             self._server.close()
@@ -66,7 +66,7 @@ class Forwarder:
         connection.add_done_callback(self._connections.discard)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Whoever is at either end closes when it likes: that ends the connection and is no error.
+        # Either end may close at any time; that ends the connection and is not an error.
         with contextlib.closing(writer), contextlib.suppress(OSError):
             far_reader, far_writer = await asyncio.open_connection(*await asyncio.shield(self._target), limit=_CHUNK)
             with contextlib.closing(far_writer):

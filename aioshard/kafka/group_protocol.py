@@ -1,4 +1,4 @@
-"""Requests about consumer groups in versions that aiokafka does not have: groups described, a member removed."""
+"""Consumer group requests in versions that aiokafka lacks: describe a group, remove a member."""
 
 import uuid
 from io import BytesIO
@@ -24,11 +24,11 @@ __all__ = ["DescribeConsumerGroup", "DescribeGroup", "RemoveMember"]
 
 
 class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
-    """Sixteen bytes."""
+    """A UUID of 16 bytes."""
 
     @classmethod
     def decode(cls, data: BytesIO) -> uuid.UUID:
-        """Read one."""
+        """Decode a UUID."""
         return uuid.UUID(bytes=data.read(16))
 
 
@@ -73,16 +73,16 @@ class _DescribeGroupStruct(RequestStruct):  # type: ignore[misc]
 
 
 class DescribeGroup(Request[DescribeGroupsRequest_v3 | _DescribeGroupStruct]):  # type: ignore[misc]
-    """Asks for one group of the classic protocol; version 4 tells who is static."""
+    """Describes one group of the classic protocol; version 4 shows which members are static."""
 
     API_KEY = 15
 
     def __init__(self, group_id: str) -> None:
-        """Make the question."""
+        """Make the request."""
         self._group_id = group_id
 
     def build(self, request_struct_class: Any) -> Any:
-        """The request in the version that the broker takes."""
+        """Build the request in the version that the broker accepts."""
         return request_struct_class([self._group_id], False)  # noqa: FBT003 - the protocol's order
 
 
@@ -154,20 +154,20 @@ class _DescribeConsumerGroupStruct(RequestStruct):  # type: ignore[misc]
 
 
 class DescribeConsumerGroup(Request[_DescribeConsumerGroupStruct]):  # type: ignore[misc]
-    """Asks for one group of the newer protocol. `IncompatibleBrokerVersion` before Kafka 3.7."""
+    """Describes one KIP-848 group. Raises `IncompatibleBrokerVersion` before Kafka 3.7."""
 
     API_KEY = 69
 
     def __init__(self, group_id: str) -> None:
-        """Make the question."""
+        """Make the request."""
         self._group_id = group_id
 
     def build(self, request_struct_class: Any) -> Any:
-        """The request in the version that the broker takes."""
+        """Build the request in the version that the broker accepts."""
         return request_struct_class([self._group_id], False, {})  # noqa: FBT003 - the protocol's order
 
 
-# LeaveGroup for somebody else ------------------------------------------------------------
+# LeaveGroup on behalf of another member --------------------------------------------------
 
 
 class _LeaveGroupResponse(Response):  # type: ignore[misc]
@@ -198,15 +198,15 @@ class _LeaveGroupStruct(RequestStruct):  # type: ignore[misc]
 
 
 class RemoveMember(Request[_LeaveGroupStruct]):  # type: ignore[misc]
-    """Removes a member from its group, whoever asks; of the newer protocol a static one only. Needs Kafka 2.4."""
+    """Removes any member from its group; in a KIP-848 group, only a static one. Needs Kafka 2.4."""
 
     API_KEY = 13
 
     def __init__(self, group_id: str, *, member_id: str = "", instance_id: str | None = None) -> None:
-        """Make the order; one of the ids is enough."""
+        """Make the request; one of the ids is enough."""
         self._group_id = group_id
         self._member = member_id, instance_id
 
     def build(self, request_struct_class: Any) -> Any:
-        """The request in the version that the broker takes."""
+        """Build the request in the version that the broker accepts."""
         return request_struct_class(self._group_id, [self._member])

@@ -1,4 +1,4 @@
-"""The group side of a transport that reads for itself, without a group."""
+"""The group methods of a transport that reads without a consumer group."""
 
 from collections.abc import Collection, Mapping
 from typing import NoReturn
@@ -11,35 +11,35 @@ __all__ = ["Groupless"]
 
 
 class Groupless:
-    """Keeps commits in memory; no other member takes part and nothing is ever revoked.
+    """Keeps commits in memory; it is the only member, and its partitions are never revoked.
 
-    It has the methods of `aioshard.ports.Transport` that concern the group.
+    It has the group methods of `aioshard.ports.Transport`.
     """
 
     def __init__(self, member_id: str, committed: Mapping[TopicPartition, Committed]) -> None:
         """Start at the given offsets.
 
         Args:
-            member_id: Names the reader in statistics.
-            committed: The first committed offset of each partition.
+            member_id: The reader's name in statistics.
+            committed: The initial committed offset of each partition.
         """
         self._membership = Membership(member_id, 1)
         self._committed = dict(committed)
 
     def membership(self) -> Membership:
-        """See `Transport.membership`: always the same."""
+        """See `Transport.membership`: never changes."""
         return self._membership
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:  # noqa: ARG002
-        """See `Transport.commit`: kept in this object."""
+        """See `Transport.commit`: stored in this object."""
         self._committed.update(offsets)
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`: at first the given offsets."""
+        """See `Transport.committed`: initially the given offsets."""
         return {name: self._committed[name] for name in partitions}
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
-        """See `Transport.offset_at`: what is read is fixed.
+        """See `Transport.offset_at`: not supported, because the offsets to read are fixed.
 
         Raises:
             StateError: Always.

@@ -1,4 +1,4 @@
-"""A consumer group as commands see it: who coordinates it, who is in it, what it has committed; and orders about it."""
+"""Consumer groups as the commands see them: coordinator, members and commits; also how to remove members."""
 
 import functools
 from io import BytesIO
@@ -19,7 +19,7 @@ __all__ = ["Coordinator", "Group", "GroupBrokers", "MemberOfGroup", "offsets_par
 
 _OFFSETS_TOPIC = "__consumer_offsets"
 _NO_SUCH_GROUP, _NOT_SERVED = 69, 35
-"""Answers where a group is of the other protocol, and where the brokers do not have the newer one switched on."""
+"""Errors for a group of the classic protocol, and for brokers that do not have the KIP-848 protocol enabled."""
 
 
 class Coordinator(NamedTuple):
@@ -29,36 +29,36 @@ class Coordinator(NamedTuple):
     host: str
     port: int
     offsets_partition: int | None
-    """The partition of the brokers' own topic in which the group's offsets are, whose leader it is. None where this
-    user may not see that topic."""
+    """The partition of `__consumer_offsets` that stores the group's offsets; its leader is the coordinator. None if
+    this user may not see that topic."""
 
 
 class MemberOfGroup(NamedTuple):
-    """A member, and what it has."""
+    """A member and its partitions."""
 
     member: GroupMember
     partitions: tuple[TopicPartition, ...]
 
 
 class Group(NamedTuple):
-    """What the brokers say of a group."""
+    """The brokers' description of a group."""
 
     state: str
-    """As the brokers call it, in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
+    """State as the brokers name it, in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
     protocol: str
     """`classic`, or `consumer` (KIP-848)."""
     assignor: str
-    """Empty where there is none."""
+    """Empty if there is none."""
     members: tuple[MemberOfGroup, ...]
 
     @property
     def owners(self) -> dict[TopicPartition, GroupMember]:
-        """Who has which partition."""
+        """Map each assigned partition to its member."""
         return {one: found.member for found in self.members for one in found.partitions}
 
 
 class GroupBrokers(HistoryBrokers):
-    """A connection for looking at a group from outside, and for orders about it. Owned by one event loop.
+    """A connection for inspecting a group from outside and removing its members. Owned by one event loop.
 
     Example:
         ```python
@@ -68,11 +68,11 @@ class GroupBrokers(HistoryBrokers):
     """
 
     async def coordinator(self, group_id: str) -> Coordinator:
-        """The broker that coordinates a group, whether or not there is such a group.
+        """Return the broker that coordinates a group, whether or not the group exists.
 
         Raises:
-            AuthorizationError: We may not see the group.
-            TransportError: It was not told.
+            AuthorizationError: This user may not see the group.
+            TransportError: The brokers did not name the coordinator.
         """
 
         async def ask() -> tuple[int, str, int]:
@@ -88,11 +88,11 @@ class GroupBrokers(HistoryBrokers):
         return Coordinator(*found, number)
 
     async def group(self, group_id: str) -> Group:
-        """What the brokers say of a group now, of either protocol; one that there is not is "dead".
+        """Describe a group of either protocol; a group that does not exist is "dead".
 
         Raises:
-            AuthorizationError: We may not see the group.
-            TransportError: It was not told.
+            AuthorizationError: This user may not see the group.
+            TransportError: The brokers did not describe it.
         """
         newer = await self._patiently(
             functools.partial(self._newer_group, group_id), f"describe group {group_id!r}", group_id
@@ -103,7 +103,7 @@ class GroupBrokers(HistoryBrokers):
         return await self._patiently(functools.partial(self._classic_group, group_id), what, group_id)
 
     async def _newer_group(self, group_id: str) -> Group | None:
-        """A group of KIP-848; None where it is none, or the brokers know no such groups."""
+        """Describe a KIP-848 group; None if it is not one, or the brokers do not support KIP-848."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
         try:
             answer = await self._client.send(node, DescribeConsumerGroup(group_id))
@@ -136,12 +136,12 @@ class GroupBrokers(HistoryBrokers):
         return Group(found["state"].lower(), "classic", found["protocol"] or "", tuple(sorted(members)))
 
     async def remove_static_member(self, group_id: str, instance_id: str) -> None:
-        """Have a static member leave its group for good: its partitions go to the others at once.
+        """Remove a static member from its group for good; its partitions go to other members immediately.
 
         Raises:
             StateError: The group has no such member.
-            AuthorizationError: We may not read with the group.
-            TransportError: It was not done.
+            AuthorizationError: This user may not read with the group.
+            TransportError: The member was not removed.
         """
         what = f"remove {instance_id!r} from group {group_id!r}"
         order = RemoveMember(group_id, instance_id=instance_id)
@@ -152,14 +152,14 @@ class GroupBrokers(HistoryBrokers):
             )
 
     async def remove_member(self, group_id: str, member_id: str) -> bool:
-        """Have a member that has died leave its group, whose partitions go on elsewhere before its session is over.
+        """Remove a dead member from its group, so that others get its partitions before its session expires.
 
         Returns:
             Whether the group had it.
 
         Raises:
-            AuthorizationError: We may not read with the group.
-            TransportError: It was not done.
+            AuthorizationError: This user may not read with the group.
+            TransportError: The member was not removed.
         """
         order = RemoveMember(group_id, member_id=member_id)
         what = f"remove member {member_id!r} from group {group_id!r}"
@@ -171,7 +171,7 @@ class GroupBrokers(HistoryBrokers):
 
 
 def offsets_partition(group_id: str, partitions: int) -> int:
-    """In which of so many partitions of the brokers' own topic a group's offsets are; its leader coordinates the group.
+    """Compute which partition of `__consumer_offsets` stores a group's offsets; its leader coordinates the group.
 
     Example:
         >>> offsets_partition("hello", 50)
@@ -182,12 +182,12 @@ def offsets_partition(group_id: str, partitions: int) -> int:
     for place in range(0, len(units), 2):
         code = (31 * code + int.from_bytes(units[place : place + 2])) & 0xFFFFFFFF
     if code >= 1 << 31:
-        code = (1 << 32) - code  # Java's Math.abs; the least number has none, and counts as 0
+        code = (1 << 32) - code  # Java's Math.abs; the smallest integer has no absolute value and counts as 0
     return 0 if code == 1 << 31 else code % partitions
 
 
 def _assigned(content: bytes | None) -> tuple[TopicPartition, ...]:
-    """What a classic member has; nothing where it is no consumer, or the group rebalances."""
+    """Decode a classic member's partitions; empty if the member is not a consumer, or the group rebalances."""
     if not content:
         return ()
     try:

@@ -1,4 +1,4 @@
-"""What a run over history asks of the brokers, and tells them: bounds of logs, times, the offsets of a group."""
+"""Broker requests of a backfill: log bounds, offsets by time, and a group's commits."""
 
 import asyncio
 import functools
@@ -31,10 +31,10 @@ __all__ = [
 _EARLIEST, _LATEST = -2, -1
 _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 RETENTION_MS = 366 * 24 * 3600 * 1000
-"""How long the brokers keep what is committed without a member."""
+"""Milliseconds that brokers keep offsets committed without a member."""
 _COMMIT_TIMEOUT = 5.0
 _NEWEST, _OLDEST = 0.1, 100 * 366 * 24 * 3600.0
-"""Ages of records in seconds, between which one is looked for."""
+"""Bounds, in seconds, for the search by a record's age."""
 _PRECISION = 1.01
 
 HAS_MEMBERS = {
@@ -47,17 +47,17 @@ HAS_MEMBERS = {
     110: "fenced member epoch",
     113: "stale member epoch",
 }
-"""Answers to a commit without a member id which say that the group has members."""
+"""Errors for a commit without a member id that mean the group has members."""
 
 
 class LogBounds(NamedTuple):
-    """Where a partition's log begins and ends."""
+    """The bounds of a partition's log."""
 
     start: int
     stable: int
-    """The last stable offset: one past what a reader of committed records may read."""
+    """The last stable offset: the end for readers of committed records."""
     end: int
-    """One past the last record."""
+    """The offset after the last record."""
 
 
 class GroupMember(NamedTuple):
@@ -67,23 +67,23 @@ class GroupMember(NamedTuple):
     client_id: str
     host: str
     instance_id: str | None
-    """Of a static member."""
+    """None for a dynamic member."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the member for an error message."""
         static = f"static member {self.instance_id!r}" if self.instance_id else f"member {self.member_id!r}"
         return f"{static} (client {self.client_id!r} at {self.host.lstrip('/')})"
 
 
 class GroupDescription(NamedTuple):
-    """What the brokers say of a group. It proves nothing: a group of the newer protocol looks dead and empty."""
+    """The brokers' description of a group. Do not rely on it: a KIP-848 group looks dead and empty."""
 
     state: str
     members: tuple[GroupMember, ...]
 
 
 class HistoryBrokers(Administration):
-    """A connection for planning a run over history, and for handing it over. Owned by one event loop.
+    """A connection for planning a backfill and handing it over to a group. Owned by one event loop.
 
     Example:
         ```python
@@ -95,10 +95,10 @@ class HistoryBrokers(Administration):
     # Topics and logs ------------------------------------------------------------------
 
     async def topics(self) -> frozenset[str]:
-        """Every topic that we may see, without those of the brokers themselves.
+        """Return every topic that this user may see, without internal topics.
 
         Raises:
-            TransportError: The brokers did not tell.
+            TransportError: The brokers did not return them.
         """
 
         async def ask() -> frozenset[str]:
@@ -108,12 +108,12 @@ class HistoryBrokers(Administration):
         return await self._patiently(ask, "tell the topics")
 
     async def bounds(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
-        """The bounds of each partition's log, asked now.
+        """Fetch the current bounds of each partition's log.
 
         Raises:
-            TransportError: They were not told, or there is no such topic.
+            TransportError: The brokers did not return them, or a topic does not exist.
         """
-        # One after the other: no bound lies behind one that was asked for before it.
+        # In this order, so that each bound is at or after the ones requested before it.
         starts = await self._offsets(dict.fromkeys(partitions, _EARLIEST), "read_uncommitted")
         stable = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_committed")
         ends = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_uncommitted")
@@ -125,31 +125,32 @@ class HistoryBrokers(Administration):
         timestamp: float,
         isolation: Literal["read_committed", "read_uncommitted"],
     ) -> dict[TopicPartition, int | None]:
-        """The first offset of each partition whose record is not older than a time; None where there is none.
+        """Return the first offset of each partition whose record is not older than a time; None if there is none.
 
         Args:
-            partitions: Of which.
-            timestamp: Seconds since the epoch; not before it.
+            partitions: The partitions to search.
+            timestamp: Seconds since the epoch; not negative.
             isolation: Whether records of open transactions count.
 
         Raises:
-            TransportError: They were not told, or there is no such topic.
+            TransportError: The brokers did not return them, or a topic does not exist.
         """
         found = await self._offsets(dict.fromkeys(partitions, round(timestamp * 1000)), isolation)
         return {one: offset if offset >= 0 else None for one, offset in found.items()}
 
     async def written(self, offsets: Mapping[TopicPartition, int], now: float) -> dict[TopicPartition, float]:
-        """About when the record at an offset was written, to a hundredth of its age.
+        """Estimate when the record at each offset was written, to within a hundredth of its age.
 
-        Found by halving times, in some requests for all of them: no record is fetched, so seeing the topic is enough.
-        Where timestamps are not in the order of the offsets it is when the first record from there on was written.
+        A binary search over times, with each request covering all partitions. It fetches no records, so permission
+        to describe the topic is enough. If timestamps are not in offset order, the result is the time of the first
+        record at or after the offset.
 
         Args:
-            offsets: Each below the end of its log.
+            offsets: Offsets below the ends of their logs.
             now: Seconds since the epoch.
 
         Raises:
-            TransportError: The brokers did not tell.
+            TransportError: The brokers did not answer.
         """
         ages = dict.fromkeys(offsets, (_NEWEST, _OLDEST))
         while wide := {one: math.sqrt(low * high) for one, (low, high) in ages.items() if high > low * _PRECISION}:
@@ -177,11 +178,11 @@ class HistoryBrokers(Administration):
     async def group_commits(
         self, group_id: str, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed | None]:
-        """What the group has committed on each of *partitions*.
+        """Return the group's committed offset of each of *partitions*, or None.
 
         Raises:
-            AuthorizationError: We may not read with the group.
-            TransportError: It was not told.
+            AuthorizationError: This user may not read with the group.
+            TransportError: The brokers did not return them.
         """
 
         async def ask() -> dict[TopicPartition, Committed | None]:
@@ -193,21 +194,21 @@ class HistoryBrokers(Administration):
         return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
 
     async def all_commits(self, group_id: str) -> dict[TopicPartition, Committed]:
-        """Everything that a group has committed.
+        """Return all committed offsets of a group.
 
         Raises:
-            AuthorizationError: We may not read with the group.
-            TransportError: It was not told.
+            AuthorizationError: This user may not read with the group.
+            TransportError: The brokers did not return them.
         """
         ask = functools.partial(self._stored, group_id, None)
         return await self._patiently(ask, f"tell what group {group_id!r} has committed", group_id)
 
     async def describe_group(self, group_id: str) -> GroupDescription:
-        """What the brokers say of the group's members; for sentences, not for decisions.
+        """Describe a group and its members; for messages, not for decisions.
 
         Raises:
-            AuthorizationError: We may not see the group.
-            TransportError: It was not told.
+            AuthorizationError: This user may not see the group.
+            TransportError: The brokers did not describe it.
         """
 
         async def ask() -> GroupDescription:
@@ -221,7 +222,7 @@ class HistoryBrokers(Administration):
         return await self._patiently(ask, f"describe group {group_id!r}", group_id)
 
     async def _described(self, group_id: str) -> dict[str, Any]:
-        """A group of the classic protocol, as its coordinator describes it; asked once."""
+        """Fetch the coordinator's description of a classic group. Sends one request."""
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
         answer = await self._client.send(node, DescribeGroup(group_id))
         group: dict[str, Any] = only_part(answer.to_object()["groups"], f"group {group_id!r}")
@@ -229,19 +230,20 @@ class HistoryBrokers(Administration):
         return group
 
     async def commit_without_member(self, group_id: str, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Commit for a group that nobody is a member of: one request, once.
+        """Commit for a group that has no members; sends one request, without retries.
 
-        Brokers refuse it when the group has a member of any kind; nothing else tells that for certain.
+        Brokers refuse it if the group has a member of any kind; no other check is reliable.
 
-        What is stored is kept for a year although the group has no member. `offsets.retention.minutes` counts from when
-        a group lost its last member, a week by default: a commit after that would be deleted within minutes.
+        Brokers keep the offsets for a year although the group has no members. Otherwise `offsets.retention.minutes`,
+        a week by default, would count from the time the group lost its last member: a commit after that week would
+        be deleted within minutes.
 
         Raises:
-            CommitRefusedError: The group has a member, or had one that has not expired. Nothing was stored.
-            AuthorizationError: We may not read with the group, or not see a topic; the topics that we may see can
-                have been stored.
-            CommitError: Not acknowledged; it may have been stored, also in part. Where it is retriable, what went
-                wrong passes.
+            CommitRefusedError: The group has a member, or a dead one that has not expired. Nothing was stored.
+            AuthorizationError: This user may not read with the group or may not see a topic; offsets of other topics
+                may have been stored.
+            CommitError: The commit was not acknowledged; all or part of it may have been stored. If the error is
+                retriable, the cause is transient.
         """
         try:
             async with asyncio.timeout(_COMMIT_TIMEOUT):

@@ -1,4 +1,4 @@
-"""Whether another process has our `group_instance_id`, which aiokafka does not find out."""
+"""Detect another process with our `group_instance_id`, which aiokafka does not notice."""
 
 import logging
 import time
@@ -16,31 +16,31 @@ logger = logging.getLogger("aioshard.kafka.client")
 
 
 class InstanceWatch:
-    """Looks at the memberships of one client, one after the other.
+    """Compares successive memberships of one client.
 
-    When a second process joins with the id, the broker gives it the member's place: same partitions, same generation,
-    a new member id. Ours is unknown from then on. aiokafka joins anew, and by that takes the place back, and so on for
-    ever. A member that was dropped because it was silent comes back in a later generation.
+    When a second process joins with the same id, the broker gives it the member's place: same partitions, same
+    generation, a new member id. Our member id is unknown from then on. aiokafka rejoins and takes the place back, and
+    the two alternate forever. A member dropped because it was silent comes back in a later generation.
 
-    Once, it may be an overlap of two processes. When the place is lost again within a session time-out, it must not be
-    taken back: whoever notices that first ends, and the other one keeps the place.
+    A single loss may be two processes that overlap, as in a rolling deploy. If we lose the place again within a
+    session time-out, we must not take it back: the process that notices this first ends, and the other one keeps it.
     """
 
     def __init__(self, settings: "Settings", group_id: str) -> None:
-        """Nothing was seen yet."""
+        """Start without a membership."""
         self._settings = settings
         self._group_id = group_id
         self._before = NOT_A_MEMBER
         self._losses = Losses(time.monotonic)
         self._was_taken = False
         self.taken: InstanceIdTakenError | None = None
-        """The error, once the place was lost again; the client must not join any more then."""
+        """The error, once we lost the place again; from then on, the client must not rejoin."""
 
     def _error(self, instance_id: str) -> InstanceIdTakenError:
         return InstanceIdTakenError(self._group_id, instance_id, self._settings.session_timeout, goes_on=True)
 
     def joined(self, now: Membership) -> None:
-        """Take note of a membership that was just given."""
+        """Record a new membership."""
         before, self._before = self._before, now
         instance_id = self._settings.group_instance_id
         if instance_id is None or before == NOT_A_MEMBER:
@@ -51,7 +51,7 @@ class InstanceWatch:
             logger.warning("%s. If it goes on, one of them ends", self._error(instance_id))
 
     def is_lost(self, now: Membership) -> bool:
-        """Whether we have lost our place, looked at before joining anew."""
+        """Return whether we have lost our place; call it before rejoining."""
         lost = now == NOT_A_MEMBER
         instance_id = self._settings.group_instance_id
         if lost and self._was_taken and instance_id and self._losses.again(self._settings.session_timeout):
