@@ -1,13 +1,13 @@
-"""How many runs of a handler at a time its back end can take: a limit that follows the latency.
+"""Adaptive concurrency: a limit on a handler's concurrent runs that follows the latency of its back end.
 
-A back end that serves c runs at a time answers in its own time up to concurrency c, the *knee*. Beyond it nothing is
-gained: runs queue there, and the latency grows with the concurrency. The limit is kept where the latency is a little
-above that of an empty back end, the *baseline*.
+A back end that serves c runs concurrently answers at its normal latency up to concurrency c, the *knee*. More
+concurrency gains nothing: runs queue in the back end, and the latency grows with the concurrency. The limit is kept
+where the latency is slightly above that of an idle back end, the *baseline*.
 
-Measuring the baseline is what such algorithms fail at. A consumer with a backlog keeps its back end always busy, so a
-minimum or a slow average of the latency takes the queue for the baseline after a while, and the limit runs away. So
-the baseline is measured: for a moment, at times that all processes share, the limit is halved, and halved again for
-as long as the latency falls with it.
+Such algorithms usually fail at measuring the baseline. A consumer with a backlog keeps its back end busy all the time,
+so a minimum or a slow average of the latency eventually mistakes the queue for the baseline, and the limit runs away.
+So the baseline is measured explicitly: at times that all processes share, the limit is halved for a moment, and halved
+again as long as the latency falls with it.
 """
 
 import dataclasses
@@ -20,56 +20,58 @@ __all__ = ["Adaptive", "LatencyGradient"]
 _INITIAL = 8
 
 _GROWTH, _GROWTH_RISE, _FASTEST_GROWTH = 1.2, 1.15, 1.5
-"""Growth per round while there is no queue; it rises from round to round."""
+"""Growth per round while no queue builds up; it accelerates from round to round."""
 _FIRST_CUT, _CUT = 0.8, 0.5
-"""The least of a limit that is left by a first round above the knee, and by each one that follows."""
+"""The smallest share of a limit that remains after a first round above the knee, and after each further one."""
 _HEADROOM = 0.5
-"""Runs by which a limit exceeds what the latency asks for: several processes so come to similar limits."""
+"""Runs added to the limit that the latency calls for, so that several processes converge to similar limits."""
 _UNVERIFIED = 0.2
-"""The least of a limit that is left while the latency does not come down with it."""
+"""The smallest share of a limit that remains while the latency does not fall with it."""
 _USE = 1.5
-"""A limit grows to no more than so many times what is used."""
+"""A limit grows to at most this multiple of the concurrency in use."""
 _BACKING_OFF = 0.9
-"""Share of failures from which on there is nothing to be measured: the limit goes down until runs succeed again."""
+"""Share of failures from which nothing can be measured: the limit falls until runs succeed again."""
 
 _FEWEST_RUNS, _MANY_RUNS = 8, 128
 _SURE = 0.05
-"""Standard error of a logarithm of latency that is small enough, whatever was found."""
+"""A standard error of the logarithm of latency that is always small enough."""
 _CLEAR = 3.0
-"""So many standard errors away from the tolerance, it is clear on which side the latency is."""
+"""At this many standard errors from the tolerance, it is clear on which side the latency is."""
 _ROUND, _ROUND_LATENCIES = 0.5, 4.0
-"""Seconds, or latencies, after which a round ends with what there is."""
+"""Seconds, or multiples of the latency, after which a round ends with the runs it has."""
 _SETTLING = 1.2
-"""Latencies until a new limit shows."""
+"""Multiples of the latency until a new limit takes effect."""
 
 _PHASE, _PHASE_LATENCIES = 0.5, 4.0
-"""Seconds of one step of a probe: a half for the queue to empty, a half to measure. At least so many latencies, and
-then twice, four times ... as many seconds, so that processes whose latencies differ a little still probe together."""
+"""Seconds of one step of a probe: one half to let the queue empty, one half to measure. A step lasts at least this
+many latencies, and then 2, 4, 8, … times the seconds, so that processes with slightly different latencies still probe
+together."""
 _PERIOD = 16
-"""Steps from the beginning of one probe to that of the next: a sixteenth of the time at half of the limit."""
+"""Steps from the start of one probe to the next: a sixteenth of the time runs at half the limit."""
 _DEPTH = 0.5
 _DEPENDS = 0.5
-"""A latency that changes with at least this power of the limit depends on it: 1 is a queue, 0 is none."""
+"""A latency that changes with at least this power of the limit depends on it: 1 is a queue, 0 means that the latency does not depend on the limit."""
 _PATIENCE = 4
-"""Steps by which a probe may be longer where runs are few."""
+"""Steps by which a probe may be extended if runs are rare."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Concurrency that follows what the back end can take: `concurrency=Adaptive(1, 512)`.
+    """Concurrency that adapts to the capacity of the back end: `concurrency=Adaptive(1, 512)`.
 
-    As many runs at a time as the back end serves without a queue, found by latency, again and again: it grows while
-    the latency stays that of an idle back end, and shrinks when runs begin to queue there. Every 8 seconds it is halved
-    for half a second to measure what an idle back end needs (less often where runs take longer than an eighth of a
-    second). Processes do so at the same time, by the computer's clock, so that they do not take each other's
-    queue for the back end: their clocks should be right to a tenth of a second.
+    The handler runs as many records concurrently as the back end serves without queueing. The limit is found by
+    latency, continuously: it grows while the latency is that of an idle back end, and shrinks when runs begin to queue
+    there. Every 8 seconds it is halved for half a second to measure the latency of an idle back end (less often if
+    runs take longer than an eighth of a second). All processes do this at the same time, by the system clock, so that
+    none mistakes the queue of another for the back end itself: keep their clocks within a tenth of a second.
 
     Attributes:
-        minimum: The concurrency is never below.
-        maximum: Nor above.
-        initial: What it begins with; None is 8, or what is nearest to that. Better too low than too high.
-        tolerance: How many times the latency of an idle back end is accepted. With a back end that becomes slower
-            gradually, instead of queueing at one point, more of it buys more throughput.
+        minimum: Lowest concurrency.
+        maximum: Highest concurrency.
+        initial: Concurrency at the start; None means 8, or the allowed value nearest to it. Better too low than too
+            high.
+        tolerance: Accepted latency, as a multiple of that of an idle back end. If a back end becomes slower
+            gradually, instead of queueing at one point, a higher tolerance gives more throughput.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -97,14 +99,14 @@ class Adaptive:
 
     @property
     def beginning(self) -> int:
-        """The concurrency to begin with."""
+        """Concurrency at the start."""
         return self.initial if self.initial is not None else min(max(_INITIAL, self.minimum), self.maximum)
 
 
 class _Runs:
-    """What ended in a time.
+    """The runs that ended within a period.
 
-    Latencies are averaged as logarithms: one run in a hundred that takes a hundred times as long hides nothing.
+    Latencies are averaged as logarithms, so one run in a hundred that takes a hundred times as long hides nothing.
     """
 
     __slots__ = ("busy", "count", "failed", "squares", "total")
@@ -113,60 +115,60 @@ class _Runs:
         self.count = self.failed = 0
         self.total = self.squares = 0.0
         self.busy = 0.0
-        """Seconds that all of them took, the failed ones too."""
+        """Total seconds of all runs, including failed ones."""
 
     @property
     def seconds(self) -> float:
-        """How long a run takes."""
+        """Mean duration of a run."""
         return math.exp(self.total / self.count)
 
     @property
     def latency(self) -> float:
-        """The logarithm of the seconds that one success takes.
+        """Logarithm of the seconds per success.
 
-        Failures make successes dearer: a back end that refuses what is too much for it is slow in this sense, and what
-        fails in an idle one too, such as records that are wrong, does not count, as it is in the baseline.
+        Failures make a success more expensive, so a back end that rejects overload counts as slow. Failures that also
+        happen in an idle back end, such as invalid records, have no effect: they are part of the baseline.
         """
         return self.total / self.count + math.log1p(self.failed / self.count)
 
     @property
     def error(self) -> float:
-        """The standard error of `latency`."""
+        """Standard error of `latency`."""
         mean = self.total / self.count
         variance = max(self.squares / self.count - mean * mean, 0.0) + self.failed / self.count
         return math.sqrt(variance / max(self.count - 1, 1))
 
 
 class _Probe:
-    """A time with a lower limit, in steps."""
+    """A period with a lowered limit, in steps."""
 
     __slots__ = ("before", "ends", "latency", "limit", "phase")
 
     def __init__(self, before: float, latency: float) -> None:
         self.before = before
-        """The level to come back to."""
+        """The level to return to."""
         self.latency = latency
-        """At the step before, or before the first one."""
+        """At the previous step, or before the first one."""
         self.limit = 0
         self.phase = self.ends = 0.0
 
 
 class _Descent:
-    """How the limit came down since the latency rose."""
+    """The fall of the limit since the latency rose."""
 
     __slots__ = ("latency", "level", "peak")
 
     def __init__(self, level: float, latency: float) -> None:
         self.peak = level
-        """Where it began."""
+        """The level at its start."""
         self.level, self.latency = level, latency
-        """Where the latency was the highest, and what it was there."""
+        """The level at which the latency was highest, and that latency."""
 
     def floor(self, level: float, latency: float) -> float:
-        """How far the limit may go down from *level*, where *latency* was found.
+        """Return the lowest limit to which the fall from *level*, with the measured *latency*, may go.
 
-        A latency that does not come down with the limit is no queue of ours. It is left to the next probe then,
-        at which others lower their limits too, to find out what it is.
+        A latency that does not fall with the limit is not our queue. The next probe, at which the other processes
+        lower their limits too, then finds out the cause.
         """
         if latency >= self.latency:
             self.level, self.latency = level, latency
@@ -176,24 +178,24 @@ class _Descent:
 
 
 class LatencyGradient:
-    """The concurrency limit of one handler, from the latencies of its runs.
+    """The concurrency limit of one handler, computed from the latencies of its runs.
 
-    Tell it of each run that ended, and let it `look` ten times a second. It has no clock: times are seconds on one that
-    processes share and that does not go back.
+    Report each run that ended, and call `look` ten times a second. It has no clock: pass times as seconds on a
+    monotonic clock that the processes share.
 
-    In rounds, runs are collected until it is clear on which side of the tolerance the latency is, or a while has
-    passed. Below it the limit grows, by 20 % and more. Above it the limit becomes what would bring the latency to
-    the tolerance: in a queue the one is proportional to the other. A limit that is not used does not grow.
+    It collects runs in rounds, until it is clear on which side of the tolerance the latency is, or until a timeout.
+    Below the tolerance the limit grows, by 20 % or more. Above it the limit becomes the one that would bring the
+    latency back to the tolerance: in a queue they are proportional. An unused limit does not grow.
 
     Invariants:
         * `minimum <= limit <= maximum`.
-        * While the latency does not come down with it, the limit comes down by four fifths at the most before the
-          baseline has been measured again.
+        * While the latency does not fall with it, the limit falls by at most four fifths before the baseline is
+          measured again.
     """
 
     def __init__(self, adaptive: Adaptive) -> None:
         self.limit = adaptive.beginning
-        """How many runs at a time are right now."""
+        """Number of runs that may be in flight now."""
         self._minimum, self._maximum = adaptive.minimum, adaptive.maximum
         self._tolerance = math.log(adaptive.tolerance)
         self._level = float(self.limit)
@@ -201,7 +203,7 @@ class LatencyGradient:
         self._since: float | None = None
         """When the current round began; None before the first one."""
         self._settled: float | None = None
-        """When a new limit will show; until then nothing is collected."""
+        """When a new limit will have taken effect; nothing is collected until then."""
         self._baseline: float | None = None
         self._latency = 0.0
         self._seconds = 0.0
@@ -214,16 +216,16 @@ class LatencyGradient:
 
     @property
     def baseline(self) -> float | None:
-        """Seconds that a success takes when the back end is idle; None until that was measured."""
+        """Seconds per success when the back end is idle; None until it has been measured."""
         return None if self._baseline is None else math.exp(self._baseline)
 
     @property
     def latency(self) -> float | None:
-        """Seconds that a success took lately; None until there were some."""
+        """Recent seconds per success; None until there were some."""
         return math.exp(self._latency) if self._since is not None and self._seconds else None
 
     def ended(self, seconds: float) -> None:
-        """Take note of a run that succeeded after *seconds*, or that timed out then."""
+        """Record a run that succeeded, or timed out, after *seconds*."""
         runs = self._runs
         logarithm = math.log(seconds + 1e-6)
         runs.count += 1
@@ -232,12 +234,12 @@ class LatencyGradient:
         runs.busy += seconds
 
     def failed(self, seconds: float) -> None:
-        """Take note of a run that failed after *seconds*: how long that took says nothing."""
+        """Record a run that failed after *seconds*; its duration does not count as a latency."""
         self._runs.failed += 1
         self._runs.busy += seconds
 
     def look(self, now: float) -> int:
-        """Decide, if it is time to; returns the limit."""
+        """Adjust the limit if it is time to; return the limit."""
         if self._since is None:
             self._collect(now)
         elif self._probe is None and self._probe_is_due(now):
@@ -261,7 +263,7 @@ class LatencyGradient:
         self._runs = _Runs()
 
     def _enough(self, elapsed: float) -> bool:
-        """Whether the runs of a round say something."""
+        """Whether the runs of a round are enough to decide."""
         runs = self._runs
         ended = runs.count + runs.failed
         if not elapsed:
@@ -331,7 +333,7 @@ class LatencyGradient:
         if now % (phase * _PERIOD) >= phase / 2 or now - self._probed_at < phase:
             return False
         if self._descent is None and self._used <= self.limit * _DEPTH:
-            # So few runs at a time are a probe in themselves.
+            # So few concurrent runs are a probe in themselves.
             self._probed_at = now
             self._baseline = self._latency
             return False
@@ -360,19 +362,19 @@ class LatencyGradient:
         self._seconds = runs.seconds
         change = abs(before - probe.latency) - runs.error
         if self.limit < probe.limit and change > _DEPENDS * math.log(probe.limit / self.limit):
-            self._step(probe, now)  # a latency that rose meanwhile has to be looked at once more, too
+            self._step(probe, now)  # a latency that rose meanwhile has to be checked once more, too
         else:
             self._confirm(probe, runs.error, now)
 
     def _confirm(self, probe: _Probe, error: float, now: float) -> None:
-        """The latency does not depend on the limit any more: it is the baseline."""
-        assert self._baseline is not None  # noqa: S101 - there is no probe without
+        """Accept the latency as the baseline: it no longer depends on the limit."""
+        assert self._baseline is not None  # noqa: S101 - a probe needs a baseline
         before, found = self._baseline, probe.latency
-        # What is within the error may be chance, and is half believed.
+        # A difference within the error may be chance: take the mean of both.
         self._baseline = found if abs(found - before) > 2 * error else (found + before) / 2
         excess = self._latency - self._baseline
         if self._descent is not None and self._baseline - before > (self._latency - before) / 2:
-            # The back end has become slower, and not because of us: the limit came down for nothing.
+            # The back end became slower, and not because of us: the limit was lowered for nothing.
             level = self._descent.peak
         else:
             level = probe.before * math.exp(min(self._tolerance - excess, 0.0))

@@ -1,4 +1,4 @@
-"""How many records a handler takes at once, and how long they wait for each other."""
+"""Micro-batches: how many records a handler gets together, and how long they wait for each other."""
 
 import dataclasses
 import math
@@ -8,20 +8,20 @@ from aioshard.errors import HandlerError
 __all__ = ["Batch"]
 
 _SHRINKS = 3
-"""Bits that each failure takes from the size of the next batch: 500 records, then 62, then 7, then 1."""
+"""Bits by which each failure shrinks the next batch: 500 records, then 62, then 7, then 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Give the handler a list of records: at most so many, at most so large, and none waits for long.
+    """Pass the handler a list of records, bounded in number, size and waiting time.
 
-    A batch goes to the handler as soon as it is full, and no later than *linger* after its first record came. Records
-    of different shard keys fill one batch, and so do several of the same, in order.
+    A batch goes to the handler as soon as it is full, and at most *linger* seconds after its first record arrived.
+    A batch may mix records of different shard keys, and may hold several records of the same key, in order.
 
     Attributes:
-        max_records: Records in a batch at most.
-        linger: Seconds that a batch waits for more records; 0 takes what is there. Less than `stuck_after`.
-        max_bytes: Keys, values and headers in a batch at most; a record that is larger comes alone.
+        max_records: Maximum number of records in a batch.
+        linger: Seconds that a batch waits for more records; 0 takes those already there. Must be below `stuck_after`.
+        max_bytes: Maximum bytes of keys, values and headers in a batch; a larger record comes alone.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -43,10 +43,10 @@ class Batch:
             raise HandlerError(f"Batch(linger={self.linger!r}) was refused: expected a number of seconds, 0 or more")
 
     def size_after(self, failures: int, attempts: int) -> int:
-        """How many records may be in a batch with one that has failed *failures* times, of *attempts* at most.
+        """Return the maximum batch size for a record that has failed *failures* times, out of *attempts* attempts.
 
-        When a batch fails nobody knows which of its records is to blame. So what failed together is tried again in
-        smaller batches, and for the last time alone: then it is known.
+        A failed batch does not say which of its records is to blame. So its records are retried in smaller batches,
+        and alone on the last attempt, which identifies the bad one.
 
         Example:
             >>> [Batch().size_after(failures, attempts=5) for failures in range(5)]

@@ -1,8 +1,8 @@
-"""The text that goes with a committed offset: one versioned format for all that is noted there.
+"""Metadata of a committed offset: one versioned text format for everything stored there.
 
 `aioshard/1 first=12 of=8 at=1750000000 lease=7f3a@1750000000 done=r:420:pzt_:AQM foreign=of another`: fields in this
-order, each at most once and only where there is something to say, a space between them. A field that this version
-does not know is passed over; what must not be passed over is another version's. `foreign` takes the rest of the text.
+order, separated by spaces, each at most once and only if it has a value. Unknown fields are skipped; a field that must
+not be skipped needs a new version. `foreign` takes the rest of the text.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from aioshard.core.parallel_consumer import read_parallel_consumer
 __all__ = ["MOST_UNITS", "CommitMetadata", "Lease", "utf16_units"]
 
 MOST_UNITS: Final = 4095
-"""What a broker stores at most with its default settings (`offset.metadata.max.bytes`), in UTF-16 code units: it allows
-4,096, and librdkafka appends one."""
+"""Longest text that a broker stores with its default settings (`offset.metadata.max.bytes`), in UTF-16 code units: the
+broker allows 4,096, and librdkafka appends one."""
 
 _VERSION = 1
 _HEAD = re.compile(r"aioshard/(\d{1,9})(?: |$)")
@@ -28,31 +28,31 @@ _NUMBER = re.compile(r"\d{1,19}")
 _FOREIGN = " foreign="
 
 _PLANE_END = 0xFFFF
-"""The last character that is one code unit."""
+"""The last character that takes a single code unit."""
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
 class Lease(NamedTuple):
-    """Somebody has the partition for a time, without being a member of the group."""
+    """A temporary claim on the partition by a process that is not a member of the group."""
 
     plan: str
-    """The id of a run over history; letters, digits, `.`, `_` and `-`, at most 64."""
+    """The id of a backfill; letters, digits, `.`, `_` and `-`, at most 64."""
     until: int
-    """Seconds since the epoch, from when on it means nothing any more."""
+    """When the claim expires, in seconds since the epoch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommitMetadata:
-    """What is noted with a committed offset.
+    """The content of the metadata of a committed offset.
 
     Attributes:
-        first_generation: In which the group first resolved its position on the partition.
-        first_partitions: How many partitions the topic had then.
-        first_at: When that was, in seconds since the epoch.
-        lease: Who has the partition although the group has no member.
-        finished: Records that are complete beyond the committed offset; ascending, apart from each other.
-        foreign: What another program had noted. It belongs to the offset that it was committed with.
-        ignored: Why something of the text counts as not there; empty in a text that is whole. Never written.
+        first_generation: Generation in which the group first resolved its position on the partition.
+        first_partitions: Number of partitions that the topic had then.
+        first_at: Time of that, in seconds since the epoch.
+        lease: Temporary claim on the partition while the group has no member.
+        finished: Completed records beyond the committed offset; ascending and not adjacent.
+        foreign: Metadata that another program had stored. It belongs to the offset that it was committed with.
+        ignored: Reasons why parts of the text were ignored; empty if the text is intact. Never written.
 
     Example:
         >>> noted = CommitMetadata(first_generation=12, finished=(Run(421, 424),))
@@ -74,12 +74,12 @@ class CommitMetadata:
 
     @classmethod
     def read(cls, text: str, offset: int) -> "CommitMetadata":
-        """Read what was committed with *offset*, also by Confluent's Parallel Consumer; never raises.
+        """Read metadata committed with *offset*, including that of Confluent's Parallel Consumer; never raises.
 
         Args:
-            text: As the broker has it. A NUL at its end, which librdkafka appends, is no part of it.
-            offset: The committed offset. What is noted as finished for another one counts as not there: whoever
-                moved the offset took the text along.
+            text: The text as stored by the broker. A trailing NUL, which librdkafka appends, is ignored.
+            offset: The committed offset. Records noted as finished for a different offset are ignored: another
+                program moved the offset and kept the text.
         """
         text = text.removesuffix("\0")
         if not text:
@@ -93,17 +93,17 @@ class CommitMetadata:
         return _read_fields(text, head.end(), offset)
 
     def text(self, offset: int, most_units: int = MOST_UNITS) -> str:
-        """The text to commit with *offset*; empty when there is nothing to note.
+        """Return the text to commit with *offset*; empty if there is nothing to store.
 
-        It has no NUL and no half of a surrogate pair. Finished records for which there is no room are left out, the
-        highest first: they are processed once more.
+        It contains no NUL and no lone surrogate. Finished records that do not fit are left out, the highest first:
+        they will be processed again.
 
         Args:
             offset: The committed offset.
-            most_units: How many code units the broker stores; what else is noted is never left out.
+            most_units: Number of code units that the broker stores; only finished records are left out to meet it.
 
         Raises:
-            ValueError: `foreign` has no room or cannot be stored, or a value is outside of what the format knows. The
+            ValueError: `foreign` does not fit or cannot be stored, or a value is outside the range of the format. The
                 message is a sentence.
         """
         fields = self._fields()
@@ -124,7 +124,7 @@ class CommitMetadata:
         return (head + " ".join(fields)).rstrip() + foreign
 
     def _fields(self) -> list[str]:
-        """What is short."""
+        """Return the short fields."""
         fields = []
         for name, value, most in (
             ("first", self.first_generation, LAST_OFFSET),
@@ -144,12 +144,12 @@ class CommitMetadata:
 
 
 def utf16_units(text: str) -> int:
-    """How long a broker finds a text."""
+    """Return the length of a text as the broker counts it."""
     return len(text) + sum(1 for character in text if ord(character) > _PLANE_END)
 
 
 def _read_of_others(text: str, offset: int) -> CommitMetadata:
-    """Parallel Consumer's text says the same as ours, so that nothing of it has to be kept; others are foreign."""
+    """Convert Parallel Consumer's text, which holds the same facts as ours; keep any other text as foreign."""
     try:
         finished = read_parallel_consumer(text, offset)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""When a partition that is being taken away has drained."""
+"""Decide when a revoked partition has drained."""
 
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
@@ -9,7 +9,7 @@ __all__ = ["DrainPlan", "Drainable"]
 
 
 class Drainable(Protocol):
-    """A record on its way through the engine."""
+    """A record in flight."""
 
     @property
     def offset(self) -> int:
@@ -24,14 +24,14 @@ D = TypeVar("D", bound=Drainable)
 
 
 class DrainPlan(Generic[D]):
-    """What must end before one partition can be handed over without a record being run twice.
+    """The records that must end before a partition can be handed over without running any record twice.
 
-    That is what runs, and every queued record below the highest offset that was started: each is a hole
-    in what can be committed. What is above has not begun and needs no waiting. A record that failed does
-    not delay the drain, nor does what waits in its shard: only another attempt could end them.
+    These are the running records, and every queued record below the highest started offset: each of them holds the
+    committable offset back. Records above that have not started and need no waiting. A failed record does not delay
+    the drain, nor do the records behind it in its shard: only another attempt could complete them.
 
     Invariants:
-        * `pending` only shrinks, so a drain cannot be prolonged by what happens during it.
+        * `pending` only shrinks, so later events cannot prolong a drain.
 
     Example:
         >>> from types import SimpleNamespace as Delivery
@@ -47,8 +47,8 @@ class DrainPlan(Generic[D]):
         """Plan the drain of one partition.
 
         Args:
-            incomplete: Its incomplete records.
-            highest_started: The highest offset that a worker took, -1 when none was.
+            incomplete: The incomplete records of the partition.
+            highest_started: The highest offset that a worker has started; -1 if none.
         """
         self.pending: dict[int, D] = {d.offset: d for d in incomplete if d.offset <= highest_started}
 
@@ -58,11 +58,11 @@ class DrainPlan(Generic[D]):
         return not self.pending
 
     def settle(self, delivery: D) -> None:
-        """A record completed, failed, or its run was cancelled."""
+        """Remove a record that completed, failed or was cancelled."""
         self.pending.pop(delivery.offset, None)
 
     def block(self, key: ShardKey) -> None:
-        """The shard of *key* does not go on during this drain: a record in it failed, of whichever partition."""
+        """Stop waiting for the shard of *key*: a record in it failed, from this or another partition."""
         if key is not None:
             for offset in [d.offset for d in self.pending.values() if d.key == key]:
                 del self.pending[offset]

@@ -1,12 +1,12 @@
-"""Offsets that are finished beyond the committed one, as text that a broker stores: three forms, the shortest wins.
+"""Encode the offsets finished beyond the committed one as text that a broker stores; the shortest of three forms wins.
 
-`FORM:OFFSET:CHECKSUM:CONTENT`, where the content is, by its form,
+The text is `FORM:OFFSET:CHECKSUM:CONTENT`. The form determines the content:
 
-* `r`: the lengths of the gaps and the runs as numbers of seven bits a byte, in base 64: short ones stay readable;
+* `r`: the lengths of gaps and runs as numbers of seven bits per byte, in base 64; short ones stay readable;
 * `z`: the same, deflated;
-* `b`: one bit for each offset, for patterns that have no shape. It takes `BITMAP_OFFSETS` whatever is finished.
+* `b`: one bit per offset, for irregular patterns. Its size depends on the span, not on which offsets are finished.
 
-`z` and `b` hold fifteen bits in each character, because brokers count characters.
+`z` and `b` store fifteen bits in each character, because brokers count characters.
 """
 
 import base64
@@ -24,23 +24,23 @@ LAST_OFFSET: Final = (1 << 63) - 1
 
 _TEXT = re.compile(r"([rzb]):(\d{1,19}):([A-Za-z0-9_-]{4}):(.+)", re.DOTALL)
 _INFLATED = 1 << 18
-"""Bytes of run lengths at most, before they are deflated."""
+"""Maximum bytes of run lengths before compression."""
 _LEVEL = 7
-"""Of deflating: 9 makes texts of full length 0.7 % shorter, and takes three times as long."""
+"""Compression level: 9 makes full-length texts 0.7 % shorter and takes three times as long."""
 _SHORT = 64
-"""A text that is not longer than that need not be made shorter."""
+"""A text up to this length is not worth compressing."""
 _OFFSET_BITS = 63
 
-# 32,768 characters of which each is one code unit: no surrogates, no spaces, no controls.
+# 32,768 characters, each a single code unit: no surrogates, spaces or control characters.
 _LOW, _LOW_COUNT = 0x3400, 0xA000 - 0x3400
 _HIGH = 0xAC00
 _BITS = 15
 _LARGEST = (1 << _BITS) - 1
 _GROUP_BYTES, _GROUP_UNITS = 15, 8
-"""So many bytes are exactly so many characters."""
+"""This many bytes fill exactly this many characters."""
 
 _CONTINUED = 0x80
-"""Marks a byte of a number after which more come, with seven bits each."""
+"""Marks a byte of a number that is followed by more bytes, of seven bits each."""
 _NUMBER_BASE = 0x80
 
 
@@ -48,14 +48,14 @@ _START, _END = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Run(NamedTuple):
-    """Offsets from *start* up to, and without, *end*."""
+    """Offsets from *start* up to but excluding *end*."""
 
     start: int
     end: int
 
 
 def runs_of(offsets: Iterable[int]) -> tuple[Run, ...]:
-    """Offsets in any order as runs.
+    """Group offsets, in any order, into runs.
 
     Example:
         >>> runs_of([7, 3, 4])
@@ -71,13 +71,13 @@ def runs_of(offsets: Iterable[int]) -> tuple[Run, ...]:
 
 
 def holds(runs: Sequence[Run], offset: int) -> bool:
-    """Whether an offset is in one of *runs*, which are ascending."""
+    """Whether an offset is in one of the ascending *runs*."""
     place = bisect.bisect_right(runs, offset, key=_START) - 1
     return place >= 0 and offset < runs[place].end
 
 
 def beyond(runs: Sequence[Run], offset: int) -> tuple[Run, ...]:
-    """What of *runs* is not below *offset*.
+    """Return the part of *runs* at or above *offset*.
 
     Example:
         >>> beyond((Run(3, 5), Run(7, 10)), 8)
@@ -86,19 +86,19 @@ def beyond(runs: Sequence[Run], offset: int) -> tuple[Run, ...]:
     return tuple(Run(max(run.start, offset), run.end) for run in runs if run.end > offset)
 
 
-# How much has room ---------------------------------------------------------------------
+# Available room ------------------------------------------------------------------------
 
 
 def records_with_room(span: int, incomplete: int, units: int) -> int:
-    """How many more records may be taken in, so that whatever of them finishes first has room in the text.
+    """Return how many more records may be buffered so that any completions among them still fit into the text.
 
-    Constant time, from two figures alone: the text need not be made to know that it fits. Where offsets have holes
-    between them it may come out longer, and `written` then leaves out the highest.
+    Takes constant time, from two figures alone, without building the text. If offsets have gaps between them, the text
+    may get longer, and `written` then leaves out the highest.
 
     Args:
-        span: From the committable offset to the end of what was taken in.
-        incomplete: How many records in it are not complete; at most *span*.
-        units: How many characters the content may have.
+        span: From the committable offset to the end of the buffered records.
+        incomplete: Number of incomplete records in that span; at most *span*.
+        units: Number of characters available for the content.
 
     Example:
         >>> records_with_room(span=100, incomplete=100, units=4_000)
@@ -123,7 +123,7 @@ def records_with_room(span: int, incomplete: int, units: int) -> int:
 
 
 def _bytes_at_most(span: int, incomplete: int) -> int:
-    """The longest that the lengths of gaps and runs can be: two for each incomplete record, longer ones few."""
+    """Return the maximum size of the encoded lengths: two per incomplete record, of which few need several bytes."""
     numbers = most = 2 * incomplete + 1
     longer = span // _NUMBER_BASE
     while longer:
@@ -136,12 +136,12 @@ def _bytes_at_most(span: int, incomplete: int) -> int:
 
 
 def written(runs: Sequence[Run], offset: int, room: int) -> str:
-    """As many runs as there is room for, from the lowest on; empty when there is none.
+    """Encode as many runs as fit, from the lowest on; empty if none fits.
 
     Args:
-        runs: Beyond *offset*, ascending, apart from each other.
+        runs: Runs beyond *offset*, ascending and not adjacent.
         offset: The committed offset.
-        room: How many characters there are.
+        room: Number of characters available.
 
     Raises:
         ValueError: *runs* are out of order, or not beyond *offset*.
@@ -167,7 +167,7 @@ def _checked(runs: Sequence[Run], offset: int) -> Sequence[Run]:
 
 
 def _packed(runs: Sequence[Run], offset: int) -> tuple[bytes, list[int]]:
-    """The lengths as numbers, and where each run ends among them; those that are too many to be tried are left out."""
+    """Encode the lengths as numbers, with the position where each run ends; excess runs are left out."""
     packed = bytearray()
     borders = []
     before = offset
@@ -181,7 +181,7 @@ def _packed(runs: Sequence[Run], offset: int) -> tuple[bytes, list[int]]:
 
 
 def _longest_prefix(packed: bytes, borders: Sequence[int], least: int, offset: int, room: int) -> str:
-    """The run lengths of as many runs as have room; empty when *least* have none, which one attempt says."""
+    """Encode the longest prefix of the runs that fits; empty if *least* runs do not fit, which one attempt shows."""
     best = ""
     fits, too_many = least - 1, len(borders) + 1
     tried = least
@@ -198,7 +198,7 @@ def _longest_prefix(packed: bytes, borders: Sequence[int], least: int, offset: i
 
 
 def _fitting(packed: bytes, offset: int, room: int) -> str:
-    """The shorter form of run lengths, or the one that spares the work where that is short; empty when too long."""
+    """Choose the shorter form of run lengths, without compressing short ones; empty if neither fits."""
     plain, deflated = (_head(form, offset, packed) for form in "rz")
     in_letters = len(plain) + -(-len(packed) * 8 // 6)
     if in_letters <= min(room, _SHORT):
@@ -211,7 +211,7 @@ def _fitting(packed: bytes, offset: int, room: int) -> str:
 
 
 def _bitmap(runs: Sequence[Run], offset: int, room: int) -> tuple[str, int]:
-    """One bit for each offset as far as there is room, and where that ends; empty when there is hardly any."""
+    """Encode one bit per offset as far as they fit; return the text and the offset reached. Empty if nothing fits."""
     bits_left = (room - len(_head("b", offset, b""))) * _BITS // 8 * 8
     if bits_left <= 0:
         return "", offset
@@ -236,7 +236,7 @@ def _head(form: str, offset: int, content: bytes) -> str:
 
 
 def _checksum(offset: int, content: bytes) -> str:
-    """Four letters: what is damaged must not make records count as finished."""
+    """Return four letters that keep a damaged text from marking records as finished."""
     return _in_letters(zlib.crc32(content, offset & 0xFFFFFFFF).to_bytes(4, "big")[1:])
 
 
@@ -244,10 +244,10 @@ def _checksum(offset: int, content: bytes) -> str:
 
 
 def read_finished(text: str, offset: int) -> tuple[Run, ...]:
-    """What `written` wrote for *offset*.
+    """Decode the output of `written` for *offset*.
 
     Raises:
-        ValueError: It is damaged, in a form that is not known, or was written for another offset.
+        ValueError: The text is damaged, in an unknown form, or was written for another offset.
     """
     found = _TEXT.fullmatch(text)
     if found is None:
@@ -339,7 +339,7 @@ def _from_letters(text: str) -> bytes:
 
 
 def _in_units(content: bytes) -> str:
-    """Fifteen bits to each character, which is one code unit; group by group, or long texts would take long."""
+    """Store fifteen bits in each character, which is one code unit; by groups, to stay fast for long texts."""
     units: list[str] = []
     for start in range(0, len(content), _GROUP_BYTES):
         group = content[start : start + _GROUP_BYTES]
@@ -359,7 +359,7 @@ def _from_units(text: str) -> bytes:
             bits = bits << _BITS | _value(character)
         bits <<= _BITS * (_GROUP_UNITS - len(group))
         content += bits.to_bytes(_GROUP_BYTES, "big")
-    # What pads the last character is less than one, but may be more than a byte: each form knows its own end.
+    # The padding is shorter than one character but may be longer than a byte: each form knows its own end.
     return bytes(content[: len(text) * _BITS // 8])
 
 

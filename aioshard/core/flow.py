@@ -1,4 +1,4 @@
-"""How much more of a partition may be taken in."""
+"""Flow control: how much more of a partition may be buffered."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ _MINIMUM_SHARE = 100
 
 
 class Usage(NamedTuple):
-    """Records and bytes: what is held, or what may be."""
+    """A number of records and bytes, in use or allowed."""
 
     records: int
     bytes: int
@@ -18,17 +18,16 @@ NONE = Usage(0, 0)
 
 
 def room_for(bounds: Usage, total: Usage, held: Usage, *, stuck: bool) -> Usage:
-    """What one partition may take in now, on top of what it holds.
+    """Return how much one partition may buffer now, in addition to its current usage.
 
-    A partition may hold at most half of what would be free without it: whoever comes late always finds
-    half of what is left. As records complete, n busy partitions come to an (n + 1)th each. A partition that
-    cannot advance takes in no more than a hundredth: what piles up behind a halted record never starves
-    the others.
+    A partition may hold at most half of what would be free without it, so a partition that starts later always finds
+    half of the rest. As records complete, n busy partitions converge to 1/(n + 1) of the bounds each. A partition that
+    cannot advance holds at most a hundredth: records piling up behind a halted one never starve the others.
 
     Args:
         bounds: The bounds of the process.
-        total: What all partitions hold.
-        held: What this partition holds.
+        total: Usage of all partitions.
+        held: Usage of this partition.
         stuck: Whether its oldest incomplete record is halted or overdue.
 
     Example:
@@ -55,7 +54,7 @@ def _room(bound: int, total: int, held: int, *, stuck: bool) -> int:
 
 
 def minimum(bounds: Usage) -> Usage:
-    """What a partition that cannot advance keeps: a hundredth of the bounds, at least one record."""
+    """Return what a partition that cannot advance may hold: a hundredth of the bounds, at least one record."""
     return Usage(_least(bounds.records), _least(bounds.bytes))
 
 

@@ -12,26 +12,26 @@ DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """What a histogram held at one moment."""
+    """A snapshot of a histogram."""
 
     bounds: tuple[float, ...]
-    """Upper bounds of the buckets but the last, which has none; a value at a bound is below it."""
+    """Upper bounds of all buckets except the last, which has none; a value equal to a bound is in the bucket below."""
     counts: tuple[int, ...]
-    """Values in each bucket, one more than there are bounds; not cumulative."""
+    """Number of values in each bucket, one more than there are bounds; not cumulative."""
     total: float
     """Sum of the values."""
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """Total number of values."""
         return sum(self.counts)
 
 
 class Histogram:
-    """Counts of values in buckets.
+    """A histogram with fixed buckets.
 
     Invariants:
-        * Nothing is ever taken out: what `counts` gives never falls.
+        * Nothing is ever removed, so `counts` never decreases.
 
     Example:
         >>> histogram = Histogram((0.1, 1.0))
@@ -42,7 +42,7 @@ class Histogram:
     """
 
     def __init__(self, bounds: Sequence[float] = DURATION_BOUNDS) -> None:
-        """Make an empty one.
+        """Create an empty histogram.
 
         Args:
             bounds: Upper bounds of the buckets, ascending.
@@ -56,21 +56,21 @@ class Histogram:
 
         Args:
             value: In the unit of the bounds.
-            weight: How many of the same it stands for.
+            weight: Number of equal values to count.
         """
         self._counts[bisect_left(self._bounds, value)] += weight
         self._total += value * weight
 
     def add_below(self, count: int, total: float) -> None:
-        """Count values that are not above the first bound, of which no more is known than their sum.
+        """Count values at or below the first bound, of which only the sum is known.
 
         Args:
-            count: How many.
-            total: Their sum.
+            count: Number of values.
+            total: Sum of the values.
         """
         self._counts[0] += count
         self._total += total
 
     def counts(self) -> HistogramCounts:
-        """What it holds now. Safe from any thread."""
+        """Return a snapshot. Safe from any thread."""
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)

@@ -1,4 +1,4 @@
-"""Shard keys as bytes: the same in every process, and equal exactly where the keys are."""
+"""Encode shard keys as bytes: the same in every process, and equal exactly if the keys are equal."""
 
 import datetime as dt
 import enum
@@ -17,15 +17,15 @@ __all__ = ["key_bytes"]
 
 
 def key_bytes(key: ShardKey) -> bytes:
-    """A shard key as bytes, by which several processes agree on what belongs together.
+    """Encode a shard key as bytes, so that several processes agree which records belong together.
 
     Args:
-        key: Bytes, text, a number, a date or a time, a UUID, an IP address, a path, an enumeration's member, None, or
-            a tuple or frozen set of such. Numbers that Python holds for equal are: 1, 1.0 and True.
+        key: Bytes, text, a number, a date or a time, a UUID, an IP address, a path, an enum member, None, or a tuple or
+            frozenset of these. Numbers that Python considers equal have the same encoding: 1, 1.0 and True.
 
     Raises:
-        HandlerError: It is something else, such as an object of a class of one's own: another process could not tell
-            which of its objects is meant.
+        HandlerError: The key has another type, such as a class of the application: other processes could not tell
+            which of its objects are equal.
 
     Example:
         >>> key_bytes(("tenant", 7)) == key_bytes(("tenant", 7.0)), key_bytes("7") == key_bytes(7)
@@ -45,10 +45,10 @@ def _text(key: str) -> bytes:
 
 
 def _number(key: float | Decimal | Fraction) -> bytes:
-    """The same for numbers that are equal."""
+    """Encode equal numbers equally."""
     try:
         whole = int(key)
-    except (OverflowError, ValueError):  # infinite, or no number
+    except (OverflowError, ValueError):  # infinite, or not a number
         return repr(float(key)).encode()
     return b"%d" % whole if whole == key else b"%d/%d" % key.as_integer_ratio()
 
@@ -88,7 +88,7 @@ _SHOWN = (
     pathlib.PurePath,
     uuid.UUID,
 )
-"""What `repr` tells apart exactly as `==` does, in every process."""
+"""Types whose `repr` distinguishes values exactly as `==` does, in every process."""
 
 _ENCODINGS: tuple[tuple[Any, bytes, Callable[[Any], bytes]], ...] = (
     (bytes, b"b", bytes),
@@ -101,4 +101,4 @@ _ENCODINGS: tuple[tuple[Any, bytes, Callable[[Any], bytes]], ...] = (
     (dt.datetime, b"m", _moment),
     (_SHOWN, b"o", _shown),
 )
-"""The most usual first; a member of an enumeration that is also text or a number is equal to that."""
+"""The most frequent types first; an enum member that is also text or a number is encoded as that value."""

@@ -1,4 +1,4 @@
-"""A stable hash of a key for what is written down: it tells keys apart, and gives the shard of any number of shards."""
+"""A stable hash of a key for stored data: it identifies the key and yields its shard for any number of shards."""
 
 import hashlib
 
@@ -7,20 +7,20 @@ from aioshard.core.sharding import ShardKey, shard_number
 __all__ = ["SHARD_BITS", "key_hash", "shard_of_hash"]
 
 SHARD_BITS = 32
-"""So many high bits of a hash are those from which `shard_number` takes the shard; the low ones tell keys apart."""
+"""Number of high bits of a hash from which `shard_number` takes the shard; the low bits distinguish keys."""
 
 _SHARDS = 1 << SHARD_BITS
 
 
 def key_hash(key: ShardKey) -> int | None:
-    """A signed 64-bit hash of a key, the same in every process; None for no key.
+    """Return a signed 64-bit hash of a key, the same in every process; None for no key.
 
-    Its high half is what `shard_number` starts from. So whoever has the hash alone can say which of N fixed shards
-    serves the key, for every N; without the key, which may be a name.
+    The high half is the value that `shard_number` starts from. So the hash alone tells which of N fixed shards serves
+    the key, for every N, without revealing the key, which may be a name.
 
     Args:
-        key: A record's key, or a shard key. What is neither bytes, text, a number nor a tuple of such counts by its
-            `repr`, which has to be the same in every process.
+        key: A record's key, or a shard key. Values other than bytes, text, a number or a tuple of these are hashed by
+            their `repr`, which must be the same in every process.
 
     Example:
         >>> key_hash(b"alice"), key_hash("alice"), key_hash(None)
@@ -38,7 +38,7 @@ def key_hash(key: ShardKey) -> int | None:
 
 
 def shard_of_hash(hashed: int, shards: int) -> int:
-    """Which of *shards* fixed shards serves the key with this hash.
+    """Return which of *shards* fixed shards serves the key with this hash.
 
     Example:
         >>> shard_of_hash(key_hash(b"alice"), 8) == shard_number(b"alice", 8)
@@ -48,7 +48,7 @@ def shard_of_hash(hashed: int, shards: int) -> int:
 
 
 def _data(key: object) -> bytes:
-    """What `shard_number` hashes of a key."""
+    """Return the bytes that `shard_number` hashes."""
     if isinstance(key, bytes):
         return key
     if isinstance(key, str):

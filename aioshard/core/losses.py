@@ -1,4 +1,4 @@
-"""Whether something is lost again and again."""
+"""Detect repeated losses."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ __all__ = ["Losses"]
 
 
 class Losses:
-    """Tells a loss that may happen from one that goes on.
+    """Distinguishes an isolated loss from repeated ones.
 
     Example:
         >>> now = 0.0
@@ -22,11 +22,11 @@ class Losses:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Nothing was lost yet; *clock* is in seconds."""
+        """Start without any loss; *clock* is in seconds."""
         self._clock = clock
         self._last: float | None = None
 
     def again(self, within: float) -> bool:
-        """Take note of a loss; whether the one before it is at most *within* seconds ago."""
+        """Record a loss; return whether the previous one was at most *within* seconds ago."""
         before, self._last = self._last, self._clock()
         return before is not None and self._last - before <= within

@@ -1,4 +1,4 @@
-"""Which offset of one partition may be committed."""
+"""Track which offset of one partition may be committed."""
 
 import itertools
 from collections import OrderedDict
@@ -14,24 +14,23 @@ T = TypeVar("T")
 
 
 class OffsetTracker(Generic[T]):
-    """The incomplete records of one partition, in the order in which they arrived.
+    """The incomplete records of one partition, in order of arrival.
 
-    Handlers finish in any order; Kafka can only be told "everything below this offset is done". The
-    tracker turns the first into the second: the committable offset is that of the oldest incomplete
-    record, or the position when nothing is incomplete.
+    Handlers finish in any order, but a Kafka commit can only say "everything below this offset is done". The
+    committable offset is therefore that of the oldest incomplete record, or the position if nothing is incomplete.
 
-    Each offset carries a value (the engine keeps its delivery there), so whoever asks why a partition
-    does not advance gets the record that is in the way.
+    Each offset carries a value (the engine stores its delivery there), so a diagnosis of a stuck partition finds the
+    record in the way.
 
-    Synchronous and owned by one event loop: no method awaits, so every method is atomic. Costs 0.2 µs a
-    record, whatever the window: completion is a deletion, and the first key of an `OrderedDict` is
-    found in constant time after any number of deletions (that of a plain `dict` is not).
+    Synchronous and owned by one event loop: no method awaits, so every method is atomic. It costs 0.2 µs per
+    record, whatever the window: a completion is a deletion, and the first key of an `OrderedDict` is found in constant
+    time after any number of deletions (unlike that of a plain `dict`).
 
     Invariants:
         * `committable` never decreases.
         * No tracked offset below `committable` is incomplete.
-        * Only offsets that arrived are tracked, so the holes that compaction, transaction markers and
-          retention leave are passed without being known.
+        * Only offsets that arrived are tracked, so gaps left by compaction, transaction markers and retention are
+          skipped without special handling.
 
     Example:
         >>> tracker = OffsetTracker(start=40)
@@ -48,14 +47,14 @@ class OffsetTracker(Generic[T]):
 
     def __init__(self, start: int) -> None:
         self.incomplete: OrderedDict[int, T] = OrderedDict()
-        """The values by offset; nobody but an epoch's `complete` takes something out of it, to spare a call."""
+        """Values by offset; to save a call, an epoch's `complete` deletes entries directly, and nothing else does."""
         self._position = start
         self.watched = -1
-        """What `watch` named."""
+        """The offset chosen by `watch`."""
         self._arrived = 0
 
     def __len__(self) -> int:
-        """How many records are incomplete."""
+        """Return the number of incomplete records."""
         return len(self.incomplete)
 
     def __contains__(self, offset: int) -> bool:
@@ -64,7 +63,7 @@ class OffsetTracker(Generic[T]):
 
     @property
     def position(self) -> int:
-        """One past everything that arrived, holes at the end included."""
+        """One past the last offset that arrived, including gaps at the end."""
         return self._position
 
     @property
@@ -74,18 +73,18 @@ class OffsetTracker(Generic[T]):
 
     @property
     def arrived(self) -> int:
-        """How many records have arrived since the start."""
+        """Number of records that have arrived since the start."""
         return self._arrived
 
     @property
     def completed(self) -> int:
-        """How many records have completed since the start."""
+        """Number of records that have completed since the start."""
         return self._arrived - len(self.incomplete)
 
     def finished(self) -> list[Run]:
-        """What is finished between the committable offset and the position, holes included; ascending.
+        """Return the finished runs between the committable offset and the position, gaps included; ascending.
 
-        Takes time in proportion to the number of incomplete records.
+        Takes time proportional to the number of incomplete records.
 
         Example:
             >>> tracker = OffsetTracker(start=40)
@@ -106,25 +105,24 @@ class OffsetTracker(Generic[T]):
 
     @property
     def oldest(self) -> T | None:
-        """The value of the oldest incomplete record; None when nothing is incomplete."""
+        """The value of the oldest incomplete record; None if nothing is incomplete."""
         return next(itertools.chain(self.incomplete.values()), None)  # in one step, for other threads
 
     def get(self, offset: int) -> T | None:
-        """The value of an incomplete record; None when there is none at *offset*."""
+        """Return the value of an incomplete record; None if there is none at *offset*."""
         return self.incomplete.get(offset)
 
     def values(self) -> Iterator[T]:
-        """The values of the incomplete records, oldest first."""
+        """Iterate over the values of the incomplete records, oldest first."""
         return iter(self.incomplete.values())
 
     def track(self, offsets: Sequence[int], values: Iterable[T], next_offset: int) -> None:
-        """Register one batch as incomplete and take over the position captured with it.
+        """Register one batch as incomplete and adopt the position captured with it.
 
         Args:
-            offsets: Strictly increasing, none below the position. May be empty: the position moves over
-                a hole.
+            offsets: Strictly increasing, none below the position. May be empty if the position moves over a gap.
             values: One for each offset.
-            next_offset: The client's position right after the batch was taken.
+            next_offset: The client's position right after the batch was fetched.
 
         Raises:
             OffsetRegressionError: If an offset is below the position, or *next_offset* goes back. The
@@ -147,19 +145,19 @@ class OffsetTracker(Generic[T]):
         """Mark a record as done.
 
         Returns:
-            Whether it is the one that `watch` named: the committable offset has moved.
+            Whether it is the offset that `watch` chose: the committable offset has moved.
 
         Raises:
-            KeyError: If the record is not incomplete. A record completes once.
+            KeyError: If the record is not incomplete. A record completes only once.
         """
         del self.incomplete[offset]
         return offset == self.watched
 
     def watch(self) -> int:
-        """Name the oldest incomplete offset, whose completion `complete` will report.
+        """Choose the oldest incomplete offset, so that `complete` reports its completion.
 
         Returns:
-            That offset, or -1 when nothing is incomplete: the next record that arrives is named then.
+            That offset, or -1 if nothing is incomplete: the next record to arrive is then chosen.
         """
         self.watched = next(iter(self.incomplete), -1)
         return self.watched

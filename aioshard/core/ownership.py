@@ -1,4 +1,4 @@
-"""Where to go on with a partition that was assigned: in place, at the committed offset, or elsewhere."""
+"""Decide where to resume an assigned partition: in place, at the committed offset, or elsewhere."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -9,19 +9,19 @@ __all__ = ["Claim", "Evidence", "Origin", "first_mark", "kept_mark", "knows_topi
 
 
 class Claim(NamedTuple):
-    """What we know of a partition from the assignment before this one."""
+    """Our knowledge of a partition from the previous assignment."""
 
     member_id: str
     generation: int
-    """The generation in which we last held it."""
+    """The generation in which we last held the partition."""
     acknowledged: int | None
-    """The last committed offset that the broker acknowledged to us or told us; None when there was none."""
+    """The last committed offset that the broker acknowledged or reported to us; None if there was none."""
     position: int
-    """The next offset that we would take in."""
+    """The next offset that we would read."""
 
 
 class Evidence(NamedTuple):
-    """What the broker says of the partition now."""
+    """The broker's current view of the partition."""
 
     member_id: str
     generation: int
@@ -31,15 +31,15 @@ class Evidence(NamedTuple):
 
 
 def reason_to_end(claim: Claim | None, evidence: Evidence) -> str | None:
-    """Why a partition cannot be continued in place, or None when it can.
+    """Return why a partition cannot be continued in place, or None if it can.
 
-    Continuing means that nobody else can have had the partition, and that nothing moved its offsets,
-    since we last held it. Each condition alone ends the epoch. Who has partitions that were given by hand has no member
-    id, and never continues: no group keeps others off them.
+    A partition can be continued if nobody else can have owned it, and nothing moved its offsets, since we last held
+    it. Any single reason ends the epoch. Manually assigned consumers have no member id and never continue, because no
+    group keeps others away from their partitions.
 
     Args:
-        claim: None when the partition was not in the immediately preceding assignment.
-        evidence: What the broker said after the new assignment.
+        claim: None if the partition was not in the previous assignment.
+        evidence: The broker's view after the new assignment.
     """
     if claim is None:
         return "it was not in the assignment before this one"
@@ -55,12 +55,12 @@ def reason_to_end(claim: Claim | None, evidence: Evidence) -> str | None:
 
 
 class Origin(NamedTuple):
-    """Where a new epoch begins."""
+    """The start of a new epoch."""
 
     offset: int
     resolved: bool
-    """Whether the offset was not committed yet: it is committed before a record is handed out, or a
-    crash before the first commit would lose what came in between (under `latest`)."""
+    """Whether the offset is not committed yet. It must be committed before a record is delivered; otherwise a crash
+    before the first commit would lose the records that arrived in between (under `latest`)."""
 
 
 def origin_of(
@@ -70,17 +70,16 @@ def origin_of(
     *,
     group_knows_topic: bool,
 ) -> Origin | None:
-    """Where to begin, or None when nothing says so.
+    """Return where to begin, or None if nothing decides it.
 
-    The policy speaks only for a group without a commit on the topic. A partition that appeared later
-    begins at its start under every policy, and so does one whose committed offset is not in its log any
-    more (retention passed it, or the topic was made anew): its records came after the group's first
-    position, and jumping to the end would lose them.
+    The policy applies only to a group without a commit on the topic. A partition created later begins at its start
+    under every policy, and so does one whose committed offset is no longer in its log (retention passed it, or the
+    topic was recreated): its records came after the group's first position, and jumping to the end would lose them.
 
     Args:
-        committed: The group's committed offset, None when there is none.
-        log: First offset of the log and the one past its last.
-        policy: `auto_offset_reset`. With `"error"`, an offset outside the log gives None too.
+        committed: The group's committed offset, None if there is none.
+        log: First offset of the log, and one past its last.
+        policy: `auto_offset_reset`. With `"error"`, an offset outside the log also gives None.
         group_knows_topic: Whether the group has committed on another partition of the topic before.
 
     Example:
@@ -106,16 +105,16 @@ def origin_of(
 
 
 _FIRST_LASTS = 300
-"""Seconds after which everybody has committed where a group first began."""
+"""Seconds after which every member of a group has committed on a topic that was new to the group."""
 
 
 def first_mark(generation: int, partitions: int, now: float) -> CommitMetadata:
-    """What is noted with a group's first commit on a partition; see `knows_topic`."""
+    """Return the first-commit marker: the metadata of a group's first commit on a partition; see `knows_topic`."""
     return CommitMetadata(first_generation=generation, first_partitions=partitions, first_at=int(now))
 
 
 def kept_mark(noted: CommitMetadata, now: float) -> CommitMetadata:
-    """What later commits carry on of that: nothing when it is old."""
+    """Return the part of the first-commit marker that later commits repeat: nothing if it is old."""
     if noted.first_at is not None and now - noted.first_at > _FIRST_LASTS:
         return CommitMetadata()
     return CommitMetadata(
@@ -124,16 +123,16 @@ def kept_mark(noted: CommitMetadata, now: float) -> CommitMetadata:
 
 
 def knows_topic(noted: Iterable[CommitMetadata], partition: int, generation: int, now: float) -> bool:
-    """Whether the group had commits on a topic before its members began to resolve its partitions.
+    """Whether the group had commits on a topic before its current members began to resolve its partitions.
 
     Several members resolve their partitions of a new topic at the same time, and others may join meanwhile. Without
-    the mark of the first commits, the slower ones would take those of the quicker for those of a group that knew the
-    topic long ago, and read their partitions from the start under `latest`.
+    the first-commit marker, slower members would take the commits of faster ones as proof that the group has known the
+    topic for long, and would read their partitions from the start under `latest`.
 
     Args:
-        noted: With each commit of the group on the topic.
-        partition: One without a commit.
-        generation: Of the group, now.
+        noted: The metadata of each commit of the group on the topic.
+        partition: A partition without a commit.
+        generation: The current generation of the group.
         now: Seconds since the epoch.
 
     Example:

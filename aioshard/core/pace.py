@@ -1,4 +1,4 @@
-"""How many runs may start in a time: rate limits, and the token buckets that keep them."""
+"""Rate limits, and the token buckets that enforce them."""
 
 import dataclasses
 import math
@@ -10,20 +10,20 @@ from aioshard.errors import HandlerError
 __all__ = ["KeyedTokenBuckets", "RateLimit", "TokenBucket"]
 
 _DEFAULT_BURST = 0.05
-"""Seconds whose tokens may be taken at once where no burst was given."""
+"""Seconds of tokens in the default burst."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How many runs of a handler may start: in any *t* seconds at most `at_once + per_second * t`.
+    """A limit on the runs of a handler that start: at most `at_once + per_second * t` in any *t* seconds.
 
-    Every attempt counts as a run, those after a failure too. The limit is that of one process.
+    Every attempt counts as a run, including retries. The limit applies per process.
 
     Attributes:
         per_second: Runs per second in the long run; 0.1 is one in ten seconds.
-        burst: How many may start at once after a quiet time; what a longer one leaves unused is lost. By default as
-            many as come in a twentieth of a second, at least one: with less, a loop that is late by a millisecond,
-            as timers are, would stay below a high rate.
+        burst: Runs that may start together after a quiet period; a longer one adds nothing. The default is
+            the runs of a twentieth of a second, at least one: with less, an event loop that wakes up a millisecond
+            late, as timers do, would stay below a high rate.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -47,11 +47,11 @@ class RateLimit:
 
     @property
     def at_once(self) -> int:
-        """How many runs may start at the same moment: *burst*, or its default."""
+        """Number of runs that may start at the same moment: *burst*, or its default."""
         return self.burst if self.burst is not None else max(int(self.per_second * _DEFAULT_BURST), 1)
 
     def shared_by(self, members: int) -> "RateLimit":
-        """The limit of each of *members* that together keep this one in the long run.
+        """Return the limit for each of *members* that together keep this one in the long run.
 
         Example:
             >>> RateLimit(100, burst=10).shared_by(4)
@@ -62,15 +62,15 @@ class RateLimit:
 
 
 class TokenBucket:
-    """The tokens of one rate limit: each start takes one, and they come back at the limit's rate.
+    """The tokens of one rate limit: each start takes one, and tokens return at the limit's rate.
 
-    Counts the tokens since it was last full instead of adding fractions to a level, so that nothing drifts however
-    long it is in use. Has no clock: times are seconds on a clock of the caller's that does not go back.
+    It counts tokens since it was last full instead of adding fractions to a level, so it never drifts, however long
+    it is used. It has no clock: times are seconds on a monotonic clock of the caller.
 
     Invariants:
-        * In any t seconds at most `at_once + per_second * t` calls of `take` are true.
-        * No token is lost: whoever takes one as soon as it is due gets exactly `per_second` of them.
-        * `take(now)` is true if and only if `due(now)` is 0.
+        * In any t seconds at most `at_once + per_second * t` calls of `take` return true.
+        * No token is lost: a caller that takes each one as soon as it is due gets exactly `per_second` tokens.
+        * `take(now)` returns true if and only if `due(now)` is 0.
     """
 
     __slots__ = ("_burst", "_full_at", "_rate", "_taken")
@@ -79,12 +79,12 @@ class TokenBucket:
         self._rate = limit.per_second
         self._burst = limit.at_once
         self._full_at = -math.inf
-        """When the bucket was full for the last time, as far as that mattered."""
+        """When the bucket was last observed full."""
         self._taken = 0
-        """How many tokens were taken since then."""
+        """Number of tokens taken since then."""
 
     def take(self, now: float) -> bool:
-        """Take a token if there is one."""
+        """Take a token if one is available; return whether it was."""
         if self.full(now):
             self._full_at = now
             self._taken = 1
@@ -95,11 +95,11 @@ class TokenBucket:
         return True
 
     def due(self, now: float) -> float:
-        """Seconds until there is a token; 0 when there is one."""
+        """Return the seconds until a token is available; 0 if there is one now."""
         return 0.0 if self.full(now) else max(self._due_at() - now, 0.0)
 
     def full(self, now: float) -> bool:
-        """Whether all tokens have come back: the bucket is then as good as a new one."""
+        """Whether all tokens have returned: the bucket is then equivalent to a new one."""
         return now >= self._full_at + self._taken / self._rate
 
     def _due_at(self) -> float:
@@ -107,10 +107,10 @@ class TokenBucket:
 
 
 class KeyedTokenBuckets:
-    """A token bucket for each key that was used lately; one that is full again is forgotten.
+    """A token bucket for each recently used key; full buckets are forgotten.
 
-    Memory is bounded by the keys that took a token within the last `at_once / per_second` seconds, twice as many at the
-    most while they are being forgotten: each new one makes room for two.
+    Memory is bounded by the keys that took a token within the last `at_once / per_second` seconds, and at most twice
+    as many until the old ones are evicted: each new bucket evicts up to two.
 
     Example:
         >>> buckets = KeyedTokenBuckets(RateLimit(1.0))
@@ -125,14 +125,14 @@ class KeyedTokenBuckets:
     def __init__(self, limit: RateLimit) -> None:
         self._limit = limit
         self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
-        """The one that was used longest ago comes first."""
+        """The least recently used bucket comes first."""
 
     def __len__(self) -> int:
-        """How many keys have a bucket that may not be full."""
+        """Return the number of keys whose bucket may not be full."""
         return len(self._buckets)
 
     def take(self, key: Hashable, now: float) -> bool:
-        """Take a token of *key* if there is one."""
+        """Take a token of *key* if one is available; return whether it was."""
         bucket = self._buckets.get(key)
         if bucket is None:
             self._forget_full(now)
@@ -143,7 +143,7 @@ class KeyedTokenBuckets:
         return taken
 
     def due(self, key: Hashable, now: float) -> float:
-        """Seconds until there is a token of *key*; 0 when there is one."""
+        """Return the seconds until a token of *key* is available; 0 if there is one now."""
         bucket = self._buckets.get(key)
         return bucket.due(now) if bucket is not None else 0.0
 

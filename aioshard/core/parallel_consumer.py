@@ -1,15 +1,16 @@
-"""What Confluent's Parallel Consumer notes with a committed offset, so that its users can move over.
+"""Read the offset metadata of Confluent's Parallel Consumer, so that its users can migrate.
 
-Base 64 of one byte that names the form, and of which records from the committed offset on are complete. By that byte:
+The text is base 64 of one byte that names the form, followed by the completed records from the committed offset on.
+The forms are:
 
-* a set of bits: how many (two bytes, or four), then one bit for each offset, the lowest first; one byte follows unused;
-* lengths of runs, two bytes each or four: incomplete and complete ones take turns, an incomplete one is the first.
+* a bit set: the number of bits (two bytes, or four), then one bit per offset, lowest first; one unused byte follows;
+* run lengths, two bytes each or four: incomplete and complete runs alternate, starting with an incomplete one.
 
-Each of these may be compressed with Zstandard. Offsets beyond the last one that is noted were never seen. Other forms
-that it had once (an experimental array of bytes) it does not read itself.
+Each of these may be compressed with Zstandard. Offsets beyond the last encoded one were never seen. Parallel Consumer
+itself no longer reads the other form that it once had (an experimental byte array).
 
-Whoever else writes a text with a commit must not have records counted as finished by it: so what its encoders would
-never write counts as foreign.
+The metadata of any other program must not mark records as finished. So texts that the encoders of Parallel Consumer
+would never write count as foreign.
 """
 
 import base64
@@ -27,23 +28,23 @@ _RUNS: Final = {ord("n"): "h", ord("e"): "i"}
 _COMPRESSED: Final = {ord("a"): ord("l"), ord("s"): ord("o"), ord("J"): ord("n"), ord("p"): ord("e")}
 
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
-"""How each frame begins."""
+"""The first bytes of each frame."""
 _INFLATED = 1 << 18
-"""Bytes at most, before they are compressed: two million offsets."""
+"""Maximum number of bytes before compression: two million offsets."""
 _MOST_RUNS = _INFLATED // 4
-"""That many are in lengths of two bytes."""
+"""Number of runs that fit with lengths of two bytes."""
 _SMALL = 256
 
 
 def read_parallel_consumer(text: str, offset: int) -> tuple[Run, ...] | None:
-    """What is complete beyond *offset*, or None where the text is not of Parallel Consumer.
+    """Return the records completed beyond *offset*, or None if the text is not from Parallel Consumer.
 
     Args:
-        text: As the broker has it.
+        text: The text as stored by the broker.
         offset: The committed offset.
 
     Raises:
-        ValueError: It begins as only Parallel Consumer's do, and cannot be read. The message is half a sentence.
+        ValueError: It begins as only Parallel Consumer's texts do, but cannot be read. The message is half a sentence.
 
     Example:
         >>> read_parallel_consumer("bgABAAMAAgAB", 420)  # runs of 1, 3, 2 and 1
@@ -63,7 +64,7 @@ def read_parallel_consumer(text: str, offset: int) -> tuple[Run, ...] | None:
     if form in _BITS:
         runs = _runs_in_bits(content, _BITS[form], offset)
     elif form in _RUNS:
-        # A word of letters can be base 64 too, and then it has no small number: better a record twice than never.
+        # A word of letters can be valid base 64 too, but has no small number: better a duplicate than a lost record.
         runs = _runs_in_lengths(content, _RUNS[form], offset, LAST_OFFSET if compressed else _SMALL)
     else:
         return None
@@ -71,7 +72,7 @@ def read_parallel_consumer(text: str, offset: int) -> tuple[Run, ...] | None:
 
 
 def _bytes(text: str) -> bytes:
-    """The bytes that a text is base 64 of, exactly as an encoder writes it; empty where it is not."""
+    """Decode base 64, exactly as an encoder writes it; empty if the text is anything else."""
     try:
         content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -81,7 +82,7 @@ def _bytes(text: str) -> bytes:
 
 def _inflated(content: bytes) -> bytes:
     try:
-        import cramjam  # noqa: PLC0415 - few need it
+        import cramjam  # noqa: PLC0415 - rarely needed
     except ImportError:
         raise ValueError("it is compressed with Zstandard: install it with  pip install 'aiokafka[zstd]'") from None
     room = bytearray(_INFLATED)
@@ -99,7 +100,7 @@ def _runs_in_bits(content: bytes, count_format: str, offset: int) -> tuple[Run, 
     if count < 0 or len(content) != width + -(-count // 8) + 1:
         return None
     number = int.from_bytes(content[width:], "little")
-    # The committed offset is not complete, and the last one that is noted is.
+    # The committed offset is incomplete, and the last encoded one is complete.
     if number & 1 or number.bit_length() != count:
         return None
     bits = f"{number:b}"[::-1]

@@ -1,4 +1,4 @@
-"""The parked records of one partition: in order per shard key, and when each key is due."""
+"""The parked records of one partition: in order per shard key, with the time when each key is due."""
 
 import bisect
 import heapq
@@ -12,11 +12,11 @@ from aioshard.core.sharding import ShardKey
 __all__ = ["NEVER", "ParkedEntry", "ParkedKeys"]
 
 NEVER = 253_402_300_799.0
-"""When a key is due that waits for somebody to release it: the last second of the year 9999."""
+"""Due time of a key that waits for a manual release: the last second of the year 9999."""
 
 
 class ParkedEntry:
-    """One parked record, without its payload: that is in the side topic."""
+    """One parked record, without its payload, which is in the side topic."""
 
     __slots__ = ("due", "generation", "key", "offset", "replays", "stored_at")
 
@@ -24,17 +24,17 @@ class ParkedEntry:
         self, offset: int, key: ShardKey, *, generation: int, stored_at: int, due: float, replays: int
     ) -> None:
         self.generation = generation
-        """Of the group, when it was parked."""
+        """The group's generation when the record was parked."""
         self.offset = offset
-        """In its own partition."""
+        """Offset in its own partition."""
         self.key: Hashable = _Alone(offset) if key is None else key
-        """Its shard key; without one it is parked alone."""
+        """Shard key; a record without one is parked alone."""
         self.stored_at = stored_at
-        """Its offset in the side topic."""
+        """Offset in the side topic."""
         self.due = due
-        """Seconds since the epoch at which its key is to be run again; that of the key's first record counts."""
+        """When its key is to be retried, in seconds since the epoch; only that of the key's first record counts."""
         self.replays = replays
-        """How often it was run again."""
+        """Number of retries so far."""
 
     @property
     def alone(self) -> bool:
@@ -43,7 +43,7 @@ class ParkedEntry:
 
 
 class _Alone(tuple[int]):
-    """The identity of a record that asks for no order; equal to no shard key of a user."""
+    """The identity of a record that needs no order; not equal to any shard key of a user."""
 
     __slots__ = ()
 
@@ -58,14 +58,14 @@ class _Alone(tuple[int]):
 
 
 class ParkedKeys:
-    """Which keys of a partition are parked, and what waits behind the first record of each.
+    """The parked keys of a partition, and the records waiting behind the first one of each.
 
-    Pure, owned by whoever parks. Memory grows with the number of parked records (about 200 bytes each), not
+    Pure; owned by the code that parks. Memory grows with the number of parked records (about 200 bytes each), not
     with their size.
 
     Invariants:
-        * The records of a key are in the order of their offsets.
-        * A key is due at most once at a time: `take_due` does not give it again before `add` or `postpone`.
+        * The records of a key are in offset order.
+        * A key is due at most once at a time: `take_due` does not return it again before `add` or `postpone`.
 
     Example:
         >>> parked = ParkedKeys()
@@ -83,9 +83,9 @@ class ParkedKeys:
         self._by_key: dict[Hashable, list[ParkedEntry]] = {}
         self._by_offset: dict[int, ParkedEntry] = {}
         self._due: list[tuple[float, int, int, Hashable]] = []
-        """When, where in the side topic, so that what is due together is read in one go, and the key."""
+        """Due time, position in the side topic (so that keys due together are read in one pass), and key."""
         self._waiting: dict[Hashable, float] = {}
-        """Of the keys that wait: when they are due. Others are being run again."""
+        """Due times of the waiting keys. The other keys are being retried."""
         self._tie_break = itertools.count()
 
     def __contains__(self, key: object) -> bool:
@@ -93,7 +93,7 @@ class ParkedKeys:
         return key in self._by_key
 
     def __len__(self) -> int:
-        """How many records are parked."""
+        """Return the number of parked records."""
         return len(self._by_offset)
 
     def __iter__(self) -> Iterator[ParkedEntry]:
@@ -101,32 +101,32 @@ class ParkedKeys:
 
     @property
     def keys(self) -> int:
-        """How many keys are parked."""
+        """Number of parked keys."""
         return len(self._by_key)
 
     @property
     def next_due(self) -> float | None:
-        """When the next key is due; None when none waits."""
+        """When the next key is due; None if none is waiting."""
         while self._due and self._waiting.get(self._due[0][-1]) != self._due[0][0]:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def heads(self, most: int) -> list[ParkedEntry]:
-        """The first records of so many keys, of those that were parked first. Safe from any thread."""
+        """Return the first records of up to *most* keys, earliest parked keys first. Safe from any thread."""
         found = list(itertools.islice(itertools.chain(self._by_key.values()), most))  # in one step
         return [first for entries in found for first in entries[:1]]
 
     def get(self, offset: int) -> ParkedEntry | None:
-        """The record at an offset of its own partition; None when it is not parked."""
+        """Return the record at an offset of its own partition; None if it is not parked."""
         return self._by_offset.get(offset)
 
     def head(self, key: Hashable) -> ParkedEntry | None:
-        """The first parked record of a key."""
+        """Return the first parked record of a key."""
         entries = self._by_key.get(key)
         return entries[0] if entries else None
 
     def add(self, entry: ParkedEntry) -> None:
-        """Take a record in, at its place; one of the same offset is replaced."""
+        """Insert a record in order; one with the same offset is replaced."""
         known = self._by_offset.get(entry.offset)
         if known is not None:
             known.generation, known.stored_at = entry.generation, entry.stored_at
@@ -145,10 +145,10 @@ class ParkedKeys:
             self.postpone(entry.key, entry.due)
 
     def remove(self, offset: int) -> ParkedEntry | None:
-        """Take a record out; the next one of its key is due at once when it was the first.
+        """Remove a record; if it was the first of its key, the next one is due immediately.
 
         Returns:
-            It, or None when it was not parked.
+            The record, or None if it was not parked.
         """
         entry = self._by_offset.pop(offset, None)
         if entry is None:
@@ -164,22 +164,22 @@ class ParkedKeys:
         return entry
 
     def postpone(self, key: Hashable, due: float) -> None:
-        """Have a key wait until *due*, seconds since the epoch."""
+        """Make a key wait until *due*, in seconds since the epoch."""
         if key not in self._by_key:
             return
         self._waiting[key] = due
         heapq.heappush(self._due, (due, self._by_key[key][0].stored_at, next(self._tie_break), key))
 
     def waits(self, key: Hashable) -> bool:
-        """Whether a key is parked and waits until it is due; otherwise it is being run again."""
+        """Whether a key is parked and waiting until it is due; otherwise it is being retried."""
         return key in self._waiting
 
     def waits_for_time(self, key: Hashable) -> bool:
-        """Whether a key is parked and not to be run again at once."""
+        """Whether a key is parked and not due immediately."""
         return self._waiting.get(key, 0.0) > 0.0
 
     def take_due(self, now: float) -> ParkedEntry | None:
-        """The first record of a key that is due, which then waits no longer; None when none is."""
+        """Return the first record of a due key, which then no longer waits; None if no key is due."""
         due = self.next_due
         if due is None or due > now:
             return None

@@ -1,4 +1,4 @@
-"""What a user may ask for when the attempts of a record are used up, and what diversions cost."""
+"""User options for records whose attempts are exhausted, and the budget for diversions."""
 
 import dataclasses
 from typing import Literal
@@ -20,14 +20,14 @@ def _check_topic(option: str, topic: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
-    """How many records may be diverted: each diversion is paid for by successes.
+    """A limit on diverted records: successes pay for each diversion.
 
-    A spent budget says that not the records are wrong but something that their handler depends on is down. Their
+    An exhausted budget is taken as a sign that a dependency of the handler is down, not that the records are bad. The
     partition then pauses and probes with one record at a time until one succeeds.
 
     Attributes:
-        per_success: What each processed record pays in; 0.01 is one diversion for a hundred successes.
-        burst: Diversions that are there at the start, and that can be saved up at most.
+        per_success: Credit for each processed record; 0.01 is one diversion per hundred successes.
+        burst: Diversions available at the start, and the most that can be saved up.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -45,16 +45,16 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Send a record whose attempts are used up to a dead-letter topic, and go on.
+    """Send a record whose attempts are exhausted to a dead-letter topic, and continue.
 
-    It is complete when the brokers have acknowledged the dead letter; until then its offset is not committed.
+    The record is complete once the brokers have acknowledged the dead letter; its offset is not committed before.
 
     Attributes:
-        topic: Where dead letters go.
-        budget: How many there may be; None is no limit.
+        topic: Topic for the dead letters.
+        budget: Limit on their number; None means no limit.
 
     Raises:
-        HandlerError: If *topic* is no name of a topic, or *budget* no budget.
+        HandlerError: If *topic* is not a valid topic name, or *budget* is not a `Budget`.
 
     Example:
         >>> DeadLetter("orders.dlt", budget=Budget(per_success=0.05, burst=10)).topic
@@ -72,17 +72,17 @@ class DeadLetter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Park:
-    """Set a record whose attempts are used up aside, with every later record of its key, and go on with the others.
+    """Set aside a record whose attempts are exhausted, with every later record of its key, and continue with the rest.
 
-    They wait, in order, in a compacted side topic; the commit goes on. When the delay has passed, or somebody
-    releases the key, they are processed in order, before newer records of the key.
+    Parked records wait, in order, in a compacted side topic, while commits continue. When the delay has passed, or an
+    operator releases the key, they are processed in order, before newer records of the key.
 
     Attributes:
-        topic: Where parked records are kept. It has at least as many partitions as each topic of the handler; where it
-            does not exist it is created, compacted.
-        delay: Seconds until a parked key is tried again.
-        attempts: How often; a key that fails once more stays parked until somebody releases or drops it. None
-            is without end.
+        topic: Topic for parked records. It needs at least as many partitions as each topic of the handler; if it does
+            not exist, it is created, compacted.
+        delay: Seconds until a parked key is retried.
+        attempts: Maximum number of retries; a key that fails once more stays parked until an operator releases or
+            drops it. None means unlimited.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -104,9 +104,9 @@ OnFailure = Literal["halt", "skip"] | DeadLetter | Park
 
 
 class BudgetAccount:
-    """The diversions that a handler has left.
+    """The remaining diversions of a handler.
 
-    Credited from a count of successes that is kept anyway, so that a success costs nothing.
+    Credit is derived from an existing count of successes, so a success costs nothing.
 
     Example:
         >>> account = BudgetAccount(Budget(per_success=0.5, burst=2))
@@ -122,15 +122,15 @@ class BudgetAccount:
         self._credited = 0
 
     def left(self, successes: int) -> int:
-        """Whole diversions that can be paid for, after *successes* in all."""
+        """Return the number of diversions available after *successes* in total."""
         earned = (successes - self._credited) * self.budget.per_success
         self._left = min(self._left + earned, float(self.budget.burst))
         self._credited = successes
-        # A hundred hundredths are one.
+        # Rounding: a hundred times 0.01 must be 1.
         return int(self._left + 1e-9)
 
     def spend(self, successes: int) -> bool:
-        """Pay for one diversion; returns whether there was one left."""
+        """Pay for one diversion; return whether one was left."""
         if self.left(successes) < 1:
             return False
         self._left = max(self._left - 1, 0.0)

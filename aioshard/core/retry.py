@@ -1,4 +1,4 @@
-"""What follows a failed attempt: another one after a delay, or the end of trying."""
+"""Decide after a failed attempt: retry after a delay, or give up."""
 
 import dataclasses
 
@@ -9,17 +9,16 @@ __all__ = ["Retry"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and when a record that failed is tried again; only its shard waits meanwhile.
+    """How often and when to retry a failed record; only its shard waits meanwhile.
 
     Attributes:
-        attempts: How often the handler runs at most, the first run included.
+        attempts: Maximum number of runs, including the first.
         initial: Seconds before the second attempt.
-        maximum: Seconds that no delay exceeds.
-        factor: By how much each delay exceeds the one before it.
-        jitter: Share of a delay that is left to chance, 0 to 1, so that many failures do not return at
-            the same moment.
-        retry_on: Exceptions after which another attempt makes sense.
-        give_up_on: Exceptions after which it does not; they win over *retry_on*.
+        maximum: Upper limit of any delay, in seconds.
+        factor: Factor by which each delay exceeds the previous one.
+        jitter: Random share of a delay, 0 to 1, so that many failed records are not retried at the same moment.
+        retry_on: Exceptions that are worth another attempt.
+        give_up_on: Exceptions that are not; they take precedence over *retry_on*.
 
     Raises:
         HandlerError: If a value is outside its range.
@@ -70,17 +69,17 @@ class Retry:
                 raise HandlerError(message) from None
 
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
-        """Seconds until the next attempt, or None when there is none: never after a `DecodeError`.
+        """Return the seconds until the next attempt, or None to give up: always after a `DecodeError`.
 
         Args:
-            error: What attempt number *attempt* raised.
+            error: The exception that attempt number *attempt* raised.
             attempt: Counted from 1.
-            chance: A random number from 0 to 1; it moves the delay by up to ± `jitter` / 2 of it.
+            chance: A random number from 0 to 1; it changes the delay by up to ± `jitter` / 2 of its value.
         """
         if attempt >= self.attempts or not isinstance(error, self.retry_on):
             return None
         if isinstance(error, (DecodeError, self.give_up_on)):
             return None
-        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` rules long before.
+        # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
         delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))
         return float(min(self.maximum, delay * (1 + self.jitter * (chance - 0.5))))

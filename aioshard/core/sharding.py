@@ -1,4 +1,4 @@
-"""From a record to its shard key, and from a shard key to one of N fixed shards."""
+"""Map a record to its shard key, and a shard key to one of N fixed shards."""
 
 import inspect
 import operator
@@ -12,13 +12,13 @@ from aioshard.records import Record
 __all__ = ["ShardBy", "ShardKey", "check_usable", "fixed_shard", "identity", "shard_key_of", "shard_number"]
 
 ShardKey = Hashable | None
-"""The identity of a shard within its handler. None asks for no order: the record is its own shard."""
+"""The identity of a shard within its handler. None means no order: the record is its own shard."""
 
 ShardBy = Literal["key", "partition", "record"] | Callable[[Record], ShardKey]
 
 _MULTIPLIER = 1_327_217_885
-"""Spreads crc32 over the shards. The partitioner's own hash modulo N must not be used again: with 64
-partitions and 64 shards every partition would use a single shard (crc32 is librdkafka's, murmur2 Java's)."""
+"""Spreads crc32 over the shards. Do not reuse the partitioner's own hash modulo N: with 64 partitions and 64 shards,
+each partition would use a single shard (crc32 is librdkafka's, murmur2 Java's)."""
 
 
 def _topic_and_key(record: Record) -> ShardKey:
@@ -29,17 +29,17 @@ def _topic_partition(record: Record) -> ShardKey:
     return (record.topic, record.partition)
 
 
-def _no_order(record: Record) -> ShardKey:  # noqa: ARG001 - one of several functions of one shape
+def _no_order(record: Record) -> ShardKey:  # noqa: ARG001 - same signature as the other functions
     return None
 
 
 def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], ShardKey]:
-    """The function that gives a record's shard key.
+    """Return the function that computes a record's shard key.
 
     Args:
-        shard_by: `"key"`: the identity is (topic, key), and records without a key ask for no order;
+        shard_by: `"key"`: the identity is (topic, key), and records without a key have no order;
             `"partition"`; `"record"`: no order at all; or a function whose value is the identity.
-        one_topic: Whether all records are of one topic. The key alone is the identity then, which saves
+        one_topic: Whether all records come from one topic. The key alone is then the identity, which saves
             a tuple per record.
 
     Raises:
@@ -70,10 +70,10 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
 
 
 def check_usable(key: ShardKey) -> None:
-    """Find out whether a key of the user's own can be told from others, before anything depends on that.
+    """Check that a user's key can be hashed and compared, before anything depends on it.
 
     Raises:
-        Exception: Whatever its own methods raise when it is hashed or compared.
+        Exception: Anything that its own methods raise when it is hashed or compared.
 
     Example:
         >>> check_usable(("tenant", 7))
@@ -86,9 +86,9 @@ def check_usable(key: ShardKey) -> None:
 
 
 def identity(shard_key: Callable[[Record], ShardKey], record: Record) -> ShardKey:
-    """The shard key of a record, or None where the sharding function fails or gives what cannot be told from others.
+    """Return the shard key of a record, or None if the sharding function fails or returns an unusable key.
 
-    For looking back at a record: the failure is that of the record, and is reported where it comes in.
+    For looking at past records only: the failure itself is reported when the record arrives.
     """
     try:
         key = shard_key(record)
@@ -99,15 +99,15 @@ def identity(shard_key: Callable[[Record], ShardKey], record: Record) -> ShardKe
 
 
 def shard_number(key: ShardKey, shards: int) -> int:
-    """Which of *shards* fixed shards serves *key*; the same in Python and in Spark SQL.
+    """Return which of *shards* fixed shards serves *key*; the same in Python and in Spark SQL.
 
     Args:
         key: `bytes`, `str` (as UTF-8), `int` (as decimal digits), or a tuple (topic, key) or (topic,
-            partition) as `shard_key_of` makes them, of which the last part counts.
+            partition) as returned by `shard_key_of`'s function, of which the last part counts.
         shards: At least 1.
 
     Raises:
-        TypeError: If the key is of another type: its hash would differ between processes.
+        TypeError: If the key has another type: its hash would differ between processes.
 
     Example:
         >>> [shard_number(key, 8) for key in (b"alice", "alice", 7)]
@@ -128,7 +128,7 @@ def shard_number(key: ShardKey, shards: int) -> int:
 
 
 def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
-    """Which of *shards* fixed shards gets a record: that of its key; those without one take turns.
+    """Return which of *shards* fixed shards gets a record: by its key, or in turn if it has none.
 
     Args:
         key: As for `shard_number`, or None.
@@ -136,7 +136,7 @@ def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
         turn: Any number that differs between records, so that those without a key spread over the shards.
 
     Raises:
-        TypeError: As `shard_number`.
+        TypeError: As for `shard_number`.
 
     Example:
         >>> [fixed_shard(b"alice", 8, turn) for turn in (6, 7)], [fixed_shard(None, 8, turn) for turn in (6, 7, 8)]

@@ -1,4 +1,4 @@
-"""Who of a group gets which partitions: plain values in, plain values out, the same on every member."""
+"""Assign partitions to the members of a group: pure functions that give the same result on every member."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,4 +20,4 @@ ASSIGNORS: Mapping[str, Assign] = {
     "fair": assign_fair,
     "lag": assign_backlog,
 }
-"""The assignors by the names of the setting `assignor`."""
+"""The assignors by their names in the setting `assignor`."""

@@ -1,4 +1,4 @@
-"""Lag-aware: the records that are still to be read, spread evenly; and the partitions, where hardly any are left."""
+"""Lag-aware assignment: spread the remaining records evenly; count partitions where hardly any records are left."""
 
 import heapq
 import itertools
@@ -13,15 +13,15 @@ from aioshard.records import TopicPartition
 __all__ = ["assign_backlog", "backlogs"]
 
 _NOISE = 100
-"""A member's share of the backlog divided by this is noise: partitions that together have less count as read to the
-end, and for less than that nothing is moved."""
+"""A member's share of the backlog divided by this is noise. Partitions with less backlog than that in total count as
+fully read, and no move is made for a smaller gain."""
 
 
 def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
-    """Spread what is left to read so that no move of one partition makes it more even.
+    """Spread the remaining records until moving a single partition cannot make the backlogs more even.
 
-    Partitions stay where they were as far as that allows. Those with hardly any backlog are spread by their number.
-    Where nothing is known of any backlog, it is sticky.
+    Partitions otherwise stay where they are. Partitions with hardly any backlog are spread by number. If no backlog
+    is known at all, the assignment is sticky.
 
     Example:
         >>> had = {TopicPartition("t", 0): 900, TopicPartition("t", 1): 500, TopicPartition("t", 2): 400}
@@ -43,9 +43,9 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
     kept.release_surplus(fresh.load, largest)
     kept.place_the_rest()
     kept.even_out(noise)
-    # Partitions that stay may be in the way of something better, which single moves do not find.
+    # The kept partitions can block a better assignment that single moves do not find.
     best = fresh if max(kept.load.values()) - max(fresh.load.values()) > largest else kept
-    # The number of partitions, those with a backlog included, is evened out with the empty ones.
+    # The empty partitions even out the number of partitions per member, including those with a backlog.
     numbers: dict[str, list[int]] = {}
     for topic, number in empty:
         numbers.setdefault(topic, []).append(number)
@@ -56,10 +56,10 @@ def assign_backlog(members: Mapping[str, Member], partitions: Partitions) -> Ass
 def backlogs(
     members: Mapping[str, Member], partitions: Partitions, homes: Mapping[TopicPartition, str]
 ) -> dict[TopicPartition, int]:
-    """What is left to read of each partition that somebody may get; *homes* are their owners.
+    """Estimate the records left in each partition that has a subscriber; *homes* are the owners.
 
-    It is what its owner says; of a partition without one, the least that anybody says. Where nobody says anything it is
-    the mean of those that are known.
+    The owner's figure counts. Without an owner, the smallest reported figure counts. If nobody reports a partition,
+    it gets the mean of the known ones.
     """
     known: dict[TopicPartition, int] = {}
     for name, member in members.items():
@@ -78,7 +78,7 @@ def backlogs(
 
 
 def _smallest(left: Mapping[TopicPartition, int], most: float) -> Collection[TopicPartition]:
-    """The partitions with the smallest backlogs, as many of them as have *most* records together."""
+    """Select the partitions with the smallest backlogs, up to *most* records in total."""
     found = set()
     total = 0
     for backlog, at in sorted((backlog, at) for at, backlog in left.items()):
@@ -90,7 +90,7 @@ def _smallest(left: Mapping[TopicPartition, int], most: float) -> Collection[Top
 
 
 class _Loads:
-    """The backlog that each member has to read while an assignment is computed."""
+    """The backlog of each member while an assignment is computed."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Loads:
         self._subscribers = subscribers(members, partitions)
         self._topics = {name: members[name].topics for name in sorted(members)}
         self._held: dict[str, dict[str, list[tuple[int, TopicPartition]]]] = {name: {} for name in self._topics}
-        """Sorted pairs of backlog and partition, by member and topic."""
+        """Sorted pairs of (backlog, partition), by member and topic."""
         self._rest = weights.keys() - begin.keys()
         self.load = dict.fromkeys(self._topics, 0)
         """Backlog by member."""
@@ -120,11 +120,11 @@ class _Loads:
                     yield at, name
 
     def counts(self) -> dict[str, int]:
-        """Return the number of partitions by member."""
+        """Return the number of partitions of each member."""
         return {name: sum(map(len, topics.values())) for name, topics in self._held.items()}
 
     def release_surplus(self, fresh: Mapping[str, int], allowance: int) -> None:
-        """Take the largest from members that have *allowance* more than they would in a fresh assignment."""
+        """Release the largest partitions of members more than *allowance* above their fresh assignment."""
         for name, quota in quotas(self._topics, self.load, fresh).items():
             everything = itertools.chain.from_iterable(self._held[name].values())
             for _, at in sorted(everything, reverse=True):
@@ -134,7 +134,7 @@ class _Loads:
                 self._rest.add(at)
 
     def place_the_rest(self) -> None:
-        """Give unassigned partitions to the member with the least backlog, the largest first."""
+        """Give unassigned partitions, largest first, to the member with the least backlog."""
         waiting: dict[tuple[str, ...], list[tuple[int, int, str]]] = {}
         counts = self.counts()
         for _, at in sorted((-self._weights[at], at) for at in self._rest):
@@ -151,10 +151,10 @@ class _Loads:
         self._sort()
 
     def even_out(self, enough: float) -> None:
-        """Move partitions one by one from members with much backlog to members with little, until no move helps.
+        """Move single partitions from members with a large backlog to members with a small one until no move helps.
 
         Args:
-            enough: Records that a move has to take off the member that has more, at least.
+            enough: Minimum number of records by which a move must relieve the more loaded member.
         """
         while any(self._relieve(name, enough) for name in sorted(self.load, key=lambda one: (-self.load[one], one))):
             pass
@@ -179,7 +179,7 @@ class _Loads:
         return False
 
     def _append(self, at: TopicPartition, name: str) -> None:
-        """Give a partition to a member, for `_sort` to put in order."""
+        """Give a partition to a member without sorting; call `_sort` afterwards."""
         self._held[name].setdefault(at.topic, []).append((self._weights[at], at))
         self.load[name] += self._weights[at]
 
@@ -197,7 +197,7 @@ class _Loads:
 def _nearest(
     pairs: Sequence[tuple[int, TopicPartition]], weight: float, below: float
 ) -> Sequence[tuple[int, TopicPartition]]:
-    """Return the neighbours of a weight in sorted pairs, of those below a limit."""
+    """Return the neighbours of *weight* in the sorted pairs, only those below the limit."""
     end = bisect_left(pairs, (below,))
     at = min(bisect_left(pairs, (weight,)), end)
     return pairs[max(at - 1, 0) : min(at + 1, end)]

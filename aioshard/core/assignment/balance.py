@@ -1,4 +1,4 @@
-"""Partitions by member: given to the member with the fewest, then levelled until no chain of moves helps."""
+"""Balance the number of partitions: place each at the least loaded member, then level until no chain of moves helps."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -13,12 +13,12 @@ __all__ = ["Holdings", "quotas"]
 class Holdings:
     """The partitions of each member while an assignment is computed.
 
-    Moves cost time by member, topic and home, not by partition: thousands of partitions are assigned on the event
-    loop of the leader.
+    The cost of a move depends on the number of members, topics and homes, not of partitions: the leader assigns
+    thousands of partitions on its event loop.
 
     Invariants:
-        * At most one member holds a partition, and it subscribes to the topic.
-        * The result depends on the values alone, never on their order.
+        * A partition has at most one member, and that member subscribes to its topic.
+        * The result depends only on the values, never on their order.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class Holdings:
         homes: Mapping[TopicPartition, str] | None = None,
         begin: Mapping[str, int] | None = None,
     ) -> None:
-        """Start with each partition at its home, if it has one.
+        """Place each partition at its home, if it has one.
 
         Args:
             members: All members of the group.
             partitions: The partitions of each topic.
-            homes: The latest owner of partitions, where it may have them again.
-            begin: The number of partitions that members have beside these.
+            homes: The last owner of each partition that may keep it.
+            begin: The number of partitions that members hold in addition to these.
         """
         self.names: Sequence[str] = sorted(members)
         self.topics = {name: frozenset(members[name].topics) for name in self.names}
@@ -42,7 +42,7 @@ class Holdings:
         self.held: dict[str, dict[str, dict[str | None, list[int]]]] = {name: {} for name in self.names}
         """Sorted partition numbers by member, topic and home; no empty entries."""
         self.load = {**dict.fromkeys(self.names, 0), **(begin or {})}
-        """Number of partitions by member."""
+        """Number of partitions of each member."""
         self._partitions = partitions
         self._homes: dict[str, dict[int, str]] = {topic: {} for topic in self.subscribers}
         for (topic, number), name in (homes or {}).items():
@@ -57,10 +57,10 @@ class Holdings:
                     for number in numbers:
                         yield TopicPartition(topic, number), name
 
-    # Giving out -------------------------------------------------------------------------
+    # Placing ----------------------------------------------------------------------------
 
     def release_surplus(self, even: Mapping[str, int]) -> None:
-        """Take from each member what it has beyond an even load, first of topics of which it has more than its share.
+        """Release partitions beyond an even load, first from topics of which the member has more than its share.
 
         Call it before anything has moved.
         """
@@ -78,7 +78,7 @@ class Holdings:
                     heapq.heappop(missing)
 
     def place_the_rest(self) -> None:
-        """Give unassigned partitions to the member with the fewest, topics with the fewest subscribers first."""
+        """Give unassigned partitions to the least loaded member; topics with the fewest subscribers go first."""
         for topic in sorted(
             self.subscribers, key=lambda one: (len(self.subscribers[one]), -len(self._partitions[one]), one)
         ):
@@ -95,9 +95,9 @@ class Holdings:
     # Levelling --------------------------------------------------------------------------
 
     def level(self) -> None:
-        """Move partitions along chains of members until no chain ends at a member with two less than its start.
+        """Move partitions along chains of members until no chain ends at a member with two fewer than its start.
 
-        No assignment is then more even, by any measure that prefers even ones: see Harvey and others,
+        No other assignment is then more even, by any measure that prefers even loads: see Harvey et al.,
         "Semi-matchings for bipartite graphs and load balancing".
         """
         while any(
@@ -114,12 +114,12 @@ class Holdings:
             return False
         chain = self._chain_to_less(name)
         for giver, taker in zip(chain[-2::-1], chain[:0:-1], strict=True):
-            # From the far end, so that no member passes on the partition that it has just got.
+            # Start at the far end, so that no member passes on the partition that it has just received.
             self.move(self.cheapest(giver, taker), giver, taker)
         return bool(chain)
 
     def _chain_to_less(self, start: str) -> list[str]:
-        """Find the shortest chain from a member to one with at least two less; empty if there is none."""
+        """Find the shortest chain from a member to one with at least two fewer; empty if there is none."""
         reached: dict[str, str | None] = {start: None}
         seen: set[str] = set()
         ring = [start]
@@ -141,7 +141,7 @@ class Holdings:
     # Moving -----------------------------------------------------------------------------
 
     def cheapest(self, giver: str, taker: str) -> TopicPartition:
-        """Choose the partition to move: one that returns home, else one that is away from home anyway."""
+        """Choose the partition to move: preferably one that returns home, then one that is away from home anyway."""
         _, _, topic, number = min(
             (
                 (home == giver) - (home == taker),
@@ -180,7 +180,7 @@ class Holdings:
 
 
 def quotas(topics: Mapping[str, frozenset[str]], load: Mapping[str, int], even: Mapping[str, int]) -> Mapping[str, int]:
-    """Share out the loads of an even assignment: of members with the same topics, those that have most get most.
+    """Distribute the loads of an even assignment: among members with the same topics, those with most keep most.
 
     Example:
         >>> same = frozenset({"t"})

@@ -1,4 +1,4 @@
-"""Delayed reassignment: what a member had that is gone waits a while for the one that comes in its place."""
+"""Delayed reassignment: hold back the partitions of a lost member for a while, until its replacement joins."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,14 +11,14 @@ __all__ = ["DelayedReassignment", "left_behind"]
 def left_behind(
     members: Mapping[str, Member], partitions: Partitions, before: Collection[TopicPartition] | None
 ) -> frozenset[TopicPartition]:
-    """The partitions of members that are gone, as long as nobody is there to take their place.
+    """Return the partitions of lost members, as long as no replacement has joined.
 
-    Whoever has no partitions takes the place: a member that is new, or a standby.
+    A subscriber without partitions is a replacement: a new member, or a standby.
 
     Args:
-        members: Who is there now, with what each had.
-        partitions: Of each topic.
-        before: What was given out before, so that new partitions are told apart; None where that is not known.
+        members: The current members, with the partitions that each of them owned.
+        partitions: The partitions of each topic.
+        before: The previously assigned partitions, to recognise new ones; None if unknown.
 
     Example:
         >>> had = (TopicPartition("t", 0),)
@@ -41,7 +41,7 @@ def left_behind(
 
 
 class DelayedReassignment:
-    """What the leader of a group withholds, and until when.
+    """The partitions that the leader of a group holds back, and until when.
 
     Example:
         >>> delayed = DelayedReassignment(30)
@@ -51,19 +51,19 @@ class DelayedReassignment:
     """
 
     def __init__(self, delay: float) -> None:
-        """Withhold for *delay* seconds; 0 is never."""
+        """Hold partitions back for *delay* seconds; 0 disables it."""
         self._delay = delay
         self._given: frozenset[TopicPartition] | None = None
         self.until: float | None = None
-        """When what is withheld now is given to those who are left; None where nothing is."""
+        """When the withheld partitions are given to the remaining members; None if nothing is withheld."""
 
     def withheld(self, members: Mapping[str, Member], partitions: Partitions, now: float) -> frozenset[TopicPartition]:
-        """The partitions that nobody is to have yet.
+        """Return the partitions that must not be assigned yet.
 
         Args:
-            members: Who is there now, with what each had.
-            partitions: Of each topic.
-            now: Seconds on a clock that does not go back.
+            members: The current members, with the partitions that each of them owned.
+            partitions: The partitions of each topic.
+            now: Seconds on a monotonic clock.
         """
         if not self._delay:
             return frozenset()
@@ -78,6 +78,6 @@ class DelayedReassignment:
         return missing
 
     def forget(self) -> None:
-        """Begin anew: another member has led the group meanwhile."""
+        """Reset: another member has led the group in the meantime."""
         self._given = None
         self.until = None

@@ -1,4 +1,4 @@
-"""Fair (KIP-49): the same number of partitions for everybody, over all topics together."""
+"""Fair assignment (KIP-49): the same number of partitions for every member, across all topics."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ __all__ = ["assign_fair"]
 
 
 def assign_fair(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
-    """Spread partitions so evenly that no move, and no chain of moves, makes it more even.
+    """Spread partitions so evenly that no move and no chain of moves makes them more even.
 
-    Has no memory: the same members and topics give the same assignment, whatever was before.
+    It has no memory: the same members and topics always give the same assignment.
 
     Example:
         >>> members = {"a": Member(frozenset({"t", "u"})), "b": Member(frozenset({"u"}))}

@@ -1,4 +1,4 @@
-"""Of assignments that are equally even, the one that moves the fewest partitions."""
+"""Among equally even assignments, find the one that moves the fewest partitions."""
 
 from collections.abc import Mapping
 
@@ -7,18 +7,19 @@ from aioshard.core.assignment.balance import Holdings
 __all__ = ["keep_more"]
 
 _POOL = ""
-"""What a load comes from and goes to; no member's name, which Kafka does not leave empty."""
+"""Source and sink of loads; not the name of a member, because Kafka's member names are never empty."""
 _AT_MOST = 4_000_000
-"""Pairs of members, times topics, beyond which the search would hold up the leader for seconds."""
+"""Limit of members² × topics; beyond it the search would block the leader for seconds."""
 
 
 def keep_more(holdings: Holdings) -> None:
-    """Bring partitions back home, by exchanges that leave the loads as even as they are.
+    """Bring partitions back home by exchanges that keep the loads as even as they are.
 
-    An exchange is a cycle of members, each passing one partition on, or a chain at whose ends two loads change
-    places. As long as one brings more partitions home than it takes away, it is done; when there is none, fewer
-    moves are not possible. Not looked for where there is none: among members with the same subscriptions. Nor in
-    groups so large that it takes seconds: those are as even, and may move a few partitions more.
+    An exchange is a cycle of members in which each passes one partition on, or a chain whose two ends swap their
+    loads. Exchanges that bring more partitions home than they take away are repeated until none is left; fewer moves
+    are then impossible. The search is skipped if all members have the same subscriptions, because no such
+    exchange exists, and in groups so large that it would take seconds: their assignment is just as even but may move
+    a few partitions more.
     """
     names = holdings.names
     if len(set(holdings.topics.values())) <= 1 or not _away_from_home(holdings):
@@ -27,7 +28,7 @@ def keep_more(holdings: Holdings) -> None:
         return
     while cycle := _gaining_cycle(_costs(holdings)):
         links = [(giver, taker) for giver, taker in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
-        # All are chosen before any is moved: nobody passes on what it has just got.
+        # Choose all before moving any, so that no member passes on a partition it has just received.
         chosen = [
             (holdings.cheapest(giver, taker), giver, taker) for giver, taker in links if _POOL not in {giver, taker}
         ]
@@ -45,9 +46,9 @@ def _away_from_home(holdings: Holdings) -> bool:
 
 
 def _costs(holdings: Holdings) -> dict[tuple[str, str], int]:
-    """What it costs that one member passes a partition to another, or that a load changes.
+    """Compute the cost of passing a partition from one member to another, and of changing a load.
 
-    How even it is counts for more than all moves together.
+    Evenness weighs more than all moves together.
     """
     weight = 2 * len(holdings.names) + 2
     found: dict[tuple[str, str], int] = {}
@@ -58,14 +59,14 @@ def _costs(holdings: Holdings) -> dict[tuple[str, str], int]:
                 if taker != giver:
                     cost = -1 if taker in strangers else 0 if strangers else 1
                     found[giver, taker] = min(cost, found.get((giver, taker), cost))
-        # The sum of the squares of the loads, as it changes when one is taken away or added.
+        # The change in the sum of squared loads when a partition is removed or added.
         found[_POOL, giver] = (1 - 2 * holdings.load[giver]) * weight
         found[giver, _POOL] = (1 + 2 * holdings.load[giver]) * weight
     return dict(sorted(found.items()))
 
 
 def _gaining_cycle(costs: Mapping[tuple[str, str], int]) -> list[str]:
-    """A cycle whose costs are less than nothing together, as Bellman and Ford find it; empty where there is none."""
+    """Find a cycle of negative total cost with Bellman-Ford; empty if there is none."""
     distance = {name: 0 for link in costs for name in link}
     came_from: dict[str, str] = {}
     last: str | None = None
@@ -82,7 +83,7 @@ def _gaining_cycle(costs: Mapping[tuple[str, str], int]) -> list[str]:
         return []
     at = last
     for _ in distance:
-        at = came_from[at]  # after so many steps back it is on the cycle itself
+        at = came_from[at]  # after this many steps back it is on the cycle itself
     cycle = [at]
     while (before := came_from[cycle[-1]]) != at:
         cycle.append(before)

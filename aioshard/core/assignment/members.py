@@ -1,4 +1,4 @@
-"""What an assignor is told of a group, and what it answers."""
+"""Input and output of an assignor."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ from aioshard.records import TopicPartition
 __all__ = ["Assignment", "Member", "Partitions", "as_assignment", "owners", "subscribers"]
 
 Partitions: TypeAlias = Mapping[str, Collection[int]]
-"""The partitions that each topic has."""
+"""The partitions of each topic."""
 
 Assignment: TypeAlias = dict[str, tuple[TopicPartition, ...]]
-"""What each member gets, in order; every member of the group is in it, with nothing where it gets nothing."""
+"""The sorted partitions of every member of the group; empty for members that get none."""
 
 NO_GENERATION = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What one member of a group tells.
+    """State that one member of a group reports.
 
     Example:
         >>> Member(frozenset({"orders"}), owned=(TopicPartition("orders", 0),), generation=4).generation
@@ -27,17 +27,17 @@ class Member:
     """
 
     topics: frozenset[str]
-    """What it subscribes to."""
+    """The topics it subscribes to."""
     owned: Collection[TopicPartition] = ()
-    """What it had until now; empty for one that is new."""
+    """The partitions it owned until now; empty for a new member."""
     generation: int = NO_GENERATION
-    """The generation in which it got that."""
+    """The generation in which it received them."""
     backlogs: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Records that are left of what it had, and of what nobody has, as far as it knows."""
+    """Records left in the partitions it owned and in unowned ones, as far as the member knows."""
 
 
 def subscribers(members: Mapping[str, Member], partitions: Partitions) -> dict[str, tuple[str, ...]]:
-    """Who may get the partitions of each topic, in the order of their names; only topics that somebody may get.
+    """Return the subscribers of each topic, sorted by name; topics without a subscriber are left out.
 
     Example:
         >>> members = {"b": Member(frozenset({"t"})), "a": Member(frozenset({"t", "gone"}))}
@@ -52,10 +52,10 @@ def subscribers(members: Mapping[str, Member], partitions: Partitions) -> dict[s
 
 
 def owners(members: Mapping[str, Member], partitions: Partitions) -> dict[TopicPartition, str]:
-    """Who had each partition and may have it again.
+    """Return the previous owner of each partition, if it may keep the partition.
 
-    Where two claim the same one, because one of them was thought dead for a while, it is whose generation is later;
-    within one generation, which no correct group has, the first by name.
+    If two members claim the same partition, because one was considered dead for a while, the later generation wins;
+    within one generation, which does not happen in a correct group, the first name wins.
     """
     latest: dict[TopicPartition, str] = {}
     for name in sorted(sorted(members, reverse=True), key=lambda one: members[one].generation):
@@ -69,7 +69,7 @@ def owners(members: Mapping[str, Member], partitions: Partitions) -> dict[TopicP
 
 
 def as_assignment(members: Iterable[str], pairs: Iterable[tuple[TopicPartition, str]]) -> Assignment:
-    """The assignment that consists of pairs of a partition and its member."""
+    """Build an assignment from pairs of a partition and its member."""
     found: dict[str, list[TopicPartition]] = {name: [] for name in sorted(members)}
     for topic_partition, name in pairs:
         found[name].append(topic_partition)

@@ -1,4 +1,4 @@
-"""Range: each topic by itself, in runs of neighbouring partitions."""
+"""Range assignment: each topic separately, in runs of neighbouring partitions."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ __all__ = ["assign_ranges"]
 
 
 def assign_ranges(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
-    """Split each topic over its subscribers, the first of which get one more where it does not come out even.
+    """Split each topic over its subscribers; the first ones get one more if the division leaves a remainder.
 
-    Partitions of the same number of several topics come together, which joins need. With several topics the same
-    members get the remainder of each.
+    Partitions with the same number in several topics go to the same member, which joins need. With several topics,
+    the same members get the remainder of each.
 
     Example:
         >>> members = {name: Member(frozenset({"t"})) for name in "ab"}

@@ -1,4 +1,4 @@
-"""Round-robin: all partitions in a row, all members in a circle."""
+"""Round-robin assignment: all partitions in a row, all members in a circle."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ __all__ = ["assign_round_robin"]
 
 
 def assign_round_robin(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
-    """Give one partition after the other to the next member that subscribes to its topic.
+    """Give each partition to the next member that subscribes to its topic.
 
-    Even where all members subscribe to the same; where they do not, some may get nothing.
+    The result is even if all members subscribe to the same topics; otherwise some members may get nothing.
 
     Example:
         >>> members = {name: Member(frozenset({"t"})) for name in "ab"}

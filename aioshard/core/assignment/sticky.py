@@ -1,4 +1,4 @@
-"""Sticky: as even as fair, and of all the ways to be so the one that moves least."""
+"""Sticky assignment: as even as fair, with the fewest moves."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ __all__ = ["assign_sticky", "keep_even"]
 
 
 def assign_sticky(members: Mapping[str, Member], partitions: Partitions) -> Assignment:
-    """Leave partitions where they were, except what has to move for the numbers to be as even as they can be.
+    """Leave partitions where they are, and move only as many as an even assignment needs.
 
     Example:
         >>> from aioshard.records import TopicPartition
@@ -29,12 +29,12 @@ def keep_even(
     homes: Mapping[TopicPartition, str],
     begin: Mapping[str, int] | None = None,
 ) -> Holdings:
-    """Leave partitions at their homes as far as the loads stay even; *begin* is the load of members beside them."""
+    """Keep partitions at their homes while the loads stay even; *begin* is the load that members have in addition."""
     even = Holdings(members, partitions, begin=begin)
     even.place_the_rest()
     even.level()
     holdings = Holdings(members, partitions, homes, begin)
-    # Only a start: levelling moves one partition at a time, and there may be thousands too many.
+    # Only a start: levelling moves one partition at a time, and thousands may have to move.
     holdings.release_surplus(even.load)
     holdings.place_the_rest()
     holdings.level()
