@@ -1,1 +1,1 @@
-"""`format("aioshard")`: what is read, as tasks, and written."""
+"""`format("aioshard")` as a Spark data source and sink."""

@@ -1,4 +1,4 @@
-"""`format("aioshard")`: ranges of Kafka topics as outcome rows of an app's handlers, or as they are."""
+"""`format("aioshard")`: read ranges of Kafka topics as raw records, or as outcome rows of an app's handlers."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -21,50 +21,50 @@ from aioshard.spark.tasks.rows import OUTCOMES, RAW
 __all__ = ["OUTCOME_COLUMNS", "RAW_COLUMNS", "AioshardSource"]
 
 OUTCOME_COLUMNS = from_arrow_schema(OUTCOMES)
-"""The columns of outcome rows, as Spark has them."""
+"""Spark's schema of outcome rows."""
 
 RAW_COLUMNS = from_arrow_schema(RAW)
-"""The columns of Spark's own Kafka connector, with headers."""
+"""The schema of Spark's own Kafka connector, with headers."""
 
 
 class AioshardSource(DataSource):
-    """The data source; `docs/spark.md` has its options.
+    """The data source; `docs/spark.md` lists its options.
 
-    Without `app`, and without a plan, it yields records in the columns of Spark's own Kafka connector. With one of
-    them a task runs the app's handlers over the records that it reads, and yields what became of each.
+    Without `app` and without a plan it yields records in the columns of Spark's own Kafka connector. With either of
+    them a task runs the app's handlers over the records it reads, and yields the outcome of each.
     """
 
     @classmethod
     def name(cls) -> str:
-        """What `format` takes."""
+        """Return the name that you pass to `format`."""
         return "aioshard"
 
     def schema(self) -> StructType:
-        """Outcome rows with an app or a plan; else records."""
+        """Return the columns of outcome rows with an app or a plan, otherwise those of records."""
         options = self.options
         check_options(options)
         raw = not options.get("app") and ("plan" not in options or options.get("app") == "")
         return RAW_COLUMNS if raw else OUTCOME_COLUMNS
 
     def reader(self, schema: StructType) -> "_RangeReader":  # noqa: ARG002 - Spark's signature
-        """Reads ranges that are asked for now."""
+        """Read ranges that are resolved now."""
         return _RangeReader(request_of(self.options))
 
     def streamReader(self, schema: StructType) -> "_RangeStreamReader":  # noqa: ARG002, N802 - Spark's signature
-        """Reads a planned range in micro-batches, or follows the log."""
+        """Read a planned range in micro-batches, or follow the log."""
         return _RangeStreamReader(request_of(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> TopicWriter:
-        """Appends to topics."""
+        """Append to topics."""
         return TopicWriter(schema, self.options, overwrite=overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamTopicWriter:  # noqa: N802 - Spark's name
-        """Appends the micro-batches of a stream to topics."""
+        """Append the micro-batches of a stream to topics."""
         return StreamTopicWriter(schema, self.options, overwrite=overwrite)
 
 
 class _Task(InputPartition):
-    """What one task of Spark reads."""
+    """The input of one Spark task."""
 
     def __init__(self, ranges: TaskRanges) -> None:
         super().__init__(ranges)
@@ -72,7 +72,7 @@ class _Task(InputPartition):
 
 
 class _Reading:
-    """What a batch and a stream have in common."""
+    """Shared part of the batch and stream readers."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -82,7 +82,7 @@ class _Reading:
         from aioshard.spark.tasks.raw import read_raw  # noqa: PLC0415 - in a worker
         from aioshard.spark.tasks.runtime import run_handlers  # noqa: PLC0415
 
-        assert isinstance(partition, _Task)  # noqa: S101 - made below
+        assert isinstance(partition, _Task)  # noqa: S101 - made by _tasks
         ranges, request = partition.ranges, self._request
         if request.work is None:
             return read_raw(request.connection(), ranges.bounds, ranges.done)
@@ -98,30 +98,30 @@ class _Reading:
 
 
 class _RangeReader(_Reading, DataSourceReader):
-    """All ranges at once."""
+    """Reads all ranges in one batch."""
 
     def partitions(self) -> Sequence[InputPartition]:
-        """One for each task."""
+        """Return one partition per task."""
         ranges = self._request.ranges
         return self._tasks(starts_of(ranges), ends_of(ranges))
 
 
 class _RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Micro-batches up to the planned ends, or for ever. The offset that Spark keeps is a `Vector`."""
+    """Micro-batches up to the planned ends, or indefinitely. The offset that Spark stores is a `Vector`."""
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """The planned starts."""
+        """Return the planned starts."""
         return starts_of(self._request.ranges)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """At most as many rows as the plan says: what a crash can repeat."""
+        """Limit a micro-batch to the plan's maximum of rows, which is also the maximum that a crash can repeat."""
         return ReadMaxRows(self._request.max_rows_per_batch)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """The ends are frozen in the plan already."""
+        """Do nothing: the plan has already frozen the ends."""
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Where the next micro-batch ends; *start* when the run is to stop here."""
+        """Return the end of the next micro-batch, or *start* if the run is to stop here."""
         request = self._request
         if request.directory is not None and RunDirectory(request.directory).exists(STOP):
             return start
@@ -134,15 +134,15 @@ class _RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         return advanced(start, ends, most)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802 - Spark's name
-        """The planned ends."""
+        """Return the planned ends, or None while following the log."""
         return None if self._request.follow else ends_of(self._request.ranges)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """The tasks of a micro-batch."""
+        """Return the tasks of a micro-batch."""
         return self._tasks(start, end)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Nothing: the checkpoint says how far a run is, and only a hand-over commits to the group."""
+        """Do nothing: the checkpoint records the progress, and only a hand-over commits to the group."""
 
     def stop(self) -> None:
-        """Nothing is held between batches."""
+        """Do nothing: no resources are kept between batches."""

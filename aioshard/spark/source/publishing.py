@@ -1,4 +1,4 @@
-"""Many messages at once, in waves: a wave is acknowledged before the next one is sent, so that order holds."""
+"""Publish many messages in waves: each wave is acknowledged before the next is sent, which keeps their order."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,11 +9,11 @@ __all__ = ["publish_wave", "waves"]
 
 _MESSAGES = 2_000
 _BYTES = 16 * 1024 * 1024
-"""Of one wave at most, unless a single message is larger."""
+"""Maximum size of a wave, unless a single message is larger."""
 
 
 def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
-    """Cut messages into waves, none of them empty.
+    """Cut messages into non-empty waves.
 
     Example:
         >>> [len(wave) for wave in waves(Message("t", b"") for _ in range(4500))]
@@ -33,14 +33,14 @@ def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
 
 
 async def publish_wave(producer: Producer, wave: Sequence[Message]) -> None:
-    """Publish messages side by side; returns when all are acknowledged.
+    """Publish messages concurrently; return once all are acknowledged.
 
-    Those of one partition are stored in their order, unless the brokers refuse one of them.
+    Messages of one partition are stored in order, unless the brokers refuse one of them.
 
     Raises:
-        TransportError: What the first of them that was not acknowledged met with; others may have been.
+        TransportError: A message was not acknowledged; this is the error of the first one. Others may be stored.
     """
-    # Tasks begin in the order in which they are made, and the producer takes messages in that of their calls.
+    # Tasks start in the order of their creation, and the producer accepts messages in the order of the calls.
     ended = await asyncio.gather(*(producer.publish(message) for message in wave), return_exceptions=True)
     for error in ended:
         if isinstance(error, BaseException):

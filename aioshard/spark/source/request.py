@@ -1,4 +1,4 @@
-"""What is asked of `format("aioshard")`: its options, checked, as ranges and tasks."""
+"""The options of `format("aioshard")`, checked and turned into ranges and tasks."""
 
 import asyncio
 import json
@@ -41,54 +41,54 @@ OPTIONS = (
     "follow",
     "places",
 )
-"""Names that are understood; see `docs/spark.md`."""
+"""Supported options; see `docs/spark.md`."""
 
 _TASKS_OF_SPLIT = 8
-"""For a handler without order, where nobody says how many."""
+"""Number of tasks for records without order, if no option sets it."""
 _DEFAULT_ROWS = 500_000
 _EARLIEST = "earliest"
 _LATEST = "latest"
 
 
 class TaskRanges(NamedTuple):
-    """What one task reads: at most one range of a partition."""
+    """The input of one task: at most one range per partition."""
 
     ranges: tuple[PlannedRange, ...]
     finished: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
 
     @property
     def bounds(self) -> dict[TopicPartition, LogRange]:
-        """The ranges by partition."""
+        """Return the ranges by partition."""
         return {TopicPartition(one.topic, one.partition): LogRange(one.start, one.end) for one in self.ranges}
 
     @property
     def done(self) -> dict[TopicPartition, frozenset[int]]:
-        """Offsets that count as finished already."""
+        """Return the offsets that already count as finished."""
         return {TopicPartition(topic, partition): frozenset(offsets) for topic, partition, offsets in self.finished}
 
 
 class Request(NamedTuple):
-    """A read, as it goes to the tasks; it holds no secret."""
+    """A read as it is sent to the tasks. It contains no secrets."""
 
     ranges: tuple[PlannedRange, ...]
     layouts: Mapping[str, Layout]
-    """How the partitions of a topic are spread over tasks; all are divided where there is no app."""
+    """How the partitions of a topic are spread over tasks; without an app, all of them are split."""
     work: Work | None
-    """What to run; None for raw records."""
+    """The handlers to run; None reads raw records."""
     settings: Mapping[str, Any]
     tasks: int | None
     max_rows_per_batch: int
     finished: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
     directory: str | None = None
-    """Of the run that the plan belongs to: a stop flag may appear in it."""
+    """Directory of the run that the plan belongs to; a stop flag may appear in it."""
     follow: bool = False
-    """Whether the ends are those of the log, whenever they are asked."""
+    """True if reading continues to the current end of the log, which is looked up for every batch."""
     app: str | None = None
-    """Whose settings hold beside those of the plan; also where its handlers do not run."""
+    """The app whose settings complete those of the plan, even if its handlers do not run."""
     places: tuple[str, ...] = ()
 
     def connection(self) -> Settings:
-        """The settings of reads without handlers, where they are read: those of the app in this environment."""
+        """Return the settings for a read without handlers: those of the app, in the environment of the reader."""
         if self.app is None:
             return Settings(**self.settings)
         app = resolve_app(self.app, self.places)
@@ -96,8 +96,8 @@ class Request(NamedTuple):
         return app.settings
 
     def task_ranges(self, ranges: Sequence[PlannedRange]) -> list[TaskRanges]:
-        """The tasks of a batch of these ranges."""
-        # What is shuffled is read in whole partitions: the order of their offsets is part of the one after it.
+        """Return the tasks of a batch of these ranges."""
+        # Shuffled topics are read in whole partitions: the order after the shuffle depends on their offset order.
         in_order = ("partition", "shuffle")
         whole = [one for one in ranges if self.layouts.get(one.topic) in in_order]
         divided = [one for one in ranges if self.layouts.get(one.topic) not in in_order]
@@ -110,10 +110,10 @@ class Request(NamedTuple):
 
 
 def check_options(options: Mapping[str, str]) -> None:
-    """Find out what can be found out without asking anybody.
+    """Check options as far as possible without contacting the brokers.
 
     Raises:
-        PlanError: Something is missing, unknown, or makes no sense.
+        PlanError: An option is missing, unknown, or has an invalid value.
     """
     unknown = sorted(name for name in options if name not in OPTIONS and name != "path")
     if unknown:
@@ -130,10 +130,10 @@ def check_options(options: Mapping[str, str]) -> None:
 
 
 def request_of(options: Mapping[str, str]) -> Request:
-    """What the options of a read ask for; asks the brokers where no plan says what to read.
+    """Turn the options of a read into a request; contacts the brokers unless a plan defines the ranges.
 
     Raises:
-        PlanError: As `check_options`; or options contradict the app.
+        PlanError: As in `check_options`, or the options contradict the app.
         TransportError: The brokers do not answer.
     """
     check_options(options)
@@ -170,10 +170,10 @@ def request_of(options: Mapping[str, str]) -> Request:
 
 
 def layout_of(handler: Registration) -> Layout:
-    """How the records of a handler are spread over tasks, so that the order it asks for holds.
+    """Return how to spread the records of a handler over tasks without breaking the order it requires.
 
     Raises:
-        PlanError: Its shard key is a function, whose values may be the same in several partitions.
+        PlanError: Its shard key is a function, which can return the same value in several partitions.
     """
     if handler.shard_by in {"key", "partition"}:
         return "partition"
@@ -192,7 +192,7 @@ def _planned(options: Mapping[str, str]) -> Request:
     if plan.bootstrap_servers is not None:
         settings["bootstrap_servers"] = plan.bootstrap_servers
     told = {"on_failure": plan.on_failure, "total_concurrency": plan.total_concurrency}
-    raw = options.get("app") == ""  # asked for without its app: for what is shuffled first
+    raw = options.get("app") == ""  # an empty app requests raw records, which are shuffled before the handlers run
     work = (
         None if raw else _work({**{k: str(v) for k, v in told.items() if v is not None}, **options}, plan.app, settings)
     )
@@ -224,14 +224,14 @@ def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> 
 
 
 def places() -> tuple[str, ...]:
-    """Where the driver finds modules that are not installed; the tasks of a local master have these directories too."""
+    """Return the driver's directories of modules that are not installed; tasks of a local master can use them too."""
     installed = tuple(set(sysconfig.get_paths().values()))
     found = (str(Path(path).resolve()) for path in ("", *sys.path))
     return tuple(dict.fromkeys(path for path in found if Path(path).is_dir() and not path.startswith(installed)))
 
 
 def _given_places(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of the option, which a driver gives that has more than its planner's process; else what is found here."""
+    """Return the directories of the option, set by a driver that knows more than its planner process, or `places()`."""
     return tuple(options["places"].split(os.pathsep)) if "places" in options else places()
 
 
@@ -249,7 +249,7 @@ def _number(options: Mapping[str, str], name: str) -> int | None:
 
 
 async def log_ends(settings: Settings, ranges: Sequence[PlannedRange]) -> dict[str, dict[str, int]]:
-    """The ends of the logs of some partitions, as the brokers have them now; never before the start of a range."""
+    """Return the current log ends of the ranges' partitions, never before the start of a range."""
     ends: dict[str, dict[str, int]] = {}
     for topic in sorted({one.topic for one in ranges}):
         starts = {one.partition: one.start for one in ranges if one.topic == topic}
@@ -260,7 +260,7 @@ async def log_ends(settings: Settings, ranges: Sequence[PlannedRange]) -> dict[s
 
 
 async def _asked(settings: Settings, topics: Sequence[str], start: str, end: str) -> list[PlannedRange]:
-    """The ranges of topics as the brokers have them now, narrowed to what was asked for."""
+    """Return the ranges that the topics have now, narrowed to the requested offsets."""
     first = _offsets("start", start, _EARLIEST)
     last = _offsets("end", end, _LATEST)
     found = []

@@ -1,4 +1,4 @@
-"""Offsets of many partitions at once, and how they become tasks. Pure: plain values in, plain values out."""
+"""Offsets of many partitions, and their division into tasks. Pure functions of plain values."""
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,21 +8,21 @@ from aioshard.spark.runs.plan import PlannedRange
 __all__ = ["Vector", "advanced", "ends_of", "packed", "ranges_between", "split", "starts_of"]
 
 Vector = Mapping[str, Mapping[str, int]]
-"""Offset by topic and partition; partitions as text, as JSON keeps them: this is what a checkpoint holds."""
+"""Offsets by topic and partition. Partitions are text because checkpoints store vectors as JSON."""
 
 
 def starts_of(ranges: Iterable[PlannedRange]) -> dict[str, dict[str, int]]:
-    """Where the ranges begin."""
+    """Return the starts of the ranges."""
     return _vector((one.topic, one.partition, one.start) for one in ranges)
 
 
 def ends_of(ranges: Iterable[PlannedRange]) -> dict[str, dict[str, int]]:
-    """Where the ranges end."""
+    """Return the ends of the ranges."""
     return _vector((one.topic, one.partition, one.end) for one in ranges)
 
 
 def ranges_between(start: Vector, end: Vector) -> list[PlannedRange]:
-    """What lies between two vectors, without empty ranges; a partition that *start* does not have is left out.
+    """Return the non-empty ranges between two vectors; partitions missing from *start* are left out.
 
     Example:
         >>> ranges_between({"orders": {"0": 3, "1": 5}}, {"orders": {"0": 9, "1": 5}})
@@ -37,14 +37,14 @@ def ranges_between(start: Vector, end: Vector) -> list[PlannedRange]:
 
 
 def advanced(start: Vector, end: Vector, most: int) -> dict[str, dict[str, int]]:
-    """A vector between two others, *most* offsets after the first at most.
+    """Return a vector between two others, at most *most* offsets after the first.
 
-    Each partition advances in proportion to what is left of it, so that all come to their ends together and no batch
-    is the work of a few tasks.
+    Each partition advances in proportion to its remaining offsets. All of them reach their ends together, and no batch
+    is left to a few tasks.
 
     Args:
-        start: Where to begin.
-        end: Not beyond this.
+        start: The current vector.
+        end: The upper bound.
         most: At least 1.
 
     Example:
@@ -60,7 +60,7 @@ def advanced(start: Vector, end: Vector, most: int) -> dict[str, dict[str, int]]
         return found
     given = [(one.end - one.start) * most // total for one in left]
     spare = most - sum(given)
-    # What rounding left over goes to those that lost most by it, the first of equals first.
+    # Distribute the rounding remainder to the partitions that lost most by it; ties go to the first.
     by_loss = sorted(range(len(left)), key=lambda index: -((left[index].end - left[index].start) * most % total))
     for index in by_loss[:spare]:
         given[index] += 1
@@ -70,11 +70,11 @@ def advanced(start: Vector, end: Vector, most: int) -> dict[str, dict[str, int]]
 
 
 def packed(ranges: Sequence[PlannedRange], tasks: int | None) -> list[list[PlannedRange]]:
-    """Ranges as tasks, none of them divided: the largest first, each to the task that has least.
+    """Assign whole ranges to tasks: the largest first, each to the task with the least load.
 
     Args:
-        ranges: Of different partitions.
-        tasks: At most so many; None makes one of each range.
+        ranges: Ranges of different partitions.
+        tasks: Maximum number of tasks; None creates one per range.
 
     Example:
         >>> sizes = [PlannedRange(topic="t", partition=n, start=0, end=e) for n, e in enumerate((5, 9, 4))]
@@ -94,7 +94,7 @@ def packed(ranges: Sequence[PlannedRange], tasks: int | None) -> list[list[Plann
 
 
 def split(ranges: Sequence[PlannedRange], tasks: int) -> list[list[PlannedRange]]:
-    """Ranges as tasks of about the same size, divided where that needs it: order within a partition is lost.
+    """Cut ranges into tasks of about the same size, splitting them if necessary: order within a partition is lost.
 
     Example:
         >>> tasks = split([PlannedRange(topic="t", partition=0, start=0, end=10)], 3)
@@ -108,7 +108,7 @@ def split(ranges: Sequence[PlannedRange], tasks: int) -> list[list[PlannedRange]
     for one in ranges:
         start = one.start
         while start < one.end:
-            # Two parts of one partition in one task would be one partition twice.
+            # A task must not hold two parts of the same partition.
             if room == 0 or any(other.topic == one.topic and other.partition == one.partition for other in found[-1]):
                 found.append([])
                 room = size

@@ -1,4 +1,4 @@
-"""`format("aioshard")` as a sink: rows become messages of a Kafka topic, sent by the tasks that have them."""
+"""`format("aioshard")` as a sink: each task sends its rows to Kafka topics as messages."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["WRITE_OPTIONS", "StreamTopicWriter", "TopicWriter"]
 
 WRITE_OPTIONS = ("bootstrap_servers", "topic", "message_id", "checkpointlocation")
-"""Names that are understood; see `docs/spark-sinks.md`. The last one is Spark's own, for streams."""
+"""Supported options; see `docs/spark-sinks.md`. The last one is Spark's own option for streams."""
 
 _TEXT = (StringType, BinaryType)
 _NUMBER = (IntegerType, LongType)
@@ -27,24 +27,24 @@ _PLACE = ("topic", "partition", "offset")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sent(WriterCommitMessage):
-    """What a task has sent, all of it acknowledged."""
+    """The messages that a task has sent; all are acknowledged."""
 
     messages: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """Where rows go, and how they become messages. It holds no secret."""
+    """The destination of rows and their conversion to messages. It contains no secrets."""
 
     topic: str | None
-    """None: each row says it."""
+    """None: each row names its topic."""
     message_id: str | None
-    """The header for `topic/partition/offset` of the row, which then are where the row came from."""
+    """Header for the row's `topic/partition/offset`; these columns then name the source of the row."""
     settings: Mapping[str, Any]
     columns: frozenset[str]
 
     def messages(self, batch: "pa.RecordBatch") -> Iterator[Message]:
-        """A message of each row."""
+        """Yield one message per row."""
         if not batch.num_rows:
             return
         values, keys = _bytes_of(batch, "value"), self._bytes(batch, "key")
@@ -83,13 +83,13 @@ def _bytes_of(batch: "pa.RecordBatch", name: str) -> list[bytes | None]:
 
 
 class _Writing:
-    """What batches and streams have in common."""
+    """Shared part of the batch and stream writers."""
 
     def __init__(self, schema: StructType, options: Mapping[str, str], *, overwrite: bool) -> None:
         self._target = _target_of(schema, options, overwrite=overwrite)
 
     def write(self, iterator: "Iterator[pa.RecordBatch]") -> WriterCommitMessage:
-        """Send the rows of one task, in their order, and wait until all are acknowledged."""
+        """Send the rows of one task in order, and wait until all are acknowledged."""
         from aioshard.kafka.producer import KafkaProducer  # noqa: PLC0415 - in a worker
         from aioshard.settings import Settings  # noqa: PLC0415
         from aioshard.spark.source.publishing import publish_wave, waves  # noqa: PLC0415
@@ -108,21 +108,21 @@ class _Writing:
 
 
 class TopicWriter(_Writing, DataSourceArrowWriter):
-    """Appends the rows of a batch to topics, at least once: what a failed task had sent is sent again."""
+    """Append the rows of a batch to topics, at least once: a retried task sends its rows again."""
 
 
 class StreamTopicWriter(_Writing, DataSourceStreamArrowWriter):
-    """Appends the rows of a stream to topics, at least once: what a failed micro-batch had sent is sent again."""
+    """Append the rows of a stream to topics, at least once: a retried micro-batch sends its rows again."""
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Nothing: what was acknowledged is stored."""
+        """Do nothing: acknowledged messages are already stored."""
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Nothing: a topic gives nothing back."""
+        """Do nothing: messages cannot be removed from a topic."""
 
 
 def _target_of(schema: StructType, options: Mapping[str, str], *, overwrite: bool) -> _Target:
-    """Check the options of a write, and the columns of its rows."""
+    """Check the options of a write and the columns of its rows."""
     unknown = sorted(name for name in options if name.lower() not in WRITE_OPTIONS)
     if unknown:
         raise PlanError(

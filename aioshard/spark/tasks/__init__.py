@@ -1,1 +1,1 @@
-"""What runs in the workers of Spark: the engine, its loop, its rows."""
+"""Code that runs in Spark's workers: the engine, its event loop, its rows."""

@@ -1,4 +1,4 @@
-"""What has ended in the event loop, on its way to Spark's thread: in batches, and no faster than Spark takes them."""
+"""Pass completed records from the event loop to Spark's thread, in batches and with backpressure."""
 
 import asyncio
 import functools
@@ -19,27 +19,27 @@ from aioshard.spark.tasks.rows import PROCESSED_WIDTH, Ended, WallClock, outcome
 __all__ = ["Collected"]
 
 _ROWS = 5_000
-"""Of one Arrow batch."""
+"""Rows of one Arrow batch."""
 _BATCHES = 6
-"""So many may wait for Spark; nothing is read meanwhile."""
+"""Batches that may wait for Spark; beyond that, reading pauses."""
 _VALUES = _ROWS * PROCESSED_WIDTH
 _NO_RUN = (0.0, 0.0, None)
 
 
 class Collected:
-    """The ended records of one task. `take` belongs to Spark's thread, everything else to the loop's.
+    """The completed records of one task. `take` belongs to Spark's thread, everything else to the event loop's.
 
     Invariants:
-        * Every record that was added is taken, unless the task is given up.
-        * While `room` is not set, nothing more is to be read.
+        * Every added record is taken, unless the task is abandoned.
+        * Nothing more should be read while `room` is not set.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fixed: Mapping[str, bool]) -> None:
-        """Make one with nothing in it.
+        """Create an empty collection.
 
         Args:
-            loop: The one that adds to it.
-            fixed: Whether the shards of a handler are fixed, by its name.
+            loop: The event loop that adds records.
+            fixed: Whether a handler has fixed shards, by its name.
         """
         self.room = asyncio.Event()
         """Set while Spark keeps up."""
@@ -49,16 +49,16 @@ class Collected:
         self._fixed = fixed
         self._flushed = 0
         self._processed: dict[str, list[Any]] = {name: [] for name in fixed}
-        """Records that were processed, `PROCESSED_WIDTH` values for each; by handler."""
+        """Processed records by handler, `PROCESSED_WIDTH` values each."""
         self._open: dict[str, list[Ended]] = {name: [] for name in fixed}
-        """All others."""
+        """All other records by handler."""
         self._ready: queue.SimpleQueue[Callable[[], pa.RecordBatch] | None] = queue.SimpleQueue()
 
     def observe(self, spec: HandlerSpec) -> Completed:
-        """What adds the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
+        """Return the callback that adds a handler's completed records; see `aioshard.engine.observed.Observe`."""
         name, rows = spec.name, self._processed[spec.name]
 
-        processed = Outcome.PROCESSED  # to get at a member costs a call each time in Python 3.11
+        processed = Outcome.PROCESSED  # in Python 3.11 each access to an enum member costs a call
 
         def completed(delivery: Delivery) -> None:
             if delivery.outcome is not processed:
@@ -68,7 +68,7 @@ class Collected:
                 return
             began, ended, result = delivery.run
             if result is not None:
-                result = encoded_result(result)  # now, because whoever else has it may change it
+                result = encoded_result(result)  # now, because other code that holds it may change it
             rows.extend(delivery.record[:4])
             rows.extend((began, ended, result, delivery.key, delivery.failures))
             if len(rows) >= _VALUES:
@@ -78,7 +78,7 @@ class Collected:
 
     @property
     def ended(self) -> int:
-        """Records so far."""
+        """Number of records added so far."""
         processed = sum(map(len, self._processed.values())) // PROCESSED_WIDTH
         return self._flushed + processed + sum(map(len, self._open.values()))
 
@@ -93,7 +93,7 @@ class Collected:
             self._flush(spec.name)
 
     def close(self) -> None:
-        """No more comes."""
+        """Flush all rows and mark the end; nothing may be added afterwards."""
         for name in self._open:
             self._flush_processed(name)
             self._flush(name)
@@ -109,7 +109,7 @@ class Collected:
         rows = self._processed[name]
         if rows:
             taken = rows.copy()
-            rows.clear()  # the same list goes on: those who add to it have it at hand
+            rows.clear()  # keep the same list: `observe` holds a reference to it
             count = len(taken) // PROCESSED_WIDTH
             self._put(count, functools.partial(processed_batch, taken, name, self._clock, numbered=self._fixed[name]))
 
@@ -126,10 +126,10 @@ class Collected:
     # Spark's thread ----------------------------------------------------------------------
 
     def take(self, timeout: float) -> pa.RecordBatch | None:
-        """The next rows, or None when there are no more.
+        """Return the next rows, or None at the end.
 
         Raises:
-            Empty: There were none for *timeout* seconds.
+            Empty: No rows arrived within *timeout* seconds.
         """
         make = self._ready.get(timeout=timeout)
         if make is None:

@@ -1,4 +1,4 @@
-"""`MODULE:APP` becomes the app, in a worker of Spark as on the driver."""
+"""Resolve `MODULE:APP` to the app, in Spark's workers as well as on the driver."""
 
 import importlib
 import os
@@ -13,14 +13,14 @@ __all__ = ["resolve_app"]
 
 
 def resolve_app(target: str, places: Sequence[str] = ()) -> App:
-    """The app that *target* names; its module is imported once per process.
+    """Return the app that *target* names; its module is imported once per process.
 
     Args:
         target: `package.module:attribute`.
-        places: Directories in which modules are looked for too, those that exist here.
+        places: Additional directories to search for modules; those that do not exist here are ignored.
 
     Raises:
-        PlanError: There is no such module here, or no such app in it.
+        PlanError: This machine does not have the module, or the module does not have the app.
     """
     for place in places:
         if place not in sys.path and os.path.isdir(place):  # noqa: PTH112 - as `sys.path` has them
@@ -30,7 +30,7 @@ def resolve_app(target: str, places: Sequence[str] = ()) -> App:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
+            raise  # the module exists, but one of its imports does not
         raise PlanError(
             f"there is no module {error.name!r} where the tasks of Spark run: install it there, or ship it with "
             "spark.submit.pyFiles (a wheel, a zip or a file)"

@@ -1,4 +1,4 @@
-"""Records as they are, in the columns of Spark's own Kafka connector."""
+"""Raw records in the columns of Spark's own Kafka connector."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -16,11 +16,11 @@ from aioshard.spark.tasks.worker_loop import worker_loop
 __all__ = ["read_raw"]
 
 _ROWS = 2_000
-"""Of one Arrow batch."""
+"""Rows of one Arrow batch."""
 _MORE = Allowance(_ROWS, 64 * 1024 * 1024, alone=True)
 _POLL_TIMEOUT = 0.5
 _STALLED = 30.0
-"""Seconds without progress after which reading is given up."""
+"""Seconds without progress after which a read fails."""
 
 
 def read_raw(
@@ -28,16 +28,16 @@ def read_raw(
     ranges: Mapping[TopicPartition, LogRange],
     finished: Mapping[TopicPartition, Collection[int]] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the records of some ranges, those of one partition in offset order.
+    """Yield the records of some ranges; records of the same partition come in offset order.
 
     Args:
-        settings: The brokers, and what of transactions is read.
-        ranges: At most one of a partition.
-        finished: Offsets that are left out.
+        settings: The brokers and the isolation level.
+        ranges: At most one per partition.
+        finished: Offsets to leave out.
 
     Raises:
         DataLossError: Retention has deleted the start of a range.
-        TransportError: They cannot be read.
+        TransportError: The records cannot be read.
     """
     loop = worker_loop()
     reader = _Reader(settings, ranges, finished)
@@ -52,7 +52,7 @@ def read_raw(
 
 
 class _Reader:
-    """Reads with the transport of the engine, without an engine."""
+    """Reads with the engine's transport, but without an engine."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class _Reader:
 
     @property
     def done(self) -> bool:
-        """Whether every range was read."""
+        """Whether all ranges have been read."""
         return not self._left
 
     async def open(self) -> None:
@@ -83,13 +83,13 @@ class _Reader:
         self._transport.resume([name for name in partitions if name in self._left])
 
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
-        """See `GroupListener.revoked`; nobody takes anything away."""
+        """See `GroupListener.revoked`; partitions without a group are never revoked."""
 
     async def some(self) -> list[Record]:
-        """Some records, or none for a while.
+        """Return some records, or none if none arrived for a while.
 
         Raises:
-            TransportError: They cannot be read.
+            TransportError: The records cannot be read.
         """
         records: list[Record] = []
         for found in await self._transport.poll(lambda _: _MORE, _POLL_TIMEOUT):

@@ -1,4 +1,4 @@
-"""Rows in the columns of Spark's own Kafka connector, as the records that they are of."""
+"""Convert rows in the columns of Spark's own Kafka connector to records."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,11 +13,11 @@ _MICROSECONDS = 1_000_000.0
 
 
 def records_of(rows: pa.RecordBatch) -> list[Record]:
-    """The records of some rows.
+    """Return the records of some rows.
 
     Args:
-        rows: With the columns `topic`, `partition`, `offset`, `key`, `value` and `timestamp`, and `headers` where there
-            are any.
+        rows: Rows with the columns `topic`, `partition`, `offset`, `key`, `value` and `timestamp`, and optionally
+            `headers`.
     """
     headers = rows.column("headers").to_pylist() if "headers" in rows.schema.names else [None] * len(rows)
     columns = zip(

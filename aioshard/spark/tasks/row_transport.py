@@ -1,4 +1,4 @@
-"""The transport over rows that Spark gives: no log, no offsets of one partition, and no end that is known before."""
+"""A transport over rows from Spark: it has no log, no offsets of a single partition, and no end known in advance."""
 
 import asyncio
 import contextlib
@@ -31,36 +31,36 @@ from aioshard.spark.tasks.row_records import records_of
 __all__ = ["RowFeed", "RowTransport"]
 
 _ENDLESS = 1 << 62
-"""The end of what has no known end yet."""
+"""End of a partition whose end is not known yet."""
 _PART = Usage(2_000, 4 * 1024 * 1024)
-"""What a batch of rows is divided into: at most so many records, and bytes by their average."""
+"""Maximum size of the parts that a batch of rows is divided into: records, and bytes by their average size."""
 _PARTS = 8
-"""So many wait between Spark's rows and the event loop."""
+"""Parts that may wait between Spark's rows and the event loop."""
 _IN_HAND = Usage(10_000, 32 * 1024 * 1024)
-"""What may wait for room in the engine before no more rows are read."""
+"""Records and bytes that may wait for room in the engine before reading pauses."""
 
 
 class RowFeed:
-    """Reads Spark's rows in a thread of its own, as Spark's own thread takes the outcomes meanwhile.
+    """Reads Spark's rows in its own thread, while Spark's thread takes the outcomes.
 
     Invariants:
-        * Every record that was read is taken, in the order of the rows, unless the feed is finished before.
-        * At most `_PARTS` parts of about `_PART` are read ahead, beside one batch of Spark's.
+        * Every record that was read is taken, in the order of the rows, unless the feed is finished earlier.
+        * It reads ahead at most `_PARTS` parts of about `_PART`, plus one Spark batch.
     """
 
     def __init__(self, rows: Iterator[pa.RecordBatch]) -> None:
-        """Wait for the first rows; the others are read by a thread."""
+        """Wait for the first rows; a thread reads the rest."""
         self._ready: queue.Queue[list[Record] | None] = queue.Queue(_PARTS)
         self._unwanted = threading.Event()
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived: asyncio.Event | None = None
         self.first = next(rows, None)
-        """The first rows; None where there are none at all."""
+        """The first rows, or None for an empty input."""
         self._thread = threading.Thread(target=self._read, args=(rows,), name="aioshard rows", daemon=True)
 
     def start(self, arrived: asyncio.Event) -> None:
-        """Begin to read; *arrived* is set in its loop, which is the running one, whenever something comes."""
+        """Start reading; call this in the event loop of *arrived*, which is set whenever rows arrive."""
         self._loop, self._arrived = asyncio.get_running_loop(), arrived
         self._thread.start()
 
@@ -69,9 +69,9 @@ class RowFeed:
             for batch in rows:
                 for part in _parts(batch):
                     if self._unwanted.is_set():
-                        break  # what is left is read all the same: Spark's worker is used again after this
+                        break  # skip the records, but read all rows to their end: Spark reuses the worker
                     self._put(records_of(part))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the records are taken
+        except BaseException as error:  # noqa: BLE001 - `take` raises it
             self._error = error
         finally:
             self._put(None)
@@ -79,19 +79,19 @@ class RowFeed:
     def _put(self, records: list[Record] | None) -> None:
         self._ready.put(records)
         if self._loop is not None and self._arrived is not None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the event loop was closed, so nothing waits any longer
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
     @property
     def empty(self) -> bool:
-        """Whether Spark has given nothing that was not taken."""
+        """Whether all rows that have arrived so far were taken."""
         return self._ready.empty()
 
     def take(self) -> list[Record] | None:
-        """The next records, or None when there are no more; only where it is not `empty`.
+        """Return the next records, or None at the end; call this only if the feed is not `empty`.
 
         Raises:
-            DrainError: The rows could not be read to their end.
+            DrainError: Spark's rows could not be read to the end.
         """
         found = self._ready.get_nowait()
         if found is None and self._error is not None:
@@ -99,7 +99,7 @@ class RowFeed:
         return found
 
     def finish(self) -> None:
-        """Read what is left, for nobody; returns when all was read."""
+        """Read and discard the remaining rows; return once all are read."""
         self._unwanted.set()
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
@@ -107,13 +107,13 @@ class RowFeed:
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch in pieces that are no more than may be read ahead."""
+    """Divide a batch into parts small enough to read ahead."""
     size = max(min(_PART.records, _PART.bytes * len(batch) // max(batch.nbytes, 1)), 1)
     return (batch.slice(begin, size) for begin in range(0, len(batch), size))
 
 
 class _Lane:
-    """The records of one handler, numbered as they come."""
+    """The records of one handler, numbered in order of arrival."""
 
     def __init__(self, topic_partition: TopicPartition) -> None:
         self.topic_partition = topic_partition
@@ -121,15 +121,15 @@ class _Lane:
         self.position = 0
         self.paused = True
         self.settled = False
-        """Whether the engine has opened it."""
+        """Whether the engine has resumed it, and with that opened it."""
 
     @property
     def end(self) -> int:
-        """How many records came so far."""
+        """Number of records that have arrived so far."""
         return self.position + len(self.waiting)
 
     def take(self, allowance: AllowanceOf) -> FetchedBatch | Oversized | None:
-        """What there is and may be taken."""
+        """Take the waiting records that the allowance permits."""
         if self.paused or not self.waiting:
             return None
         allowed = allowance(self.topic_partition)
@@ -152,23 +152,23 @@ class _Lane:
 
 
 class RowTransport(Groupless):
-    """Gives rows to the engine as one partition for each handler; implements `aioshard.ports.Transport`.
+    """Presents rows to the engine as one partition per handler; implements `aioshard.ports.Transport`.
 
-    Rows that were shuffled come from any partition, so their offsets say nothing of how far a task is: each record gets
-    a place in the order in which the rows come, and the engine keeps account of the places. Handlers see the records
+    Shuffled rows come from any partition, so their offsets do not show how far a task has progressed. Instead, each
+    record gets a position in the order of arrival, and the engine tracks these positions. Handlers see the records
     with their own coordinates.
 
     Invariants:
-        * The records of a handler come in the order of the rows.
-        * A place is never given twice: nothing can be read again.
+        * The records of a handler arrive in the order of the rows.
+        * A position is never delivered twice: nothing can be read again.
     """
 
     def __init__(self, feed: RowFeed, handlers: Sequence[Registration]) -> None:
-        """Make one; nothing is read yet.
+        """Create a transport; nothing is read yet.
 
         Args:
             feed: The rows.
-            handlers: Of the app: each topic of the rows belongs to one of them.
+            handlers: The handlers of the app; each topic of the rows belongs to one of them.
         """
         super().__init__("rows", {})
         self._feed = feed
@@ -176,21 +176,21 @@ class RowTransport(Groupless):
         self._lanes: dict[str, _Lane] = {}
         self._lane_of: dict[str, _Lane] = {}
         self._unassigned: list[_Lane] = []
-        self._records = self._bytes = 0  # that wait in the lanes
+        self._records = self._bytes = 0  # waiting in the lanes
         self._listener: GroupListener | None = None
         self._exhausted = False
         self._woken = False
         self._arrived = asyncio.Event()
 
-    # How far it is ----------------------------------------------------------------------
+    # Progress ---------------------------------------------------------------------------
 
     def ends(self) -> Mapping[TopicPartition, int]:
-        """Where the partitions end, as soon as that is known: when the last row has come."""
+        """Return the ends of the partitions once the last row has arrived; empty before that."""
         return {lane.topic_partition: lane.end for lane in self._lanes.values()} if self._exhausted else {}
 
     @property
     def waiting(self) -> bool:
-        """Whether it is Spark that the engine waits for."""
+        """Whether the engine is waiting for Spark."""
         return not self._exhausted and self._feed.empty and not any(lane.waiting for lane in self._lanes.values())
 
     @property
@@ -201,10 +201,10 @@ class RowTransport(Groupless):
     # Life -------------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
-        """See `Transport.start`; what is read are the rows, whatever the handlers take.
+        """See `Transport.start`; ignores *topics* and *pattern* and reads the rows.
 
         Raises:
-            PlanError: The rows are of a topic that no handler takes.
+            PlanError: The rows belong to a topic that no handler takes.
         """
         self._listener = listener
         if self._feed.first is None:
@@ -218,7 +218,7 @@ class RowTransport(Groupless):
         """See `Transport.close`."""
 
     def _assign(self) -> None:
-        """Give the engine handlers whose first records have come, one assignment after the other."""
+        """Assign lanes whose first records have arrived to the engine, one assignment after another."""
         assert self._listener is not None  # noqa: S101 - started
         lanes, self._unassigned = self._unassigned, []
         self._listener.assigned([lane.topic_partition for lane in lanes], self.membership())
@@ -229,8 +229,8 @@ class RowTransport(Groupless):
         """See `Transport.poll`.
 
         Raises:
-            DrainError: Spark's rows could not be read to their end.
-            PlanError: The rows are of a topic that no handler takes.
+            DrainError: Spark's rows could not be read to the end.
+            PlanError: The rows belong to a topic that no handler takes.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -238,7 +238,7 @@ class RowTransport(Groupless):
         while True:
             self._arrived.clear()
             self._read_on()
-            # One at a time, as what is taken of one leaves less room for the others; each gets its turn.
+            # One lane per call, because its records reduce the room left for the others. The lanes take turns.
             for name, lane in tuple(self._lanes.items()):
                 taken = lane.take(allowance)
                 if taken is not None:
@@ -266,7 +266,7 @@ class RowTransport(Groupless):
             self._assign()
 
     def _sort(self, records: list[Record]) -> None:
-        """Add records to those of their handlers."""
+        """Add each record to the lane of its handler."""
         lanes = self._lane_of
         for record in records:
             lane = lanes.get(record.topic) or self._find_lane(record.topic)
@@ -302,7 +302,7 @@ class RowTransport(Groupless):
         return next((lane.position for lane in self._named([topic_partition])), None)
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """See `Transport.end_offset`; None before the last row has come."""
+        """See `Transport.end_offset`; None until the last row has arrived."""
         return self.ends().get(topic_partition)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
@@ -317,24 +317,24 @@ class RowTransport(Groupless):
         self._arrived.set()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """See `Transport.seek`; nowhere but where it is already."""
+        """See `Transport.seek`; does nothing, because the engine only seeks to the current position."""
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`; what is read ahead is bounded by itself."""
+        """See `Transport.adjust_prefetch`; does nothing, because reading ahead has its own limits."""
 
-    # The group that there is not ----------------------------------------------------------
+    # Group and topic metadata -------------------------------------------------------------
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`: no end is known before the last row has come."""
+        """See `Transport.log_ranges`; the end is unknown until the last row has arrived."""
         ends = self.ends()
         return {name: LogRange(0, ends.get(name, _ENDLESS)) for name in partitions}
 
     async def partitions(self, topic: str) -> frozenset[int]:  # noqa: ARG002
-        """See `Transport.partitions`: one for each handler."""
+        """See `Transport.partitions`; each handler has one."""
         return frozenset([0])
 
     async def topics(self) -> frozenset[str]:
-        """See `Transport.topics`: rows are no topics that could be listed."""
+        """See `Transport.topics`; rows do not have topics that could be listed."""
         return frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Outcome rows: what became of each record, as Arrow; and records as the official connector gives them."""
+"""Arrow rows: the outcome of each record, and raw records in the columns of Spark's own Kafka connector."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ OUTCOMES = pa.schema(
         ("timestamp", _MOMENT),
     ]
 )
-"""Of outcome rows. `duration` is in seconds; `value`, `headers` and `timestamp` are null for what was processed."""
+"""Schema of outcome rows. `duration` is in seconds; processed records have no `value`, `headers` or `timestamp`."""
 
 RAW = pa.schema(
     [
@@ -57,16 +57,16 @@ _MICROSECONDS = 1_000_000
 _MOST_HASHES = 20_000
 
 PROCESSED_WIDTH = 9
-"""How many values are noted of a record that was processed: topic, partition, offset and key; begin and end of its last
-attempt in loop time, and the encoded result; its shard as in `Ended`; how many attempts failed.
+"""Number of values kept per processed record: topic, partition, offset, key; start and end of its last attempt in
+loop time, and the encoded result; its shard as in `Ended`; number of failed attempts.
 
-They are kept in one flat list, row after row. Nearly all rows are of this kind: a tuple of each would be one more
-object to make, and with the record its value would stay in memory, where the next ones are then not put.
+They are kept in one flat list, row after row. Almost all rows are of this kind. A tuple per row would be one more
+object to create, and keeping the record would keep its value in memory instead of freeing it for the next ones.
 """
 
 
 class WallClock:
-    """Turns loop time into the time of day; asked once, so that the distance of two moments stays what it was."""
+    """Converts loop time to wall-clock time; reads the clock once, so that intervals do not change."""
 
     def __init__(self, loop_time: float) -> None:
         self.ahead = time.time() - loop_time
@@ -74,20 +74,20 @@ class WallClock:
 
 
 Ended = tuple[Record, str, str, int, str | None, str | None, tuple[float, float, bytes | None], ShardKey]
-"""A record that has come to another end: record, handler, status, attempts, name and message of the error, last
-attempt, shard. Of the attempt: begin and end in loop time, 0 where none ran, and the encoded result. The shard is the
-number of a fixed one, or the shard key.
+"""A record with any other outcome: record, handler, status, attempts, error name and message, last attempt, shard. The
+attempt holds its start and end in loop time (0 if none ran) and the encoded result. The shard is the number of a fixed
+shard, or the shard key.
 """
 
 
 def processed_batch(flat: Sequence[Any], handler: str, clock: WallClock, *, numbered: bool) -> pa.RecordBatch:
-    """Outcome rows of some records that were processed.
+    """Return the outcome rows of processed records.
 
     Args:
-        flat: `PROCESSED_WIDTH` values for each; at least one record.
-        handler: Its name.
-        clock: For `started`.
-        numbered: Whether shards are fixed, so that `shard` is a number already; else it is the hash of the shard key.
+        flat: `PROCESSED_WIDTH` values per record; at least one record.
+        handler: Name of the handler.
+        clock: Converts the time in `started`.
+        numbered: True if shards are fixed and `shard` is their number; otherwise it is the hash of the shard key.
     """
     topics, partitions, offsets, keys, *rest = (flat[number::PROCESSED_WIDTH] for number in range(PROCESSED_WIDTH))
     begins, ends, results, shards, failures = rest
@@ -118,11 +118,11 @@ def processed_batch(flat: Sequence[Any], handler: str, clock: WallClock, *, numb
 
 
 def outcome_batch(ended: Sequence[Ended], clock: WallClock, *, numbered: bool) -> pa.RecordBatch:
-    """Outcome rows of some records that were not processed.
+    """Return the outcome rows of records that were not processed.
 
     Args:
-        ended: At least one.
-        clock: For `started`.
+        ended: At least one record.
+        clock: Converts the time in `started`.
         numbered: As in `processed_batch`.
     """
     records, handlers, statuses, attempts, kinds, errors, runs, shards = zip(*ended, strict=True)
@@ -153,7 +153,7 @@ def outcome_batch(ended: Sequence[Ended], clock: WallClock, *, numbered: bool) -
 
 
 def raw_batch(records: Sequence[Record]) -> pa.RecordBatch:
-    """Records as rows of the official connector's columns."""
+    """Return records as rows in the columns of Spark's own Kafka connector."""
     topics, partitions, offsets, keys, values, headers, timestamps = zip(*records, strict=True)
     return pa.RecordBatch.from_arrays(
         [
@@ -171,19 +171,19 @@ def raw_batch(records: Sequence[Record]) -> pa.RecordBatch:
 
 
 def _column(values: Sequence[object], kind: pa.DataType) -> pa.Array:
-    """An array; of values that are all the same, as most of these are, in no time."""
+    """Create an array, with a fast path for columns whose values are all equal, which most are."""
     if values.count(values[0]) == len(values):
         return pa.repeat(pa.scalar(values[0], kind), len(values))
     return pa.array(values, kind)
 
 
 def _started(began: pa.Array, clock: WallClock) -> pa.Array:
-    """When runs began, in the time of day; null where none ran."""
+    """Return the wall-clock start of each run, or null if none ran."""
     return pc.multiply(pc.add(began, clock.ahead), _MICROSECONDS).cast(pa.int64(), safe=False).view(_MOMENT)
 
 
 class _Hashes(dict[ShardKey, int | None]):
-    """The hashes of shard keys; a dictionary, because looking one up is not to cost a call."""
+    """Cache of shard key hashes; a dictionary, because a lookup must not cost a function call."""
 
     def __missing__(self, key: ShardKey) -> int | None:
         if len(self) >= _MOST_HASHES:
@@ -196,12 +196,12 @@ _hashes = _Hashes()
 
 
 def _numbers(shards: Sequence[ShardKey], *, numbered: bool) -> pa.Array:
-    """The number of a fixed shard, else the hash of the shard key."""
+    """Return the numbers of fixed shards, otherwise the hashes of the shard keys."""
     return pa.array(shards if numbered else map(_hashes.__getitem__, shards), pa.int64(), size=len(shards))
 
 
 def _moments(seconds: Iterable[float | None]) -> pa.Array:
-    # Kafka counts in milliseconds: rounding gives back what it said, and a product alone would miss it by one.
+    # Kafka timestamps are whole milliseconds. Without rounding, the product could be off by one.
     milliseconds = pc.round(pc.multiply(pa.array(seconds, pa.float64()), 1000.0))
     return pc.multiply(milliseconds, 1000.0).cast(pa.int64()).cast(_MOMENT)
 

@@ -1,7 +1,7 @@
-"""The engine inside a task of Spark: what a client gives goes in, outcome rows come out.
+"""The engine inside a Spark task: records from a client go in, outcome rows come out.
 
-Spark's thread takes what is done; the engine runs in an event loop of its own, in another thread of the worker, as it
-does in an app: shards, workers, retries, time-outs and failure policies are the same code.
+Spark's thread takes the outcomes. The engine runs in an event loop in another thread of the worker, with the same code
+as in an app: shards, workers, retries, timeouts and failure policies.
 """
 
 import asyncio
@@ -35,55 +35,55 @@ from aioshard.spark.tasks.worker_loop import WorkerLoop, worker_loop
 __all__ = ["DEAD_LETTER", "Arriving", "Work", "run_handlers"]
 
 _LOOK_INTERVAL = 0.1
-"""Seconds between looks at whether the handlers go on."""
+"""Seconds between checks for halted or stuck handlers."""
 _END_INTERVAL = 0.01
-"""Seconds between looks at whether all is done: a job has many tasks, and each waits for the last look."""
+"""Seconds between checks for the end: a job has many tasks, and each of them waits for its last check."""
 _SILENCE = 1.0
-"""Seconds for which Spark's thread waits for rows before it looks whether the loop is alive."""
+"""Seconds that Spark's thread waits for rows before it checks whether the event loop is alive."""
 _SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
-"""Nobody waits for a task's readiness, and what a task that is given up leaves is done again."""
+"""No client waits for a task to become ready, and Spark repeats the unfinished work of an abandoned task."""
 _END_TIMEOUT = 30.0
-"""Seconds that a task which is given up has to end, before its loop is left to itself."""
+"""Seconds that an abandoned task has to end before its event loop is abandoned too."""
 
 
 class _Obstacle(NamedTuple):
-    """A record that keeps a task from its end."""
+    """A record that prevents a task from finishing."""
 
     delivery: Delivery
     error: str
     message: str
 
     def __str__(self) -> str:
-        """The record, its key and the error."""
+        """Return the record, its key and the error."""
         return f"{self.delivery!r} (key {self.delivery.record.key!r}, {self.error}: {self.message})"
 
 
 class Arriving(Protocol):
-    """What comes from elsewhere while a task runs, so that its ends are not known at first."""
+    """A source whose records arrive while the task runs, so that its ends are not known at the start."""
 
     def ends(self) -> Mapping[TopicPartition, int]:
-        """Where partitions end, as soon as that is known."""
+        """Return the ends of partitions as soon as they are known."""
 
     @property
     def waiting(self) -> bool:
-        """Whether nothing has come that the engine could take in."""
+        """Whether the engine has to wait for more records."""
 
 
 def run_handlers(
     work: Work, make_transport: Callable[[App], Transport], arriving: Arriving | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Run the handlers of an app over what a client gives, up to its end; yields outcome rows.
+    """Run the handlers of an app over a client's records until its end; yield outcome rows.
 
     Args:
-        work: What to run, and how.
-        make_transport: Makes the client, of the app with the task's settings.
-        arriving: What the client gives, where it does not know the ends of its partitions from the start.
+        work: The handlers to run and their settings.
+        make_transport: Creates the client for the app with the task's settings.
+        arriving: The client's source, if the ends of its partitions are not known at the start.
 
     Raises:
-        HaltedError: A record's attempts are used up and its handler halts, or the budget is spent; or nothing came
-            to its end for `stuck_after` seconds. Not where `Work.halted_rows`.
-        StuckError: Nothing can be read, or a handler keeps the event loop.
-        AioshardError: The app cannot be imported, or cannot go on.
+        HaltedError: A record's retries are exhausted and its handler halts, or the failure budget is exhausted, or no
+            record completed for `stuck_after` seconds. Not raised with `Work.halted_rows`.
+        StuckError: No records can be read, or a handler blocks the event loop.
+        AioshardError: The app cannot be imported, or cannot continue.
     """
     app = resolve_app(work.app, work.places)
     check_concurrency(app.handlers, work.total_concurrency)
@@ -92,7 +92,7 @@ def run_handlers(
 
 
 class _Task:
-    """One task of Spark. `run` belongs to Spark's thread, the coroutines to the loop's."""
+    """One Spark task. `run` belongs to Spark's thread, the coroutines to the event loop's."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Task:
         self._progress_at = self._alive_at = time.monotonic()
 
     def run(self) -> Iterator[pa.RecordBatch]:
-        """Yield rows until there are no more."""
+        """Yield rows until the end."""
         running = self._loop.submit(self._serve())
         try:
             while True:
@@ -141,7 +141,7 @@ class _Task:
             )
 
     def _note_life(self) -> None:
-        """Take note that the loop turns: it called this, or gave rows."""
+        """Note that the event loop is alive: it called this, or produced rows."""
         self._alive_at = time.monotonic()
 
     async def _serve(self) -> None:
@@ -170,7 +170,7 @@ class _Task:
         )
 
     async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[_Obstacle]:
-        """Wait until all is done, or cannot be: what stands in the way then."""
+        """Wait until all records are complete; otherwise return the records that prevent it."""
         done = asyncio.create_task(caught_up(engine, _END_INTERVAL), name="caught up")
         seen = -1
         try:
@@ -182,7 +182,7 @@ class _Task:
                 if done.done():
                     done.result()
                     return ()
-                # What comes after a halted record would be done again with it, so nothing is gained by going on.
+                # Records after a halted one would be repeated together with it, so continuing gains nothing.
                 obstacles = _halted(engine) or _spent(engine) or self._stuck(engine)
                 if obstacles:
                     return obstacles
@@ -193,14 +193,14 @@ class _Task:
             await asyncio.wait([done])
 
     def _awaits_more(self, engine: Engine) -> bool:
-        """Whether all that came is done and more may come; takes note of the ends."""
+        """Return whether all records so far are complete and more may arrive; update the known ends."""
         if self._arriving is None:
             return False
         engine.rebalance.ends.update(self._arriving.ends())
         return self._arriving.waiting and not engine.buffer.records
 
     def _stuck(self, engine: Engine) -> Sequence[_Obstacle]:
-        """The oldest records, when nothing has come to its end for too long."""
+        """Return the oldest records if nothing has completed for too long."""
         stuck_after = self._app.settings.stuck_after
         if time.monotonic() - self._progress_at < stuck_after:
             return ()
@@ -216,14 +216,14 @@ class _Task:
         return [_Obstacle(delivery, StuckError.__name__, why) for delivery in oldest]
 
     def _tell(self, engine: Engine, obstacles: Sequence[_Obstacle]) -> None:
-        """Have what stands in the way among the rows."""
+        """Add the blocking records to the rows."""
         for delivery, error, message in obstacles:
             spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
             self._collected.add(spec, delivery, "halted", error, message)
 
 
 class _Paced:
-    """A client that gives nothing more while Spark does not keep up; in all else another one."""
+    """Wraps a client so that it delivers nothing while Spark does not keep up."""
 
     def __init__(self, transport: Transport, room: asyncio.Event) -> None:
         self._transport = transport
@@ -242,7 +242,7 @@ class _Paced:
 
 
 def _adapted(work: Work, most: int | None, spec: HandlerSpec) -> HandlerSpec:
-    """A handler as it runs in one of several tasks, which share what the handler may have."""
+    """Return a handler adapted to one of several tasks, which share its limits."""
     concurrency, adaptive = spec.concurrency, spec.adaptive
     if most is not None:
         concurrency = min(concurrency, most)
@@ -265,12 +265,12 @@ def _bounded(adaptive: Adaptive, most: int) -> Adaptive:
 
 
 async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of one shape
-    """A dead letter is a row, and is sent when the rows are committed."""
+    """Discard the message: the outcome row is the dead letter, and is sent after verification."""
     return 0
 
 
 def _halted(engine: Engine) -> Sequence[_Obstacle]:
-    """Records that failed for good."""
+    """Return the records that failed permanently."""
     return [_obstacle(delivery) for delivery in halted_of(engine)]
 
 
@@ -284,7 +284,7 @@ def _obstacle(delivery: Delivery) -> _Obstacle:
 
 
 def _spent(engine: Engine) -> Sequence[_Obstacle]:
-    """Records that cannot be diverted any more: something that the handler depends on seems to be down."""
+    """Return records that can no longer be diverted: a dependency of the handler seems to be down."""
     found = []
     for epoch in engine.rebalance.epochs:
         for why in epoch.pauses.values():

@@ -1,4 +1,4 @@
-"""What the tasks of a shuffle run: shards of records before it, handlers over the records after it."""
+"""The tasks of a shuffle: they compute the shards of records before it, and run handlers over the records after it."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -20,25 +20,25 @@ from aioshard.spark.tasks.work import Work
 __all__ = ["MOMENT", "SHARD", "HandlersOverRows", "WithShards"]
 
 SHARD = "aioshard_shard"
-"""A column: what has the same value is processed by one task, in order."""
+"""Column: rows with the same value are processed by one task, in order."""
 MOMENT = "aioshard_moment"
-"""A column: the latest timestamp of the record's partition up to the record."""
+"""Column: the latest timestamp in the record's partition up to and including the record."""
 
 _DIGEST = 8
 
 
 class WithShards:
-    """Adds to rows which shard each is of; what `mapInArrow` takes.
+    """Adds the shard of each record to the rows; a callable for `mapInArrow`.
 
-    `MOMENT` is what records are sorted by. In a partition whose producers' clocks disagree, timestamps go back here and
-    there; the latest one so far does not, so the order of offsets within each partition stays what it was.
+    Records are sorted by `MOMENT`. If the clocks of a partition's producers disagree, timestamps can go backwards. The
+    latest timestamp so far never does, so the offset order within each partition is preserved.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
 
     def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the same rows with two more columns; those of a partition come in the order of their offsets."""
+        """Yield the same rows with two more columns; rows of a partition must arrive in offset order."""
         shards = _Shards(resolve_app(self._work.app, self._work.places).handlers)
         latest: dict[tuple[str, int], float] = {}
         for batch in rows:
@@ -55,7 +55,7 @@ class WithShards:
 
 
 class HandlersOverRows:
-    """Runs an app's handlers over rows that are in order; what `mapInArrow` takes."""
+    """Runs an app's handlers over ordered rows; a callable for `mapInArrow`."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -72,31 +72,31 @@ class HandlersOverRows:
 
 
 class _Sharding(NamedTuple):
-    """How the records of one handler are told apart."""
+    """The function that shards the records of one handler."""
 
     number: int
     key_of: Callable[[Record], ShardKey]
 
 
 class _Shards:
-    """The shards of records of all handlers."""
+    """The shards of the records of all handlers."""
 
     def __init__(self, handlers: tuple[Registration, ...]) -> None:
         self._handlers = handlers
         self._by_topic: dict[str, _Sharding] = {}
 
     def of(self, record: Record) -> int:
-        """A number that two records share where they have to be processed in order, and hardly ever else.
+        """Return a number that is equal for records that must be processed in order, and almost never for others.
 
         Raises:
-            HandlerError: The sharding function gives what other processes could not tell from others.
+            HandlerError: The sharding function returns a key that other processes could not tell apart from others.
             PlanError: No handler takes the topic.
         """
         sharding = self._by_topic.get(record.topic) or self._find(record.topic)
         try:
             key = sharding.key_of(record)
             check_usable(key)
-        except Exception:  # noqa: BLE001 - the user's function: the record fails where it is processed, as it does live
+        except Exception:  # noqa: BLE001 - the user's function: the record fails when it is processed, as in an app
             key = None
         if key is None:
             identity = b"r%d/%d/%s" % (record.partition, record.offset, record.topic.encode())

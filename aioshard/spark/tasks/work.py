@@ -1,4 +1,4 @@
-"""What every task of a job is told. Imports nothing of Spark or Arrow: a plan is made without them."""
+"""Instructions for the tasks of a job. Imports neither Spark nor Arrow, because planning works without them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,34 +9,34 @@ from aioshard.handlers import Registration
 __all__ = ["DEAD_LETTER", "Work", "check_concurrency"]
 
 DEAD_LETTER = "dead-letter:"
-"""Begins an `on_failure` that names a dead-letter topic."""
+"""Prefix of an `on_failure` value that names a dead-letter topic."""
 
 
 class Work(NamedTuple):
-    """What every task of a job is told; it goes over the wire, and holds no secret."""
+    """Instructions that every task of a job receives; they are serialized and contain no secrets."""
 
     app: str
     """`MODULE:APP`."""
     places: tuple[str, ...] = ()
-    """Directories of the driver in which modules are looked for, where a task has them too."""
+    """The driver's module directories; a task searches those that exist on its machine."""
     settings: Mapping[str, Any] = {}
-    """Those of the plan; all others come from the task's environment and the app's own code."""
+    """Settings of the plan; all others come from the task's environment and the app's own code."""
     on_failure: str | None = None
-    """In place of the handlers' own: `skip` or `dead-letter:TOPIC`."""
+    """Replaces the handlers' own policies: `skip` or `dead-letter:TOPIC`."""
     total_concurrency: int | None = None
-    """Runs of handlers at the same time in the whole job."""
+    """Maximum handlers running in parallel in the whole job."""
     at_once: int = 1
-    """Tasks that run at the same time: they share the total concurrency and the rates."""
+    """Number of tasks that run in parallel; they share the total concurrency and the rate limits."""
     halted_rows: bool = False
-    """Whether a halted record becomes a row, and ends the task well; else it is an error."""
+    """If true, a halted record becomes a row and the task succeeds; otherwise it is an error."""
     topics: tuple[str, ...] | None = None
-    """Those of a task; None where any may come."""
+    """Topics of a task, or None if records of any topic may arrive."""
 
     def concurrency_of(self, handlers: Iterable[Registration]) -> int | None:
-        """How many runs of each handler a task may have at the same time; None where nothing bounds them all.
+        """Return how many runs of each handler a task may have in parallel, or None without a total.
 
         Args:
-            handlers: Of the app. Those that the task has records for share what is its part of the total.
+            handlers: The handlers of the app. Those that the task has records for divide the task's share equally.
         """
         if self.total_concurrency is None:
             return None
@@ -46,10 +46,10 @@ class Work(NamedTuple):
 
 
 def check_concurrency(handlers: Iterable[Registration], total_concurrency: int | None) -> None:
-    """Refuse a total that could not be kept.
+    """Refuse a total concurrency that cannot be enforced.
 
     Raises:
-        PlanError: A handler has fixed shards: each is a worker, in every task.
+        PlanError: A handler has fixed shards, each of which is a worker in every task.
     """
     fixed = [handler for handler in handlers if handler.shards is not None]
     if total_concurrency is not None and fixed:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, one per worker process of Spark."""
+"""An event loop in a separate thread, one per Spark worker process."""
 
 import asyncio
 import concurrent.futures
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 class WorkerLoop:
-    """Runs what a task of Spark submits. Tasks of one worker come one after the other.
+    """Runs the coroutines that Spark tasks submit. The tasks of one worker run one after another.
 
-    Spark reuses its workers, so the loop outlives the task; nothing that a task began on it may.
+    Spark reuses its workers, so the event loop outlives a task; nothing that a task started on it may.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = loop_factory()()
         self.left = False
-        """Whether something on it did not end: the next task takes another one."""
+        """True if a coroutine did not end; the next task then gets a new event loop."""
         threading.Thread(target=self._serve, name="aioshard event loop", daemon=True).start()
 
     def _serve(self) -> None:
@@ -34,12 +34,12 @@ class WorkerLoop:
         self.loop.run_forever()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Submitted[T]":
-        """Run a coroutine there; `worker_loop().submit(coroutine).result()` waits for what it returns."""
+        """Run a coroutine on the loop; `worker_loop().submit(coroutine).result()` waits for its result."""
         return Submitted(self, coroutine)
 
 
 class Submitted(Generic[T]):
-    """A coroutine on its way through a loop of another thread; may be awaited by a thread."""
+    """A coroutine running in the event loop of another thread; a thread can wait for it."""
 
     def __init__(self, loop: WorkerLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self._loop = loop
@@ -52,34 +52,34 @@ class Submitted(Generic[T]):
         try:
             return await coroutine
         finally:
-            self._ended.set()  # a cancelled `Future` is done at once, what it runs is not
+            self._ended.set()  # a cancelled `Future` is done immediately, but its coroutine is not
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the coroutine has ended."""
         return self._ended.is_set()
 
     def result(self) -> T:
-        """Wait for the end; returns what it returned, and raises what it raised."""
+        """Wait for the coroutine; return its result or raise its error."""
         return self._future.result()
 
     def give_up(self, timeout: float) -> None:
-        """Cancel it, and wait until it has ended; a loop that it keeps is left to it."""
+        """Cancel the coroutine and wait for its end; abandon the event loop if it does not end within *timeout*."""
         self._future.cancel()
         self._loop.left = self._loop.left or not self._ended.wait(timeout)
 
 
 _COLLECT_AFTER = 100_000, 20, 20
-"""Thresholds of the garbage collector. Thousands of records and rows are alive at once in a task, and with its first
-threshold of 700 it would look through them again and again: that costs almost as much as everything else together."""
+"""Thresholds of the garbage collector. Thousands of records and rows are alive at the same time in a task. With the
+default first threshold of 700, repeated scans of them cost almost as much as everything else together."""
 
 _current: WorkerLoop | None = None
-"""Made with the first task: threads do not survive the fork that comes before it."""
+"""Created with the first task: threads do not survive the fork that precedes it."""
 
 
 def worker_loop() -> WorkerLoop:
-    """The loop of this process."""
-    global _current  # noqa: PLW0603 - a worker process has one, as long as it lives
+    """Return the event loop of this process."""
+    global _current  # noqa: PLW0603 - a worker process keeps one for its lifetime
     if _current is None or _current.left or _current.pid != os.getpid():
         _current = WorkerLoop()
         silence_client()
