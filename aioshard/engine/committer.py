@@ -1,4 +1,4 @@
-"""The commit coordinator: one task that commits what may be committed, in order, once at a time."""
+"""The commit coordinator: the one task that commits offsets, in order, one request at a time."""
 
 import asyncio
 import logging
@@ -19,34 +19,33 @@ logger = logging.getLogger("aioshard.engine.committer")
 
 _RETRY_DELAY = 0.1
 _LOOK_INTERVAL = 0.1
-"""Seconds between two looks at what finishes beyond the oldest, at least: a tiny commit interval must not spin."""
+"""Least seconds between checks for completions beyond the oldest record: a tiny commit interval must not spin."""
 _MOST_BYTES = 768 * 1024
-"""Of one request: brokers refuse a commit whole that makes a batch of more than 1 MiB in their own topic."""
+"""Limit of one request: brokers refuse a whole commit if it makes a batch above 1 MiB in their own topic."""
 _BYTES_AROUND = 100
-"""Of a partition in a request, beside its topic and its text."""
+"""Bytes of a partition in a request, besides its topic and its metadata."""
 _WITHOUT_PAUSE = 0.01
-"""Seconds for which texts are made before others may run: one of full length takes as long or longer."""
+"""Seconds of building metadata before other tasks may run: a text of full length takes as long or longer."""
 
 
 class _Request(NamedTuple):
-    """Somebody waits until these epochs are committed."""
+    """A caller that waits until these epochs are committed."""
 
     epochs: tuple[Epoch, ...]
     done: asyncio.Future[bool]
 
 
 class Committer:
-    """Awaits the futures of the oldest incomplete records and commits what has changed.
+    """Waits for the oldest incomplete records to complete and commits the changed offsets.
 
-    Owns which epochs may be committed (`own`, `disown`), and is the only one that sends commits, one at
-    a time, each with a deadline. What was not acknowledged stays due. A commit is computed anew for every
-    attempt, under the membership of that moment, from the epochs that are ours at that moment: nothing is
-    ever sent again as it was (I9).
+    Decides which epochs may be committed (`own`, `disown`). Only it sends commits, one at a time, each with a
+    deadline. Anything that was not acknowledged stays due. Every attempt computes its commit again, under the current
+    membership and from the epochs owned at that moment: no request is ever sent again unchanged (I9).
 
     Invariants:
         * An epoch's `acknowledged` changes only when the broker acknowledged, or at its start.
-        * What is sent for an epoch is its committable offset of one moment, with what was finished beyond it in the
-          same moment (I1).
+        * A commit of an epoch carries its committable offset together with the records finished beyond it, both from
+          the same moment (I1).
     """
 
     def __init__(self, interval: float, timeout: float, clock: Callable[[], float]) -> None:
@@ -62,16 +61,16 @@ class Committer:
         self.durations = Histogram()
         """Seconds until requests were acknowledged."""
         self.failure_durations = Histogram()
-        """Seconds until it was known that they would not be."""
+        """Seconds until requests failed or timed out."""
         self.trouble: str | None = None
-        """Why the last commit was not acknowledged; None when it was, or nothing is due."""
+        """Why the last commit was not acknowledged; None when it was, or when nothing is due."""
         self.trouble_since = 0.0
         self.turns = 0
-        """How often it has looked at what is due, or ended a request; goes on while it owns anything."""
+        """How often it has checked for due commits or ended a request; keeps rising while it owns any epoch."""
         self.notes = Notes()
-        """What goes with the offsets."""
+        """Makes the metadata of the commits."""
         self.refused: Callable[[TransportError], object] | None = None
-        """Told when the brokers do not allow a commit, or the group has members and we are none; it stays due."""
+        """Called when a commit is not authorized, or the group has members and we are not one; the commit stays due."""
         self._interval = interval
         self._timeout = timeout
         self._clock = clock
@@ -83,30 +82,30 @@ class Committer:
 
     @property
     def owns(self) -> bool:
-        """Whether anything is ours to commit."""
+        """Whether it owns any epoch."""
         return bool(self._owned)
 
     def own(self, epoch: Epoch) -> None:
-        """From now on the epoch is ours to commit."""
+        """Start committing the epoch."""
         self._owned[epoch] = None
         self._wake()
 
     def disown(self, epoch: Epoch) -> None:
-        """Stop committing the epoch; count its records that finished and are not committed."""
+        """Stop committing the epoch, and count its records that finished but are not committed."""
         if epoch in self._owned:
             del self._owned[epoch]
             due = self.notes.is_due(epoch)
             epoch.uncommitted = epoch.tracker.completed - epoch.noted if due else 0
 
     async def flush(self, epochs: Collection[Epoch], timeout: float) -> bool:
-        """Commit what is due of *epochs* now, and again until it is acknowledged.
+        """Commit the due offsets of *epochs* now, and retry until they are acknowledged.
 
         Args:
-            epochs: Those that are owned; others are left alone.
+            epochs: The epochs to commit; those that are not owned are ignored.
             timeout: Seconds after which to give up.
 
         Returns:
-            Whether nothing of them is due any more.
+            Whether nothing is due for them any longer.
         """
         if not self._running or not self._due(epochs):
             return not self._due(epochs)
@@ -124,11 +123,11 @@ class Committer:
             self._waiter.set_result(None)
 
     def _due(self, epochs: Collection[Epoch]) -> list[Epoch]:
-        """Of which epochs something may be committed and is not yet, of those that are ours."""
+        """Owned epochs among *epochs* that have something to commit."""
         return [epoch for epoch in epochs if epoch in self._owned and self.notes.is_due(epoch)]
 
     async def run(self, transport: Transport) -> None:
-        """Commit until cancelled; whoever waits in `flush` then learns that it did not happen."""
+        """Commit until cancelled; callers that still wait in `flush` then learn that the commit did not happen."""
         self._running = True
         try:
             while True:
@@ -139,14 +138,14 @@ class Committer:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Nobody needs to wait any longer."""
+        """Let all waiting callers continue without a commit."""
         for request in self._requests:
             if not request.done.done():
                 request.done.set_result(False)
         self._requests.clear()
 
     async def _until_due(self, transport: Transport) -> None:
-        """Wait for a request, or for something due and the interval since the last commit to pass."""
+        """Wait for a request, or until a commit is due and the interval since the last one has passed."""
         while not self._requests:
             self.turns += 1
             self._waiter = asyncio.get_running_loop().create_future()
@@ -162,7 +161,7 @@ class Committer:
                 self.trouble = None
                 awaited += [epoch.frontier() for epoch in self._owned]
                 if self._owned:
-                    # No future tells of what finishes beyond the oldest.
+                    # No future signals completions beyond the oldest record.
                     timeout = max(self._interval, _LOOK_INTERVAL)
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
@@ -181,7 +180,7 @@ class Committer:
             await asyncio.sleep(_RETRY_DELAY)
 
     async def _send_all(self, transport: Transport, due: Sequence[Epoch], membership: Membership) -> None:
-        """Send what is due, in requests that brokers take; ends with the first that was not acknowledged."""
+        """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged."""
         request: dict[Epoch, Due] = {}
         size = 0
         since = self._clock()
@@ -203,7 +202,7 @@ class Committer:
             await self._send(transport, request, membership)
 
     async def _send(self, transport: Transport, request: dict[Epoch, Due], membership: Membership) -> bool:
-        """Send one request; shorter, and without any text in the end, when the broker does not store the texts."""
+        """Send one request; if the broker refuses the metadata, retry with shorter texts, in the end without any."""
         while True:
             self.turns += 1
             began = self._clock()
@@ -256,7 +255,7 @@ class Committer:
 
 
 def _is_told_to_end() -> bool:
-    """Whether somebody has cancelled this task; a cancellation of something that it awaited must not end it."""
+    """Whether this task itself was cancelled; the cancellation of a future that it awaits must not end it."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -20,25 +20,25 @@ from aioshard.records import Record, TopicPartition
 __all__ = ["Delivery", "Epoch", "Gate", "Rerun"]
 
 _FAULT_LASTS = 5.0
-"""Seconds; a client tries to read a partition that cannot be read about every second."""
+"""Seconds; a client tries to read an unreadable partition about once per second."""
 
 
 class Gate(enum.IntEnum):
-    """Whether records of an epoch may start. Open is 0: the hot path asks `if epoch.gate`."""
+    """Whether records of an epoch may start. OPEN is 0, so the hot path can test `if epoch.gate`."""
 
     OPEN = 0
     PAUSED = 1
-    """Ours, and nothing starts but a probe: the application asked for it, or a diversion budget is spent."""
+    """Ours, but only a probe or a detour may start: the application paused it, or a diversion budget is spent."""
     CLOSED = 2
-    """Revoked, or not resolved yet: only what a drain needs may start."""
+    """The partition was revoked or is not resolved yet: only records that a drain waits for may start."""
     ENDED = 3
-    """The ownership is over: completions are ignored."""
+    """The ownership has ended: completions are ignored."""
 
 
 class Delivery(Untroubled):
     """A record on its way through the engine.
 
-    Belongs to its epoch: an outcome that comes after the epoch ended changes nothing (I5).
+    Belongs to its epoch: an outcome that arrives after the epoch has ended changes nothing (I5).
     """
 
     __slots__ = ("__dict__", "arrived", "aside", "epoch", "key", "offset", "record", "run", "size", "starts")
@@ -51,50 +51,50 @@ class Delivery(Untroubled):
         self.size = size
         self.arrived = arrived
         self.aside = False
-        """Whether a worker has to look at `cancelled` or `detour` before it runs the handler."""
+        """Whether a worker must check `cancelled` or `detour` before it runs the handler."""
         self.starts = 0
         """How often a worker has started it."""
 
     run: tuple[float, float, object]
-    """Of its latest attempt, where outcomes are observed: begin and end in loop time, and what the handler returned.
+    """Begin and end in loop time, and the handler's result, of the latest attempt, if outcomes are observed.
 
-    Missing before the first one, and always where nobody observes."""
+    Missing before the first attempt, and always without an observer."""
 
     failed_span: object = None
-    """Of its latest failed attempt, where attempts are traced: what names its span."""
+    """Identifies the span of the latest failed attempt, if attempts are traced."""
 
     def __repr__(self) -> str:
-        """`topic/partition/offset`, as statistics and messages name a record."""
+        """`topic/partition/offset`, the form in statistics and messages."""
         return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
 
     def divert(self, detour: Detour) -> None:
-        """Have the next worker take *detour* in place of running the handler."""
+        """Make the next worker take *detour* instead of running the handler."""
         self.detour = detour
         self.detours = 0
         self.aside = True
 
 
 class Rerun(NamedTuple):
-    """What of a partition this process had started when its last epoch ended, to count replays."""
+    """Which records of a partition this process had started when its last epoch ended, for counting replays."""
 
     highest_started: int
     never_started: frozenset[int]
 
     def counts(self, record: Record) -> bool:
-        """Whether *record* ran here before."""
+        """Whether *record* already ran in this process."""
         return record.offset <= self.highest_started and record.offset not in self.never_started
 
 
 class Epoch:
-    """One uninterrupted ownership of a partition; continuing in place keeps it.
+    """One uninterrupted ownership of a partition; continuing in place keeps the epoch.
 
-    Owned by the event loop. `take_in` is called by the pump, `complete` by workers, the gate by the
-    rebalance. Nothing here awaits.
+    Owned by the event loop. The pump calls `take_in`, workers call `complete`, the rebalance moves the gate. No method
+    awaits.
 
     Invariants:
         * `buffered_bytes` is the sum of the sizes of the incomplete records.
-        * A record of this epoch starts only while the gate is open; while it is paused, when it is the probe;
-          or, while it is closed, when the drain waits for it.
+        * A record of this epoch starts freely only while the gate is open. While it is paused, only the probe and
+          deliveries with a detour start; while it is closed, only those that the drain waits for.
         * After `end`, nothing changes any more.
     """
 
@@ -108,54 +108,54 @@ class Epoch:
     ) -> None:
         self.topic_partition = topic_partition
         self.counts = TopicCounts() if counts is None else counts
-        """What happens to the records of its topic; of all its partitions, and across epochs."""
+        """Counts of its topic, shared by all partitions of the topic and kept across epochs."""
         self.number = number
         self.tracker: OffsetTracker[Delivery] = OffsetTracker(start)
         self.gate = Gate.CLOSED
         self.highest_started = -1
         self.buffered_bytes = 0
         self.acknowledged: int | None = None
-        """The committed offset as last acknowledged to us; None while there is none."""
+        """The committed offset that was last acknowledged to us; None without one."""
         self.mark = CommitMetadata()
-        """What our commits of this partition carry beside what is finished; see `aioshard.core.ownership`."""
+        """First-commit marker that our commits carry besides the completions; see `aioshard.core.ownership`."""
         self.inherited: tuple[Run, ...] = ()
-        """What a commit had noted as finished when the epoch began, as far as it is not passed: it is not run again."""
+        """Completions read from a commit when the epoch began and not passed yet; those records do not run again."""
         self.note_length = 0
-        """How many characters were stored with the committed offset when it was last acknowledged."""
+        """Length in characters of the metadata in the last acknowledged commit."""
         self.noted = 0
-        """How many records had completed when what is finished was last noted, or there was nothing to note."""
+        """How many records had completed as of the last acknowledged commit."""
         self.uncommitted = 0
-        """How many records had finished without an acknowledged commit when the committer had to let go of it."""
+        """How many records had finished without an acknowledged commit when the committer disowned the epoch."""
         self.rerun: Rerun | None = None
         self.trouble: str | None = None
-        """Why the partition could not be read when the client last said so; see `fault`."""
+        """Why the partition could not be read when the client last reported it; see `fault`."""
         self._trouble_since = self._trouble_at = 0.0
         self.outside_log: int | None = None
-        """The position that the log does not have, while it is being found out where to go on."""
+        """A position that is not in the log, while the rebalance finds out where to resume; otherwise None."""
         self.shed: dict[int, Delivery] = {}
-        """Queued deliveries whose records were given back to make room; incomplete, and fetched again later."""
+        """Queued deliveries whose records were evicted to make room, by offset; incomplete, and fetched again later."""
         self.fetching_again = False
-        """Whether the client was sent back to the first of them, and has not come to our position again."""
+        """Whether the client was sent back to the first evicted record and has not reached our position again."""
         self.one_way = False
-        """Whether the client cannot be sent back: nothing is given back then."""
+        """Whether the client cannot seek backwards: nothing is evicted then."""
         self.drain: DrainPlan[Delivery] | None = None
         self.drained: asyncio.Event | None = None
         self.revoked = asyncio.Event()
-        """Set while the partition is being taken away; handlers see it as `Context.revoked`."""
+        """Set while the partition is being revoked; handlers see it as `Context.revoked`."""
         self.pauses: dict[str, str] = {}
-        """Who has paused the partition, and why in a sentence; it goes on when nobody has."""
+        """Pauses by owner, each with the reason as a sentence; the partition resumes when none is left."""
         self.probe: Delivery | None = None
         """The one delivery that may start while the partition is paused."""
         self.probed: Callable[[bool], None] | None = None
-        """Told whether the probe was processed."""
+        """Called with whether the probe was processed."""
         self.probe_room = 0
-        """How many more records a paused partition takes in, so that there is one to probe with that has not failed."""
+        """How many more records a paused partition takes in, to have a probe among them that has not failed yet."""
         self._frontier: asyncio.Future[None] | None = None
         self._buffer = buffer
 
     @property
     def held_usage(self) -> Usage:
-        """What the partition holds of the buffer."""
+        """Buffer usage of the partition."""
         return Usage(len(self.tracker) - len(self.shed), self.buffered_bytes)
 
     def stuck(self, now: float, stuck_after: float) -> bool:
@@ -167,13 +167,13 @@ class Epoch:
         return (oldest.block is not None and oldest.block.halted) or now - since > stuck_after
 
     def fault(self, now: float) -> str | None:
-        """Why the partition cannot be read now; what the client has not repeated for a while is over."""
+        """Why the partition cannot be read now; a fault ends when the client has not repeated it for a while."""
         if self.trouble is None or now - self._trouble_at > _FAULT_LASTS:
             return None
         return f"{self.trouble} (for {now - self._trouble_since:.0f} s)"
 
     def note_fault(self, trouble: str, now: float) -> bool:
-        """Take note that the partition cannot be read; returns whether that is new."""
+        """Record that the partition cannot be read; return whether that is new."""
         lasts = self.fault(now) is not None
         if not lasts:
             self._trouble_since = now
@@ -182,10 +182,10 @@ class Epoch:
         return new
 
     def take_in(self, batch: FetchedBatch, deliveries: list[Delivery]) -> None:
-        """Track a whole batch, with the position captured with it, in one step (I10).
+        """Track a whole batch and the position captured with it in one step (I10).
 
         Raises:
-            OffsetRegressionError: If the client went back; see `OffsetTracker.track`.
+            OffsetRegressionError: The client went back; see `OffsetTracker.track`.
         """
         self.tracker.track([delivery.offset for delivery in deliveries], deliveries, batch.next_offset)
         size = sum(batch.sizes)
@@ -195,10 +195,10 @@ class Epoch:
         if not deliveries:
             self._advanced()
 
-    # Giving back -----------------------------------------------------------------
+    # Eviction --------------------------------------------------------------------
 
     def shed_from(self, least: Usage) -> int:
-        """The first offset that is too much for a partition that cannot advance."""
+        """First offset to evict so that a partition that cannot advance keeps no more than *least*."""
         size = 0
         for records, delivery in enumerate(self.tracker.values(), 1):
             size += delivery.size
@@ -207,9 +207,9 @@ class Epoch:
         return self.tracker.position
 
     def give_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Drop the payloads of queued deliveries; their offsets stay incomplete: nothing is committed past them."""
+        """Drop the payloads of queued deliveries; their offsets stay incomplete, so nothing is committed past them."""
         for delivery in deliveries:
-            if delivery is self.probe:  # another one has to be found, or nothing would try the partition any more
+            if delivery is self.probe:  # another probe must be found, or nothing would ever test the partition again
                 self._end_probe(processed=False)
             self.fetching_again = False
             self.shed[delivery.offset] = delivery
@@ -218,10 +218,10 @@ class Epoch:
             self._buffer.release(delivery.size)
 
     def take_back(self, batch: FetchedBatch, now: float) -> list[Delivery]:
-        """The deliveries of a batch that was fetched again, in order, those of new records not among them.
+        """Return the evicted deliveries that a batch brings back, in order; new records are left out.
 
-        Offsets that were given back and are not in the log any more (compacted, or deleted by retention)
-        complete: they are holes now (I10).
+        Evicted offsets that are no longer in the log (compacted, or deleted by retention) complete: they are holes
+        now (I10).
         """
         back = []
         for record, size in zip(batch.records, batch.sizes, strict=True):
@@ -239,10 +239,10 @@ class Epoch:
             self.fetching_again = False
         return back
 
-    # What is finished beyond the committable offset -------------------------------------
+    # Completions beyond the committable offset ------------------------------------------
 
     def finished(self) -> list[Run]:
-        """What whoever goes on from the committable offset need not run again; ascending."""
+        """Records beyond the committable offset that a later owner need not run again; ascending."""
         runs = self.tracker.finished()
         for run in beyond(self.inherited, self.tracker.position):
             if runs and runs[-1].end == run.start:
@@ -254,7 +254,7 @@ class Epoch:
     # Ending -------------------------------------------------------------------------
 
     def complete(self, delivery: Delivery) -> bool:
-        """Take note that a record reached a terminal outcome; False when the epoch has ended (I5)."""
+        """Record that a delivery reached its final outcome; return False if the epoch has ended (I5)."""
         if self.gate:
             if self.gate is Gate.ENDED:
                 return False
@@ -262,13 +262,13 @@ class Epoch:
         size = delivery.size
         self.buffered_bytes -= size
         buffer = self._buffer
-        buffer.records -= 1  # as `Buffer.release`, without the call
+        buffer.records -= 1  # inlined `Buffer.release`
         buffer.bytes -= size
         buffer.countdown -= 1
         if not buffer.countdown:
             buffer.wake()
         tracker, offset = self.tracker, delivery.offset
-        del tracker.incomplete[offset]  # as `OffsetTracker.complete`, without the call
+        del tracker.incomplete[offset]  # inlined `OffsetTracker.complete`
         if offset == tracker.watched:
             self._advanced()
         return True
@@ -278,9 +278,9 @@ class Epoch:
             self._frontier.set_result(None)
 
     def frontier(self) -> asyncio.Future[None]:
-        """A future that resolves when the oldest record that is now incomplete completes.
+        """A future that is done when the record that is now the oldest incomplete one completes.
 
-        With nothing incomplete it resolves when the position moves. One per wait, not per record.
+        With nothing incomplete, it is done when the position moves. It costs one future per wait, not per record.
         """
         self.tracker.watch()
         self._frontier = asyncio.get_running_loop().create_future()
@@ -290,20 +290,20 @@ class Epoch:
 
     @property
     def is_open(self) -> bool:
-        """Whether the partition is ours for certain; it may be paused."""
+        """Whether the partition is certain to be ours; it may be paused."""
         return self.gate <= Gate.PAUSED
 
     def pause(self, who: str, why: str) -> None:
-        """Let nothing start until *who* resumes; what runs goes on. *why* is a sentence."""
+        """Start no records until *who* resumes; those that run continue. *why* is a sentence."""
         self.pauses[who] = why
         if self.gate is Gate.OPEN:
             self.gate = Gate.PAUSED
 
     def resume(self, who: str) -> bool:
-        """Take back a pause.
+        """Remove the pause of *who*.
 
         Returns:
-            Whether the gate has opened by that; `Shards.reopen` then puts back what was set aside.
+            Whether that opened the gate; `Shards.reopen` then queues the deliveries that were set aside.
         """
         self.pauses.pop(who, None)
         if self.pauses or self.gate is not Gate.PAUSED:
@@ -312,10 +312,10 @@ class Epoch:
         return True
 
     def close(self, running: Collection[Delivery] = ()) -> None:
-        """Let nothing new start, and plan what must end before the partition is handed over.
+        """Start no new records, and plan which ones must end before the partition is handed over.
 
         Args:
-            running: What workers run now, of whichever partition. A paused partition waits for that alone.
+            running: All deliveries that workers run now, of any partition. A paused partition waits only for its own.
         """
         queued: Iterable[Delivery] = (d for d in self.tracker.values() if d.offset not in self.shed)
         if self.gate is Gate.PAUSED:
@@ -327,13 +327,13 @@ class Epoch:
         self._check_drained()
 
     def may_start(self, delivery: Delivery) -> bool:
-        """Whether a record may start although the gate is not open: a drain waits for it, or it is the probe."""
+        """Whether a record may start although the gate is not open: a drain waits for it, or it is the probe or has a detour."""
         if self.gate is Gate.PAUSED:
             return delivery is self.probe or delivery.detour is not None
         return self.gate is Gate.CLOSED and self.drain is not None and delivery.offset in self.drain.pending
 
     def settle(self, delivery: Delivery, *, processed: bool = False) -> None:
-        """A run of a record has ended, well or not: a drain does not wait for it any more."""
+        """Tell the drain and the probe that a run of a record has ended, successfully or not."""
         if delivery is self.probe:
             self._end_probe(processed=processed)
         if self.drain is not None:
@@ -346,7 +346,7 @@ class Epoch:
             self.probed(processed)
 
     def block(self, key: ShardKey) -> None:
-        """A shard does not go on for now: a drain does not wait for what is in it."""
+        """Tell the drain not to wait for a shard that is blocked for now."""
         if self.drain is not None:
             self.drain.block(key)
             self._check_drained()
@@ -356,7 +356,7 @@ class Epoch:
             self.drained.set()
 
     def stop_draining(self) -> list[Delivery]:
-        """Give up on what has not ended: the deliveries that were still due."""
+        """Give up on the rest of the drain; return the deliveries that were still due."""
         late = list(self.drain.pending.values()) if self.drain is not None else []
         if self.drain is not None:
             self.drain.pending.clear()
@@ -364,13 +364,13 @@ class Epoch:
         return late
 
     def open(self) -> None:
-        """Let records start, unless somebody has paused the partition; `Shards.reopen` puts back what was set aside."""
+        """Let records start unless the partition is paused; `Shards.reopen` queues deliveries that were set aside."""
         self.gate = Gate.PAUSED if self.pauses else Gate.OPEN
         self.drain = self.drained = self.outside_log = None
         self.revoked.clear()
 
     def end(self) -> Rerun:
-        """End the ownership: what is incomplete is dropped from the count and never completes here."""
+        """End the ownership: incomplete records leave the buffer and never complete here."""
         started = self.tracker.values()
         never = frozenset(d.offset for d in started if d.starts == 0 and d.offset <= self.highest_started)
         self.gate = Gate.ENDED
@@ -380,7 +380,7 @@ class Epoch:
         self.buffered_bytes = 0
         self.stop_draining()
         self._advanced()
-        # A run that outlives the epoch refers to it; what was queued behind it is not to stay in memory as long.
+        # A run that outlives the epoch refers to it; the deliveries queued behind it must not stay in memory as long.
         self.tracker = OffsetTracker(self.tracker.position)
         self.shed.clear()
         return Rerun(self.highest_started, never)

@@ -1,4 +1,4 @@
-"""The pump that calls the client, and the fetch task of each assigned partition."""
+"""The pump, which calls the client, and the fetch task of each assigned partition."""
 
 import asyncio
 import bisect
@@ -29,7 +29,7 @@ _LOOK_INTERVAL = 0.5
 class Fetcher:
     """The fetch task of one partition: turns batches into deliveries and feeds them to the shards.
 
-    Only this partition waits when a fixed shard is full.
+    When a fixed shard is full, only this partition waits.
     """
 
     def __init__(self, epoch: Epoch, feed: Feed, clock: Callable[[], float]) -> None:
@@ -57,7 +57,7 @@ class Fetcher:
 
     @property
     def has_unfed(self) -> bool:
-        """Whether records came in that the task has not come to yet; not while a full shard keeps it waiting."""
+        """Whether the task has batches left to feed; False while it waits for a full shard."""
         return bool(self._batches) and not self._waiting
 
     def accept(self, batch: FetchedBatch) -> int:
@@ -94,7 +94,7 @@ class Fetcher:
             self._arrived.set()
 
     async def run(self) -> None:
-        """Feed what was accepted, until cancelled."""
+        """Feed accepted records to the shards until cancelled."""
         self._task = task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a task
         while True:
@@ -112,14 +112,14 @@ class Fetcher:
                     self._called_back = False
 
     def give_back(self, least: Usage) -> int:
-        """Give back what is queued beyond *least*, because the partition cannot advance.
+        """Evict the queued records beyond *least*, because the partition cannot advance.
 
         Returns:
-            How many records; they are fetched again when it can.
+            How many records were evicted; they are fetched again when it can advance.
         """
         first = self.epoch.shed_from(least)
         deliveries = self.feed.give_back(self.epoch, first)
-        # What is on its way to a shard too, or it would come there before what is given back.
+        # Also evict records on their way to a shard; otherwise they would arrive there before the evicted ones.
         if self._waiting and self._task is not None and not self._called_back:
             self._called_back = True
             self._task.cancel()
@@ -133,7 +133,7 @@ class Fetcher:
 
 
 def _after(batch: FetchedBatch, position: int) -> FetchedBatch:
-    """What of a batch is new to an epoch at *position*."""
+    """The part of a batch that is new to an epoch at *position*."""
     first = bisect.bisect_left(batch.records, position, key=operator.attrgetter("offset"))
     return FetchedBatch(
         batch.topic_partition, batch.records[first:], batch.sizes[first:], max(batch.next_offset, position)
@@ -143,8 +143,8 @@ def _after(batch: FetchedBatch, position: int) -> FetchedBatch:
 class Pump:
     """The one task that calls the client, for all partitions.
 
-    A `getmany` per partition would wake all of them for every response: free to about 32 partitions, seven
-    times the cost at 512. The pump hands each batch to its partition's fetch task.
+    With a `getmany` per partition, every response would wake all of them: free up to about 32 partitions, seven times
+    the cost at 512. The pump hands each batch to its partition's fetch task.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class Pump:
         """Make a pump; `run` is its task, once per life of a client.
 
         Args:
-            buffer: What is held of all partitions.
-            fetchers: Of the assigned partitions; owned by the rebalance.
+            buffer: The records buffered for all partitions.
+            fetchers: Fetchers of the assigned partitions; owned by the rebalance.
             clock: Loop time.
-            admission: How much of each partition is taken in.
-            out_of_range: Told when an epoch cannot go on because its position is not in the log.
+            admission: Decides how much of each partition may be taken in.
+            out_of_range: Called when an epoch cannot continue because its position is not in the log.
         """
         self.replayed = 0
         """Records taken in that this process had run before."""
         self.already_done = 0
-        """Records that came and were not taken in: a commit had noted them as finished."""
+        """Records fetched but not taken in, because a commit had noted them as finished."""
         self.turns = 0
-        """How often the client was asked for records and came back."""
+        """How often a poll of the client has returned."""
         self._buffer = buffer
         self._fetchers = fetchers
         self._clock = clock
@@ -198,10 +198,10 @@ class Pump:
                 else:
                     self._admission.keep_room_for(item, fetcher.epoch)
             if taken:
-                await asyncio.sleep(0)  # a client with data at hand never suspends
+                await asyncio.sleep(0)  # a client that has data never suspends
 
     def _make_room(self, transport: Transport) -> None:
-        """Have partitions that cannot advance keep a minimum only, and fetch again what was given back and has room."""
+        """Evict records of partitions that cannot advance, down to a minimum; fetch them again once there is room."""
         now = self._clock()
         if now < self._look_at:
             return
@@ -234,7 +234,7 @@ class Pump:
             self._out_of_range(epoch, error)
 
     def _without_finished(self, epoch: Epoch, batch: FetchedBatch) -> FetchedBatch:
-        """A batch without what a commit had noted as finished: that is passed like a hole."""
+        """Remove the records that a commit had noted as finished from a batch: they are skipped like a hole."""
         kept = [place for place, record in enumerate(batch.records) if not holds(epoch.inherited, record.offset)]
         self.already_done += len(batch.records) - len(kept)
         epoch.inherited = beyond(epoch.inherited, batch.next_offset)

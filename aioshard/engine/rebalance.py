@@ -1,4 +1,4 @@
-"""What is ours: partitions revoked, lost and assigned; drained, handed back, continued in place."""
+"""Partition ownership: handles revoked, lost and assigned partitions, and drains, hands over or continues them."""
 
 import asyncio
 import logging
@@ -50,48 +50,48 @@ logger = logging.getLogger("aioshard.engine.rebalance")
 
 _RETRY_DELAY = 0.2
 _LEADER_DELAY = 1.0
-"""Seconds until a partition whose leader was away is asked for again."""
+"""Seconds between lookups of partitions whose leader is away."""
 
 APPLICATION = "application"
-"""Who has paused a partition when the application asked for it; see `Epoch.pauses`."""
+"""Key in `Epoch.pauses` of a pause that the application requested."""
 
 
 class Outside(Protocol):
-    """Where the rebalance finds what others own."""
+    """The parts of the engine that the rebalance uses."""
 
     @property
     def workers(self) -> Collection[Worker]:
         """All workers of all handlers."""
 
     def feed_of(self, topic: str) -> Feed:
-        """Where the records of a topic go."""
+        """Router for the records of a topic."""
 
     @property
     def replayed(self) -> int:
-        """How many records this process has run again."""
+        """How many records this process has run more than once."""
 
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
-        """Why the application has paused a partition, or None."""
+        """Why the application paused a partition; None when it did not."""
 
     def make_epoch(self, topic_partition: TopicPartition, number: int, start: int) -> Epoch:
-        """Make an epoch, closed."""
+        """Make an epoch, with its gate closed."""
 
     def fail(self, error: BaseException) -> None:
-        """End the app: *error* is something that no retry cures."""
+        """End the app: no retry can help against *error*."""
 
 
 class Rebalance:
-    """Owns the epochs: begins them, closes and opens their gates, ends them. The `GroupListener`.
+    """Owns the epochs: creates them, closes and opens their gates, and ends them. Implements `GroupListener`.
 
-    A partition that is revoked keeps its epoch, closed. When the group gives it back and everything of
-    `aioshard.core.ownership.reason_to_end` speaks for it, it goes on where it was; else its epoch ends
-    and what was queued is dropped.
+    A revoked partition keeps its epoch, with the gate closed. If the group assigns it again and
+    `aioshard.core.ownership.reason_to_end` finds no objection, it continues in place. Otherwise its epoch ends and its
+    queued records are dropped.
 
     Invariants:
-        * A position that was not committed is committed before the first record is handed out.
+        * A position that was not committed yet is committed before the first record is handed out.
         * Nothing of an epoch is committed between the end of `revoked` and its continuation (I9).
-        * `revoked` returns within the drain time-out plus the commit time-out (I7).
-        * A gate opens only after the checks, under the membership that the checks were made in.
+        * `revoked` returns within the drain timeout plus the commit timeout (I7).
+        * A gate opens only after the checks, and under the same membership in which they were made.
     """
 
     def __init__(
@@ -105,18 +105,18 @@ class Rebalance:
         clock: Callable[[], float],
     ) -> None:
         self.fetchers: dict[TopicPartition, Fetcher] = {}
-        """Of the partitions that are ours, or may be ours again."""
+        """Fetchers of the partitions that are ours, or may become ours again."""
         self.rebalances = 0
         self.log = RebalanceLog(clock, lambda: outside.replayed)
-        """What each of them did."""
+        """History of the rebalances."""
         self.settled = asyncio.Event()
-        """Set while all partitions of an assignment are open, but for those whose leader is away."""
+        """Set while every assigned partition is open, except those whose leader is away."""
         self.ends: dict[TopicPartition, int] = {}
-        """End of each partition's log as first seen; for consuming up to there."""
+        """End of each partition's log as first seen, for consuming up to that point."""
         self.unsettled: dict[TopicPartition, str] = {}
-        """Why it is not known yet where to resume a partition that is ours."""
+        """Owned partitions whose resume position is not known yet, each with the reason."""
         self.seeks = Seeks()
-        """Where partitions are to go on, as the application asked for."""
+        """Positions that the application requested and that are not reached yet."""
         self._group_id = group_id
         self._settings = settings
         self._outside = outside
@@ -127,34 +127,34 @@ class Rebalance:
         self._fetch_tasks: dict[Epoch, asyncio.Task[object]] = {}
         self._claims: dict[TopicPartition, Claim] = {}
         self._opened_in: dict[Epoch, Membership] = {}
-        """Of the epochs that are ours for certain: the membership of the latest assignment."""
+        """Epochs that are certain to be ours, each with the membership of the latest assignment."""
         self._reruns: dict[TopicPartition, Rerun] = {}
         self._given: frozenset[TopicPartition] = frozenset()
         """The latest assignment."""
         self._given_in = NOT_A_MEMBER
         self._settling: asyncio.Task[object] | None = None
         self._news = asyncio.Event()
-        """Set when something is to be opened, also while that is under way."""
+        """Set when there are partitions to open, even while others are being opened."""
         self._stopping = False
         self._epochs = 0
         self._told: set[tuple[TopicPartition, Committed | None]] = set()
-        """Texts of others that were spoken of: a position that is looked up again and again is told once."""
+        """Foreign commit metadata that was already logged: repeated lookups of a position log it once."""
         self._ever_opened: set[TopicPartition] = set()
-        """What was ours in this process: the group has had a position on it, whatever the brokers have kept of that."""
+        """Partitions opened by this process: the group has had a position on each, even if the brokers dropped it."""
         self._marks: dict[str, CommitMetadata] = {}
-        """What the first commit that was seen of each topic carried."""
+        """Metadata of the first commit seen on each topic."""
 
     def attach(self, transport: Transport) -> None:
-        """From now on *transport* is the client."""
+        """Use *transport* as the client from now on."""
         self._transport = transport
         self._claims.clear()
 
     @property
     def client(self) -> Transport:
-        """The client of now.
+        """The current client.
 
         Raises:
-            ClientLostError: There is none.
+            ClientLostError: No client exists now.
         """
         if self._transport is None:
             raise ClientLostError("there is no Kafka client now: one is being built, or the app has stopped")
@@ -162,17 +162,17 @@ class Rebalance:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Every epoch that has not ended."""
+        """All epochs that have not ended."""
         return [fetcher.epoch for fetcher in tuple(self.fetchers.values())]
 
     @property
     def in_place(self) -> bool:
-        """Whether every partition is open where it is to resume: no rebalance, seek or absent leader is waited for."""
+        """Whether every partition is open at its resume position: no rebalance, seek or absent leader is pending."""
         return self.settled.is_set() and not self.unsettled and not self.seeks.under_way
 
     @property
     def trouble(self) -> str | None:
-        """Why partitions that are ours are not open, else None."""
+        """Why owned partitions are not open; None when all are."""
         if not self.unsettled:
             return None
         name, reason = min(self.unsettled.items())
@@ -182,7 +182,7 @@ class Rebalance:
     # Taken away ----------------------------------------------------------------------
 
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
-        """Drain, commit and let go of partitions; see `GroupListener.revoked`."""
+        """Drain, commit and release partitions; see `GroupListener.revoked`."""
         self.settled.clear()
         self._stop_settling()
         epochs = [fetcher.epoch for name in partitions if (fetcher := self.fetchers.get(name)) is not None]
@@ -217,7 +217,7 @@ class Rebalance:
                 self._claim(epoch)
 
     def _in_flight(self, epochs: Collection[Epoch]) -> int:
-        """How many records of these run."""
+        """Count the records of *epochs* that handlers are running."""
         theirs = {both for epoch in epochs for both in self._with_side(epoch)}
         return sum(delivery.epoch in theirs for worker in self._outside.workers for delivery in worker.deliveries)
 
@@ -226,10 +226,10 @@ class Rebalance:
         self._claims[epoch.topic_partition] = Claim(*held, epoch.acknowledged, epoch.tracker.position)
 
     async def drain(self, epochs: Collection[Epoch], timeout: float) -> int:
-        """Close the gates and wait for what has to end; cancel what has not within *timeout* seconds.
+        """Close the gates and wait for the records that must end; cancel those still running after *timeout* seconds.
 
         Returns:
-            How many records had not ended.
+            How many records were still running.
         """
         running = {delivery for worker in self._outside.workers for delivery in worker.deliveries}
         for epoch in epochs:
@@ -250,7 +250,7 @@ class Rebalance:
         return ran_on
 
     def wait_no_more(self) -> None:
-        """Let a drain end as if its time were over: nobody is left to run anything."""
+        """End every drain as if its timeout had passed, because no worker is left to run anything."""
         for epoch in self.epochs:
             for both in self._with_side(epoch):
                 if both.drained is not None:
@@ -261,14 +261,14 @@ class Rebalance:
         return fetcher.feed.with_side(epoch) if fetcher is not None else [epoch]
 
     def end_all(self, reason: str) -> None:
-        """End every epoch: the client is gone, or the app is."""
+        """End every epoch: the client is lost, or the app stopped."""
         self.settled.clear()
         self._stop_settling()
         for epoch in self.epochs:
             self.end(epoch, reason)
 
     def end(self, epoch: Epoch, reason: str) -> None:
-        """End an ownership; what of it is incomplete is dropped, and what runs is told to end."""
+        """End an ownership: drop its incomplete records and interrupt those that are running."""
         dropped = len(epoch.tracker)
         self.log.dropped(dropped)
         ended = self._with_side(epoch)
@@ -297,7 +297,7 @@ class Rebalance:
     # Given ------------------------------------------------------------------------------
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        """Take note of an assignment and look into it; see `GroupListener.assigned`."""
+        """Record a new assignment and start opening its partitions; see `GroupListener.assigned`."""
         self.rebalances += 1
         given = self._given = frozenset(partitions)
         self._given_in = membership
@@ -314,12 +314,12 @@ class Rebalance:
         by_hand = not membership.member_id and membership != NOT_A_MEMBER
         self.log.assigned(len(given), untouched, membership.generation, by_hand=by_hand)
         self.client.adjust_prefetch(max(len(self.fetchers.keys() | given), 1), self._settings.max_buffered_bytes // 2)
-        # What came with an assignment before this one and is not open yet is in this one too.
+        # A new assignment also contains the partitions of earlier ones that are not open yet.
         self._stop_settling()
         self._look_into()
 
     def restart(self, epoch: Epoch, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
-        """An epoch's position is not in its log any more: find where to go on."""
+        """Find where to resume an epoch whose position is no longer in its log."""
         topic_partition = epoch.topic_partition
         self.client.pause([topic_partition])
         if isinstance(error, OffsetOutOfRangeError):
@@ -329,20 +329,20 @@ class Rebalance:
         self._look_into()
 
     def seek(self, epoch: Epoch, start: int) -> asyncio.Future[None]:
-        """Have an open partition go on at *start*, drained first; the future ends when it does.
+        """Drain an open partition and resume it at *start*; the future is done when it resumes.
 
-        The position is committed before a record of it is handed out, with nothing of what was finished before.
+        *start* is committed before its first record is handed out, without any completions from before the seek.
 
         Raises:
-            StateError: Another position was asked for, and is not reached yet.
+            StateError: Another seek of this partition is still under way.
         """
         done = self.seeks.ask(epoch, start)
-        self.client.pause([epoch.topic_partition])  # what comes while it drains would be fetched for nothing
+        self.client.pause([epoch.topic_partition])  # records that arrive during the drain would be fetched for nothing
         self._tasks.start(self._leave(epoch, start), f"seek {epoch.topic_partition}")
         return done
 
     async def _leave(self, epoch: Epoch, start: int) -> None:
-        """Drain an epoch and commit what it finished; then look into its partition, unless a rebalance does."""
+        """Drain an epoch and commit its completions, then reopen its partition unless a rebalance has taken charge."""
         late = await self.drain([epoch], self._settings.drain_timeout)
         if late:
             logger.warning("%d record(s) still ran when the time to drain was over, and were cancelled", late)
@@ -352,13 +352,13 @@ class Rebalance:
             self._look_into()
 
     def stop_opening(self) -> None:
-        """From now on no gate opens: the app is draining for good."""
+        """Open no gate from now on: the app is draining and will stop."""
         self._stopping = True
         self.seeks.give_up_all()
         self._stop_settling()
 
     def _look_into(self) -> None:
-        """Open what is ours and is not open: now, or once more if that is under way."""
+        """Open the owned partitions that are not open; if that is under way already, make it check again."""
         self.settled.clear()
         self._news.set()
         if not self._stopping and (self._settling is None or self._settling.done()):
@@ -371,7 +371,7 @@ class Rebalance:
         self.unsettled.clear()
 
     async def _settle(self) -> None:
-        """Open the partitions of the assignment, each in place or in a new epoch; try until done or overtaken."""
+        """Open the assigned partitions, in place or in new epochs; retry until done or until the membership changes."""
         given, membership = self._given, self._given_in
         while self.client.membership() == membership:
             self._news.clear()
@@ -402,17 +402,17 @@ class Rebalance:
     async def _open_given(
         self, partitions: frozenset[TopicPartition], membership: Membership
     ) -> dict[TopicPartition, str]:
-        """Open each of *partitions*, in place or in a new epoch, as long as *membership* lasts.
+        """Open each of *partitions*, in place or in a new epoch, while *membership* lasts.
 
         Returns:
-            The partitions whose leader is away, each with a sentence. They keep no other partition waiting.
+            The partitions whose leader is away, each with the reason. They do not delay the others.
 
         Raises:
-            TransportError: Something could not be found out, or not be committed; what was opened stays so.
+            TransportError: A lookup or a commit failed; partitions that were opened stay open.
             TimeoutError: The brokers did not answer.
-            NoOffsetError: Nothing says where to begin.
+            NoOffsetError: There is neither a committed offset nor a policy that says where to begin.
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
-            LeasedError: A run over history has one of *partitions*.
+            LeasedError: A backfill holds one of *partitions*.
         """
         unsettled = [topic_partition for topic_partition in sorted(partitions) if not self._is_open(topic_partition)]
         if not unsettled:
@@ -422,7 +422,7 @@ class Rebalance:
             committed = await client.committed(unsettled)
         with anyio.fail_after(self._settings.commit_timeout):
             ranges = await client.log_ranges(unsettled)
-        # Reading long texts takes a while, which is none of the brokers': there is no deadline for it.
+        # Parsing long metadata takes a while through no fault of the brokers, so it has no deadline.
         texts = await _read(committed)
         self._refuse_leased(committed, texts)
         if client.membership() != membership:
@@ -433,7 +433,7 @@ class Rebalance:
             if topic_partition in waiting:
                 continue
             log = ranges[topic_partition]
-            # Lower than at first when the topic was made anew, and then there is no more to come.
+            # A recreated topic may end earlier than first seen, and nothing will arrive up to the old end.
             self.ends[topic_partition] = min(self.ends.get(topic_partition, log.end), log.end)
             fetcher = self.fetchers.get(topic_partition)
             if fetcher is None or not self._continue(fetcher, committed[topic_partition], log, membership):
@@ -447,7 +447,7 @@ class Rebalance:
     def _refuse_leased(
         self, committed: Mapping[TopicPartition, Committed | None], texts: Mapping[TopicPartition, CommitMetadata]
     ) -> None:
-        """Keep off partitions that a run over history has; say what other programs noted before it is replaced."""
+        """Refuse partitions that a backfill has leased; warn about foreign commit metadata before it is replaced."""
         now = time.time()
         for topic_partition, ours in sorted(committed.items()):
             noted = texts[topic_partition]
@@ -464,11 +464,11 @@ class Rebalance:
                 logger.warning(message, offset, topic_partition, why, extra=fields)
 
     def _is_open(self, topic_partition: TopicPartition) -> bool:
-        """Whether nothing has to be looked into before records of a partition are handed out."""
+        """Whether a partition needs no checks before its records are handed out."""
         fetcher = self.fetchers.get(topic_partition)
         if fetcher is None:
             return False
-        # What is drained for a seek is ours, and looked into when it is drained.
+        # A partition that is drained for a seek is still ours; it is checked once the drain is over.
         return (fetcher.epoch.is_open and fetcher.epoch.outside_log is None) or self.seeks.drains(fetcher.epoch)
 
     def _continue(self, fetcher: Fetcher, committed: Committed | None, log: LogRange, now: Membership) -> bool:
@@ -489,7 +489,7 @@ class Rebalance:
         return True
 
     def _pass_over(self, fetcher: Fetcher, position: int, log: LogRange) -> str | None:
-        """Pass over what retention has deleted unread, a hole like any other; or say why the epoch ends."""
+        """Skip offsets that retention deleted before they were read, like any hole; or return why the epoch ends."""
         topic_partition = fetcher.epoch.topic_partition
         if position >= log.start or self._settings.auto_offset_reset == "error":
             return str(OffsetOutOfRangeError(topic_partition, position))
@@ -508,10 +508,10 @@ class Rebalance:
         ranges: Mapping[TopicPartition, LogRange],
         membership: Membership,
     ) -> tuple[list[Epoch], list[TransportError | TimeoutError]]:
-        """Begin epochs for *partitions*, and open those whose position was committed.
+        """Begin epochs for *partitions*, and open those whose position is committed already.
 
         Returns:
-            The epochs that are closed until their position is committed, and why others of them stay closed.
+            The epochs that stay closed until their position is committed, and the errors that keep others closed.
         """
         topics = dict.fromkeys(name.topic for name in partitions)
         with anyio.fail_after(self._settings.commit_timeout):
@@ -542,7 +542,7 @@ class Rebalance:
             return [], []
         for epoch in found:
             if restored[epoch] is True:
-                epoch.acknowledged = None  # it is committed once more: that shows whose the partition is
+                epoch.acknowledged = None  # commit it again: the broker's answer shows whether the partition is ours
                 resolved.append(epoch)
             elif restored[epoch] is False:
                 self._open(epoch, membership)
@@ -552,10 +552,10 @@ class Rebalance:
     def _origin(
         self, topic_partition: TopicPartition, ours: Committed | None, log: LogRange, *, group_knows_topic: bool
     ) -> Origin:
-        """Where to go on with a partition.
+        """Decide where to begin a partition.
 
         Raises:
-            NoOffsetError: Nothing says it.
+            NoOffsetError: There is neither a committed offset nor a policy that says it.
             OffsetOutOfRangeError: The committed offset is not in the log, and the policy is "error".
         """
         offset = ours.offset if ours else None
@@ -571,17 +571,17 @@ class Rebalance:
         return origin
 
     def _acknowledge(self, epoch: Epoch, ours: Committed | None) -> None:
-        """Take note of what is committed. What was asked for is committed although the offset may be the same."""
+        """Record the committed offset. A seek is always committed, even to the same offset."""
         asked = self.seeks.start_of(epoch.topic_partition)
-        epoch.acknowledged = ours.offset if ours and asked is None else None  # the text with it is another
+        epoch.acknowledged = ours.offset if ours and asked is None else None  # the metadata differs
 
     async def _restore(
         self, epochs: Collection[Epoch], numbers: Mapping[str, int], generation: int
     ) -> dict[Epoch, bool | TransportError | TimeoutError]:
-        """Find out what of new epochs is kept elsewhere, before a record of them is handed out.
+        """Find out what new epochs have in side topics, before any of their records is handed out.
 
         Returns:
-            Whether something is kept of an epoch that is of a later owner, or why that cannot be found out now.
+            For each epoch, whether something of it belongs to a later owner, or the error that prevented finding out.
         """
         feeds = {epoch: self.fetchers[epoch.topic_partition].feed for epoch in epochs}
         found = await asyncio.gather(
@@ -594,17 +594,17 @@ class Rebalance:
         return dict(zip(feeds, found, strict=True))  # type: ignore[arg-type]
 
     async def _noted(self, topic: str, partitions: int) -> list[CommitMetadata]:
-        """What the group's commits on a topic carry, of all partitions, and what the first that we saw did."""
+        """Metadata of the group's commits on all partitions of a topic, and of the first commit seen on it."""
         with anyio.fail_after(self._settings.commit_timeout):
             commits = await self.client.committed([TopicPartition(topic, number) for number in range(partitions)])
         texts = await _read({one: found for one, found in commits.items() if found is not None})
         noted = list(texts.values())
         if topic in self._marks:
-            noted.append(self._marks[topic])  # the brokers forget the commits of a topic that is deleted
+            noted.append(self._marks[topic])  # brokers forget the commits of a deleted topic
         return noted
 
     async def _open_resolved(self, epochs: list[Epoch], membership: Membership) -> None:
-        """Commit the positions that were found for the group, or are in doubt, and only then hand out records."""
+        """Commit positions that were resolved for the group, or are in doubt, and only then hand out records."""
         for epoch in epochs:
             self._committer.own(epoch)
         acknowledged = await self._committer.flush(epochs, self._settings.commit_timeout)
@@ -619,7 +619,7 @@ class Rebalance:
             self._open(epoch, membership)
 
     def _begin(self, topic_partition: TopicPartition, start: int) -> Epoch:
-        """Make a new epoch, closed."""
+        """Make a new epoch, with its gate closed."""
         self._epochs += 1
         epoch = self._outside.make_epoch(topic_partition, self._epochs, start)
         epoch.rerun = self._reruns.pop(topic_partition, None)
@@ -633,7 +633,7 @@ class Rebalance:
         return epoch
 
     def _open(self, epoch: Epoch, membership: Membership) -> None:
-        """Let an epoch go on: it is ours for certain under *membership*."""
+        """Open an epoch that is certain to be ours under *membership*."""
         self._opened_in[epoch] = membership
         self.log.opened(in_place=epoch.topic_partition in self._claims)
         self._ever_opened.add(epoch.topic_partition)
@@ -647,35 +647,35 @@ class Rebalance:
 
 
 class _Seek:
-    """A position that was asked for."""
+    """A requested position."""
 
     def __init__(self, start: int, epoch: Epoch) -> None:
         self.start = start
         self.draining: Epoch | None = epoch
-        """The ownership that is left, while only who asked drains it; None when whoever looks into it may go on."""
+        """The epoch that the seek is draining; None once the next check of the partition may open it."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Seeks:
-    """The positions that were asked for and are not reached yet. Owned by the rebalance.
+    """Requested positions that are not reached yet. Owned by the rebalance.
 
-    A position stays due across rebalances, as long as the partition is ours in each of them: whoever looks into an
-    assignment begins there, instead of where the group has committed.
+    A seek survives rebalances as long as the partition stays assigned to us: the partition then opens at the
+    requested position instead of the committed offset.
 
     Invariants:
-        * A partition has at most one.
-        * Every future ends: with the epoch that begins there, with the partition given away, or with the app.
+        * A partition has at most one seek.
+        * Every future is done once the partition opens there, is assigned elsewhere, or the app stops.
     """
 
     def __init__(self) -> None:
-        """Nothing is asked for."""
+        """Start without any seek."""
         self._asked: dict[TopicPartition, _Seek] = {}
 
     def ask(self, epoch: Epoch, start: int) -> asyncio.Future[None]:
-        """Take note that a partition is to go on at *start*; the future ends when it does.
+        """Register a seek of a partition to *start*; the future is done when the partition resumes there.
 
         Raises:
-            StateError: Another position was asked for, and is not reached yet.
+            StateError: Another seek of this partition is still under way.
         """
         topic_partition = epoch.topic_partition
         before = self._asked.get(topic_partition)
@@ -688,39 +688,39 @@ class Seeks:
 
     @property
     def under_way(self) -> bool:
-        """Whether a position was asked for that is not reached yet."""
+        """Whether any requested position is not reached yet."""
         return bool(self._asked)
 
     def start_of(self, topic_partition: TopicPartition) -> int | None:
-        """Where a partition is to go on, or None."""
+        """Requested position of a partition, or None."""
         seek = self._asked.get(topic_partition)
         return None if seek is None else seek.start
 
     def drains(self, epoch: Epoch) -> bool:
-        """Whether an epoch is being drained for a seek, and nobody else has taken over since."""
+        """Whether an epoch is being drained for a seek and no rebalance has taken charge of it since."""
         seek = self._asked.get(epoch.topic_partition)
         return seek is not None and seek.draining is epoch
 
     def let_go(self, epoch: Epoch) -> None:
-        """An epoch is handed over or has ended: where its partition goes on is settled as for any other."""
+        """Leave an epoch that was revoked or has ended to the rebalance: its partition then opens like any other."""
         seek = self._asked.get(epoch.topic_partition)
         if seek is not None and seek.draining is epoch:
             seek.draining = None
 
     def reached(self, topic_partition: TopicPartition) -> None:
-        """A partition goes on; at the position that was asked for, if one was."""
+        """Complete the seek of a partition that has just opened, if there is one."""
         seek = self._asked.pop(topic_partition, None)
         if seek is not None and not seek.done.done():
             seek.done.set_result(None)
 
     def keep(self, given: Collection[TopicPartition]) -> None:
-        """Give up what was asked of partitions that are not among the assigned ones."""
+        """Fail the seeks of partitions that are not in the assignment."""
         for topic_partition in sorted(self._asked.keys() - set(given)):
             why = "the group gave it to another member meanwhile"
             self._give_up(topic_partition, f"{why}, which goes on at the committed offset: seek there")
 
     def give_up_all(self) -> None:
-        """The app stops."""
+        """Fail all seeks, because the app stops."""
         for topic_partition in tuple(self._asked):
             self._give_up(topic_partition, "the app stopped meanwhile: what is committed says where it goes on")
 
@@ -728,13 +728,13 @@ class Seeks:
         seek = self._asked.pop(topic_partition)
         if not seek.done.done():
             seek.done.set_exception(StateError(f"{topic_partition} did not go to offset {seek.start}: {why}"))
-            seek.done.exception()  # it is raised to who waits; not waiting any more is no error
+            seek.done.exception()  # raised in the waiter; a waiter that gave up is not an error
 
 
 async def _read(commits: Mapping[TopicPartition, Committed | None]) -> dict[TopicPartition, CommitMetadata]:
-    """What is noted with commits; nothing where there is none. One of full length takes milliseconds: others may run.
+    """Parse the metadata of commits, empty where there is none; let other tasks run, as long texts take milliseconds.
 
-    What is asked of the brokers before is to be checked after it.
+    The group may have changed meanwhile: check again anything that you know from the brokers.
     """
     texts = {}
     for name, found in commits.items():
@@ -745,12 +745,12 @@ async def _read(commits: Mapping[TopicPartition, Committed | None]) -> dict[Topi
 
 
 def _within(asked: int | None, log: LogRange) -> Origin | None:
-    """Where to begin for who asked: there, or as near as the log is by now."""
+    """Origin for a requested position, moved into the log if it is outside by now; None without a request."""
     return None if asked is None else Origin(min(max(asked, log.start), log.end), resolved=True)
 
 
 def _believable(finished: tuple[Run, ...], topic_partition: TopicPartition, log: LogRange) -> tuple[Run, ...]:
-    """What was noted as finished, unless it is of another log: a topic that was made anew, or a log cut off."""
+    """Completions noted with a commit; none if they belong to another log (a recreated topic or a truncated log)."""
     if finished and finished[-1].end > log.end:
         message = (
             "what was noted as finished of %s, up to offset %d, is not used: its log ends at %d, so it is not the log "

@@ -1,4 +1,4 @@
-"""What each rebalance did, and how long each part of it took."""
+"""History of the rebalances: the effect of each one and how long its phases took."""
 
 import dataclasses
 import logging
@@ -17,7 +17,7 @@ __all__ = ["RebalanceLog", "tell_opened"]
 logger = logging.getLogger("aioshard.engine.rebalance")
 
 _KEPT = 20
-"""So many of the latest are told of."""
+"""How many of the latest rebalances are reported."""
 
 _DOING: dict[RebalancePhase, str] = {
     "drain": "what runs of the partitions that are taken away is being finished",
@@ -34,15 +34,15 @@ class _Current:
 
     report: RebalanceReport
     began: float
-    """Loop time of its begin, and of the begin of the phase."""
+    """Loop time at which the rebalance began; `phase_began` is that of its current phase."""
     phase_began: float
 
 
 class RebalanceLog:
-    """Takes note of what the rebalance and the opening do; owned by them.
+    """Records what each rebalance and each opening of partitions does; owned by the `Rebalance`.
 
     Invariants:
-        * The seconds of the phases are those of one rebalance, one after the other: their sum is `seconds`.
+        * The phases of a rebalance follow one another without a gap: their seconds add up to `seconds`.
     """
 
     def __init__(self, clock: Callable[[], float], replayed: Callable[[], int]) -> None:
@@ -50,7 +50,7 @@ class RebalanceLog:
 
         Args:
             clock: Loop time.
-            replayed: How many records this process has run again.
+            replayed: Returns how many records this process has run more than once.
         """
         self._clock = clock
         self._replayed = replayed
@@ -60,10 +60,10 @@ class RebalanceLog:
         self._kinds: dict[RebalanceKind, int] = dict.fromkeys(get_args(RebalanceKind), 0)
         self._drains = {kind: Histogram() for kind in self._kinds}
         self._replayed_then = 0
-        """What that was when the latest one began."""
+        """Value of `replayed` when the latest rebalance began."""
 
     def reports(self) -> tuple[RebalanceReport, ...]:
-        """The latest ones, oldest first; the last may be under way. Safe from any thread."""
+        """The latest rebalances, oldest first; the last one may be under way. Safe from any thread."""
         current = self._current
         over = tuple(self._over)
         if current is not None:
@@ -79,20 +79,20 @@ class RebalanceLog:
         return ()
 
     def kinds(self) -> tuple[RebalanceKindStatistics, ...]:
-        """How many there were of each kind, also those that are not told of any more. Safe from any thread."""
+        """How many rebalances of each kind there were, including those no longer reported. Safe from any thread."""
         return tuple(
             RebalanceKindStatistics(kind, count, self._drains[kind].counts()) for kind, count in self._kinds.items()
         )
 
     def doing(self) -> str | None:
-        """What a rebalance that is under way is at, as a clause."""
+        """Current step of the rebalance under way, as a clause; None without one."""
         current = self._current
         return None if current is None else _DOING[current.report.phase]
 
-    # What happens ------------------------------------------------------------------------
+    # Events ------------------------------------------------------------------------------
 
     def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
-        """Partitions are being taken away, while so many of their records run."""
+        """Begin a rebalance: partitions are being revoked while *in_flight* of their records run."""
         self._finish()
         cause = "the group membership was lost" if lost else "members, topics or partitions of the group have changed"
         current = self._begin(cause, "join" if lost else "drain", "lost" if lost else "revoked")
@@ -102,7 +102,7 @@ class RebalanceLog:
         logger.info("%d partition(s) are %s; %d record(s) of them run", partitions, what, in_flight, extra=fields)
 
     def drained(self, cancelled: int) -> None:
-        """The drain is over; what had not ended was cancelled."""
+        """End the drain; records that were still running were cancelled."""
         current = self._enter("commit")
         if current is not None:
             self._drains[current.report.kind].add(current.report.drain_seconds)
@@ -113,30 +113,30 @@ class RebalanceLog:
             logger.info(message, ended, cancelled, extra=fields)
 
     def handed_back(self) -> None:
-        """Nothing of it is ours any more, until the group says so."""
+        """Enter the join phase: none of the revoked partitions are ours until the group assigns them again."""
         self._enter("join")
 
     def assigned(self, partitions: int, untouched: int, generation: int, *, by_hand: bool = False) -> None:
-        """The group, or a hand, has given us *partitions*, beside those that were never taken away."""
+        """Record an assignment, by the group or manual, of *partitions*, *untouched* of which were never revoked."""
         cause = "the partitions were given by hand" if by_hand else "we have joined the group, or got more of it"
         current = self._current or self._begin(cause, "join", "by_hand" if by_hand else "assigned")
         self._enter("resume")
         current.report = dataclasses.replace(current.report, assigned=partitions, kept=untouched, generation=generation)
 
     def opened(self, *, in_place: bool) -> None:
-        """A partition goes on: where it was, or in a new epoch."""
+        """Count an opened partition as kept if it resumed in place rather than in a new epoch."""
         if self._current is not None and in_place:
             report = self._current.report
             self._current.report = dataclasses.replace(report, kept=report.kept + 1)
 
     def dropped(self, records: int) -> None:
-        """An ownership has ended with incomplete records in hand."""
+        """Count the incomplete records that an ended ownership dropped."""
         if self._current is not None and records:
             report = self._current.report
             self._current.report = dataclasses.replace(report, dropped=report.dropped + records)
 
     def settled(self) -> None:
-        """All that is ours goes on."""
+        """End the rebalance: every owned partition has resumed."""
         if self._current is not None:
             self._finish()
             _tell(self._over[-1])
@@ -164,7 +164,7 @@ class RebalanceLog:
         return current
 
     def _timed(self, current: _Current, now: float) -> RebalanceReport:
-        """The report with the time of the phase that it is in."""
+        """The report including the time spent in the current phase so far."""
         report = current.report
         if report.phase == "over":
             return report
@@ -211,7 +211,7 @@ def _tell(report: RebalanceReport) -> None:
 
 
 def tell_opened(epoch: Epoch, group: str) -> None:
-    """The line of a partition that goes on: what is committed, and what of it this process has."""
+    """Log the state in which a partition resumes: committed offset, position and records that this process holds."""
     tracker = epoch.tracker
     started = sum(1 for delivery in tracker.values() if delivery.starts)
     finished = sum(run.end - run.start for run in epoch.finished())

@@ -1,4 +1,4 @@
-"""One running engine: its tasks from start to stop, and the supervisor of the client."""
+"""A running engine: its tasks from start to stop, and the supervisor of the client."""
 
 import asyncio
 import functools
@@ -39,14 +39,14 @@ logger = logging.getLogger("aioshard.engine")
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
 _TURN = 0.01
-"""Seconds between looks at runs that were told to end, while the app stops: nothing tells when they do."""
+"""Seconds between checks of cancelled runs while the app stops: nothing signals their end."""
 
 
 class Engine:
-    """Consumes with the given handlers until stopped; one per start of an app.
+    """Consumes with the given handlers until stopped; each start of an app makes a new one.
 
-    `start` returns once the first assignment is complete, `stop` drains and commits. In between the
-    supervisor rebuilds the client whenever it is lost. Owned by the event loop that started it.
+    `start` returns once the first assignment is complete; `stop` drains and commits. In between, the supervisor
+    rebuilds the client whenever it is lost. Owned by the event loop that started it.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Engine:
 
         Args:
             group_id: The consumer group.
-            settings: Time-outs and limits.
+            settings: Timeouts and limits.
             specs: The handlers.
-            clients: Make the client, again after each loss, and what reads parked records.
-            producer: Publishes what handlers and failures send elsewhere; whoever gives it closes it.
-            describe: What is known of a partition that does not advance, for the log.
-            find_holder: Finds what holds the event loop, for the log and whoever asks.
-            watch_loop: Watch from a thread whether the event loop is blocked.
-            observe: Told what becomes of each record.
+            clients: Makes the client, again after each loss, and the readers of parked records.
+            producer: Publishes for handlers and failure policies; its creator closes it.
+            describe: Describes a partition that does not advance, for the log.
+            find_holder: Finds what blocks the event loop, for the log and for explanations.
+            watch_loop: Whether to watch from a thread for a blocked event loop.
+            observe: Receives the outcome of each record.
         """
         loop = asyncio.get_running_loop()
         self.group_id = group_id
@@ -84,21 +84,21 @@ class Engine:
         self.transport: Transport | None = None
         self.client_losses = 0
         self.trouble: str | None = None
-        """Why nothing can be consumed at all now."""
+        """Why nothing can be consumed at all now; None while it can."""
         self.trouble_since = 0.0
         self.failed: asyncio.Future[None] = loop.create_future()
-        """Ends with an exception when the app cannot go on."""
+        """Done with an exception once the app cannot continue."""
         self.producer = producer
         self.pauses: dict[TopicPartition | str, str] = {}
-        """What the application has paused, partitions and the names of handlers, and why in a sentence."""
+        """Partitions and handler names that the application paused, each with the reason as a sentence."""
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
         self._ending: asyncio.Future[None] = loop.create_future()
-        """Done when the app is told to end: a start that waits is over."""
+        """Done when the app begins to stop, which also ends a start that is still waiting."""
         self._lost_id = Losses(self.clock)
         self._settled_once = False
-        """Whether this client has been given partitions, and all of them were opened."""
+        """Whether the current client has received an assignment and all its partitions were opened."""
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self._wake_pump)
         around = Surroundings(group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
@@ -126,7 +126,7 @@ class Engine:
         self.since = SinceWatch(self._facts, self.clock)
         self.liveness = Liveness(self.pump, self.committer, settings, self.since, self)
 
-    # What the rebalance asks ------------------------------------------------------------
+    # For the rebalance ------------------------------------------------------------------
 
     @property
     def workers(self) -> Collection[Worker]:
@@ -134,15 +134,15 @@ class Engine:
         return [worker for handler in self.handlers for worker in handler.workers]
 
     def feed_of(self, topic: str) -> Feed:
-        """Where the records of a topic go.
+        """Router for the records of a topic.
 
         Raises:
-            HandlerError: The patterns of several handlers match it: a topic belongs to one.
+            HandlerError: The patterns of several handlers match the topic, which may have only one handler.
         """
         return self.handler_of(topic).feed
 
     def make_epoch(self, topic_partition: TopicPartition, number: int, start: int) -> Epoch:
-        """Make an epoch, closed; an observed one where outcomes are observed."""
+        """Make an epoch, with its gate closed; an observed one if outcomes are observed."""
         handler = self.handler_of(topic_partition.topic)
         counts = handler.counters.of(topic_partition.topic)
         if self._observe is None:
@@ -152,16 +152,16 @@ class Engine:
 
     @property
     def replayed(self) -> int:
-        """How many records this process has run again."""
+        """How many records this process has run more than once."""
         return self.pump.replayed + sum(handler.counters.replayed for handler in self.handlers)
 
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
-        """Why the application has paused a partition, or its handler; None when it has not."""
+        """Why the application paused a partition or its handler; None when it did not."""
         by_handler = self.pauses.get(self.handler_of(topic_partition.topic).spec.name)
         return self.pauses.get(topic_partition) or by_handler
 
     def handler_of(self, topic: str) -> Running:
-        """Whose records those of a topic are; as `feed_of`."""
+        """The handler of a topic; raises as `feed_of` does."""
         first, *others = [handler for handler in self.handlers if handler.spec.takes(topic)]
         if others:
             names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
@@ -169,16 +169,16 @@ class Engine:
         return first
 
     def fail(self, error: BaseException) -> None:
-        """The app cannot go on; whoever serves it gets *error*."""
+        """Mark the app as failed and raise *error* where it is served."""
         if self.state not in ("draining", "stopped"):
             self.state = "failed"
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # it is raised where the app is served; not retrieving it is no error
+            self.failed.exception()  # raised where the app is served; nobody has to retrieve it here
 
     def _crashed(self, task: str, error: BaseException) -> None:
         fields = self._fields("crashed", task=task)
-        # A loop that closes cancels them all: that is told once.
+        # A closing event loop cancels all tasks: only the first is logged as critical.
         again = self.failed.done() and isinstance(error, TaskCancelledError)
         level = logging.DEBUG if again else logging.CRITICAL
         logger.log(level, "the task %r of the engine crashed; the app stops", task, exc_info=error, extra=fields)
@@ -188,11 +188,11 @@ class Engine:
 
     @property
     def _deserted(self) -> bool:
-        """Whether no worker lives, as when a loop that closes has cancelled them: no run ends any more."""
+        """Whether no worker is alive, as after a closing event loop cancelled them: no running record will end."""
         return {worker.name for worker in self.workers}.isdisjoint(self._tasks.names)
 
     def _facts(self) -> Iterable[tuple[Hashable, object]]:
-        """What the explanations ask for, and the watch of our own tasks."""
+        """The facts that the explanations and the liveness check need."""
         rebalance, pauses = self.rebalance, self.pauses.items()
         yield from facts_of(rebalance.epochs, self.workers, pauses, settled=rebalance.settled.is_set())
         yield from self.liveness.facts()
@@ -210,8 +210,8 @@ class Engine:
         """Start all tasks and wait for the first assignment.
 
         Raises:
-            StartError: It was not complete within `start_timeout`, or the brokers refused us.
-            AioshardError: What makes consuming impossible, such as `NoOffsetError`.
+            StartError: The assignment was not complete within `start_timeout`, or the brokers refused us.
+            AioshardError: Consuming is impossible, for example because of `NoOffsetError`.
         """
         self._tasks.start(self._watch.run(), "stuck watch")
         if self.loop_watch is not None:
@@ -229,7 +229,7 @@ class Engine:
         try:
             over = {settled, self.failed, self._ending}
             await asyncio.wait(over, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            # Another assignment may have come since, and not be complete.
+            # The first assignment counts, even if another one has begun since and is incomplete.
             complete = settled.done() or self._ending.done()
         finally:
             settled.cancel()
@@ -243,7 +243,7 @@ class Engine:
             raise failure
 
     async def _supervise(self) -> None:
-        """Keep a client alive: build it, use it, and build another one when it is lost."""
+        """Keep a client alive: build it, use it, and build a new one when it is lost."""
         backoff = _FIRST_BACKOFF
         while True:
             self._settled_once = False
@@ -265,7 +265,7 @@ class Engine:
             backoff = min(backoff * 2, _LONGEST_BACKOFF)
 
     def _refused(self, error: TransportError) -> bool:
-        """Whoever waits for the start is told at once; else we go on trying, as access may be given again."""
+        """Fail the app if a refusal ends it, as during the start; otherwise retry, as access may be granted again."""
         lost = isinstance(error, InstanceIdTakenError) and (error.goes_on or self._lost_id.again(error.session_timeout))
         if lost or isinstance(error, GroupHasMembersError):
             self.fail(error)
@@ -279,11 +279,11 @@ class Engine:
 
     @property
     def calm(self) -> bool:
-        """Whether the brokers answer, as far as the client says."""
+        """Whether the brokers answer, according to the client."""
         return self.trouble is None and self._why_nothing_moves() is None
 
     def _why_nothing_moves(self) -> str | None:
-        """What a client that lives cannot do."""
+        """Why consuming makes no progress although the client is alive; None when it does."""
         trouble = self.transport.trouble if self.transport is not None else None
         return trouble or self.rebalance.trouble
 
@@ -297,7 +297,7 @@ class Engine:
         self.trouble = str(error)
 
     async def _live(self) -> None:
-        """One life of a client: from connecting until it is lost."""
+        """Run one client, from connecting until it is lost."""
         transport = self._make_transport()
         self.transport = transport
         self.rebalance.attach(transport)
@@ -318,7 +318,7 @@ class Engine:
                 await self._close(transport, self.settings.commit_timeout)
 
     async def _watch_settled(self) -> None:
-        """The first assignment ends the start, and any later one ends the trouble."""
+        """Wait until the client's first assignment is open: it ends the start, or the trouble after a lost client."""
         await self.rebalance.settled.wait()
         self._settled_once = True
         if self.trouble is not None:
@@ -331,11 +331,11 @@ class Engine:
             logger.info("the app runs, with %d partition(s)", count, extra=self._fields("running", partitions=count))
 
     def _fields(self, event: str, **more: object) -> dict[str, object]:
-        """Of a line in the log about the app as a whole."""
+        """Fields of a log line about the app as a whole."""
         return {"event": event, "group": self.group_id, **more}
 
     async def _close(self, transport: Transport, within: float) -> None:
-        """Close a client, and wait for it no longer than *within* seconds, but one at least."""
+        """Close a client; wait up to *within* seconds, at least 1 s, but never longer than `commit_timeout`."""
         with anyio.move_on_after(min(max(within, 1.0), self.settings.commit_timeout), shield=True):
             try:
                 await transport.close()
@@ -346,7 +346,7 @@ class Engine:
     # Stop -------------------------------------------------------------------------------------
 
     def be_draining(self) -> None:
-        """Be draining from now on, for whoever looks; `stop` does it. A start that waits is over."""
+        """Enter the draining state; `stop` calls this. A start that is still waiting ends."""
         self._stopping = True
         if self.state not in ("failed", "draining"):
             self.state = "draining"
@@ -360,7 +360,7 @@ class Engine:
         """Drain, commit and end all tasks within `shutdown_timeout`.
 
         Raises:
-            NotDrainedError: Records still ran and were cancelled, or the last commit was not acknowledged.
+            NotDrainedError: Records were still running and were cancelled, or the last commit was not acknowledged.
         """
         deadline = self.clock() + self.settings.shutdown_timeout
         try:
@@ -370,12 +370,12 @@ class Engine:
         if failure is None:
             return
         if not failure.records and self.failed.done():
-            logger.error("%s", failure)  # what the app failed with is raised, and says why
+            logger.error("%s", failure)  # the app's own failure is raised instead, and says why
             return
         raise failure
 
     async def _drain(self, deadline: float) -> NotDrainedError | None:
-        """End what runs and commit it; returns what did not end, or was not acknowledged, in time."""
+        """Let running records end and commit them; return an error for those that did not end or commit in time."""
         self.be_draining()
         timeout = self.settings.shutdown_timeout
         reserve = min(self.settings.commit_timeout, timeout / 3)
@@ -384,10 +384,10 @@ class Engine:
         epochs = self.rebalance.epochs
         await self.rebalance.drain(epochs, 0.0 if self._deserted else timeout - reserve)
         late = dict.fromkeys(d for d in self._running_now() if d.epoch.gate is not Gate.ENDED)
-        # With the workers, the commit coordinator has been cancelled.
+        # The commit coordinator was cancelled together with the workers.
         await self.committer.flush(epochs, 0.1 if self._deserted else enough - self.clock())
-        # What was taken from us has been told to end, maybe just now: it is late only if it does not.
-        while any(d not in late for d in self._running_now()) and self.clock() < enough:  # noqa: ASYNC110 - nothing tells
+        # Runs of revoked partitions were cancelled, maybe just now: they are late only if they do not end.
+        while any(d not in late for d in self._running_now()) and self.clock() < enough:  # noqa: ASYNC110 - no event
             await asyncio.sleep(_TURN)
         records = [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
         reason = self.committer.trouble or self.trouble or "the partitions were taken away before"
@@ -402,7 +402,7 @@ class Engine:
         return [delivery for worker in self.workers for delivery in worker.deliveries]
 
     async def _tear_down(self, deadline: float) -> None:
-        """End the client and all tasks; what still runs is cancelled and stays uncommitted."""
+        """End the client and all tasks; records that still run are cancelled and stay uncommitted."""
         for worker in self.workers:
             worker.interrupt()
         with anyio.move_on_after(max(deadline - self.clock(), 1.0)):
