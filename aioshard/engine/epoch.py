@@ -327,7 +327,7 @@ class Epoch:
         self._check_drained()
 
     def may_start(self, delivery: Delivery) -> bool:
-        """Whether a record may start although the gate is not open: a drain waits for it, or it is the probe or has a detour."""
+        """Whether a record may start although the gate is not open: for a drain, as the probe or for a detour."""
         if self.gate is Gate.PAUSED:
             return delivery is self.probe or delivery.detour is not None
         return self.gate is Gate.CLOSED and self.drain is not None and delivery.offset in self.drain.pending
