@@ -50,7 +50,7 @@ _PERIOD = 16
 """Steps from the start of one probe to the next: a sixteenth of the time runs at half the limit."""
 _DEPTH = 0.5
 _DEPENDS = 0.5
-"""A latency that changes with at least this power of the limit depends on it: 1 is a queue, 0 means that the latency does not depend on the limit."""
+"""A latency that changes with at least this power of the limit depends on it: 1 means a queue, 0 independence."""
 _PATIENCE = 4
 """Steps by which a probe may be extended if runs are rare."""
 

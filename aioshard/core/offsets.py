@@ -23,7 +23,7 @@ class OffsetTracker(Generic[T]):
     record in the way.
 
     Synchronous and owned by one event loop: no method awaits, so every method is atomic. It costs 0.2 µs per
-    record, whatever the window: a completion is a deletion, and the first key of an `OrderedDict` is found in constant
+    record for any window: a completion is a deletion, and the first key of an `OrderedDict` is found in constant
     time after any number of deletions (unlike that of a plain `dict`).
 
     Invariants:

@@ -1,4 +1,4 @@
-"""The test kit: the real engine on a broker in memory, with scripted trouble and virtual time."""
+"""The test kit: the real engine on an in-memory broker, with scripted failures and virtual time."""
 
 from aioshard.testing.broker import CommitRequest, InMemoryBroker
 from aioshard.testing.client import TestClient

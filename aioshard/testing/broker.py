@@ -1,4 +1,4 @@
-"""A broker in memory: topics, consumer groups, and what may go wrong with them, as plain calls."""
+"""An in-memory broker: topics, consumer groups and scripted failures, as plain calls."""
 
 import time
 import zlib
@@ -17,22 +17,22 @@ __all__ = ["CommitRequest", "InMemoryBroker"]
 
 
 class CommitRequest(NamedTuple):
-    """One commit that reached the broker, in `InMemoryBroker.commits`."""
+    """A commit that reached the broker, in `InMemoryBroker.commits`."""
 
     group_id: str
     membership: Membership
     offsets: Mapping[TopicPartition, Committed]
     applied: bool
     owned: bool
-    """Whether every partition belonged to the member then. A broker does not ask, tests should."""
+    """Whether every partition belonged to the member then. A broker does not check this, but tests should."""
 
 
 class InMemoryBroker(Watched):
-    """Topics, partition logs and consumer groups of one pretended Kafka cluster.
+    """Topics, partition logs and consumer groups of one simulated Kafka cluster.
 
-    Every method that changes something is synchronous and done when it returns; whoever waits for it
-    (a poll, `until`) is woken. Offsets, generations, member ids and commits behave as on a broker; there
-    is no network, no replication and no time of its own.
+    Every method that changes state is synchronous and complete when it returns; anything waiting for the change (a
+    poll, `until`) is woken. Offsets, generations, member ids and commits behave as on a broker. Network and
+    replication are not simulated, and the broker itself never waits.
 
     Owned by one test, used from one event loop.
 
@@ -46,11 +46,11 @@ class InMemoryBroker(Watched):
     """
 
     def __init__(self, *, partitions: int = 4, clock: Callable[[], float] = time.time) -> None:
-        """Make an empty broker.
+        """Create an empty broker.
 
         Args:
-            partitions: How many partitions a topic gets that appears on first use.
-            clock: Gives the timestamps of records, in seconds since the epoch.
+            partitions: Number of partitions of a topic created on first use.
+            clock: Source of record timestamps, in seconds since the epoch.
         """
         super().__init__()
         self.commits: list[CommitRequest] = []
@@ -71,7 +71,7 @@ class InMemoryBroker(Watched):
     # Topics ----------------------------------------------------------------------------
 
     def create_topic(self, name: str, partitions: int | None = None) -> None:
-        """Create a topic; groups that read it rebalance.
+        """Create a topic; groups that subscribe to it rebalance.
 
         Raises:
             ValueError: The topic exists, or *partitions* is not positive.
@@ -84,7 +84,7 @@ class InMemoryBroker(Watched):
         self.add_partitions(name, count)
 
     def add_partitions(self, topic: str, count: int) -> None:
-        """Give a topic *count* more partitions; groups that read it rebalance.
+        """Add *count* partitions to a topic; groups that subscribe to it rebalance.
 
         Raises:
             ValueError: *count* is not positive.
@@ -99,11 +99,11 @@ class InMemoryBroker(Watched):
         self.notify()
 
     def recreate(self, topic: str, *, forget_commits: bool = True) -> None:
-        """Delete a topic and create it again with as many partitions: all logs are empty and begin at 0.
+        """Delete a topic and create it again with the same number of partitions: all logs are empty and begin at 0.
 
         Args:
-            topic: An existing one.
-            forget_commits: Whether the groups' committed offsets go too, as brokers do, later.
+            topic: An existing topic.
+            forget_commits: Whether to remove the groups' committed offsets as well, as brokers eventually do.
         """
         count = len(self._topics[topic])
         self._topics[topic] = [PartitionLog(TopicPartition(topic, number)) for number in range(count)]
@@ -113,17 +113,17 @@ class InMemoryBroker(Watched):
         self.notify()
 
     def ensure_topic(self, name: str, *, at_least: int = 1) -> int:
-        """Create a topic unless it exists, with the default number of partitions or more; how many it has."""
+        """Create a topic with at least the default number of partitions unless it exists; return how many it has."""
         if name not in self._topics:
             self.create_topic(name, max(at_least, self._default_partitions))
         return len(self._topics[name])
 
     def topics(self) -> Mapping[str, int]:
-        """The number of partitions of each topic."""
+        """Return the number of partitions of each topic."""
         return {name: len(logs) for name, logs in self._topics.items()}
 
     def log(self, topic: str, partition: int) -> PartitionLog:
-        """The log of a partition; its topic is created on first use.
+        """Return the log of a partition; its topic is created on first use.
 
         Raises:
             LookupError: The topic has no such partition.
@@ -136,7 +136,7 @@ class InMemoryBroker(Watched):
         return logs[partition]
 
     def check_partition(self, topic: str, partition: int) -> None:
-        """Refuse a partition that does not exist: a misspelt one would let a test pass by doing nothing.
+        """Reject a partition that does not exist: otherwise a test with a typo would pass without doing anything.
 
         Raises:
             LookupError: There is no such topic, or it has fewer partitions.
@@ -158,15 +158,15 @@ class InMemoryBroker(Watched):
         headers: Iterable[tuple[str, bytes | None]] = (),
         timestamp: float | None = None,
     ) -> Record:
-        """Append a record; without *partition* the key's crc32 chooses it, without a key they take turns.
+        """Append a record; without *partition*, the key's crc32 chooses it, and records without a key take turns.
 
         Args:
             topic: Created on first use.
             value: None is a tombstone.
-            key: None asks for no order.
-            partition: Where to put it.
-            headers: Name and content of each.
-            timestamp: Seconds since the epoch; the broker's clock without it.
+            key: None means no order.
+            partition: Partition to append to.
+            headers: Pairs of name and content.
+            timestamp: Seconds since the epoch; by default the broker's clock.
         """
         self.ensure_topic(topic)
         if partition is None:
@@ -178,10 +178,10 @@ class InMemoryBroker(Watched):
         return record
 
     def restore(self, record: Record) -> None:
-        """Append a record at its own offset, as it was read elsewhere; offsets that are missing before it are a hole.
+        """Append a record at its original offset; missing offsets before it become a gap.
 
         Raises:
-            ValueError: The partition has come past that offset.
+            ValueError: The partition is already past that offset.
         """
         gap = record.offset - self.log(record.topic, record.partition).end
         if gap:
@@ -192,83 +192,83 @@ class InMemoryBroker(Watched):
         self.notify()
 
     def records(self, topic: str, partition: int | None = None) -> Sequence[Record]:
-        """What a topic, or one partition, holds: by timestamp, then partition and offset."""
+        """Return the records of a topic, or of one partition, sorted by timestamp, partition and offset."""
         logs = self._topics.get(topic, []) if partition is None else [self.log(topic, partition)]
         records = [record for log in logs for record in log.records]
         return sorted(records, key=lambda record: (record.timestamp, record.partition, record.offset))
 
     def skip(self, topic: str, partition: int, count: int) -> None:
-        """Leave a hole of *count* offsets at the end of a log."""
+        """Leave a gap of *count* offsets at the end of a log."""
         self.log(topic, partition).skip(count)
         self.notify()
 
     def delete(self, topic: str, partition: int, offset: int) -> None:
-        """Remove one record and leave a hole."""
+        """Remove one record and leave a gap."""
         self.log(topic, partition).delete(offset)
         self.notify()
 
     def compact(self, topic: str, partition: int) -> None:
-        """Keep the newest record of each key of a partition and leave holes for the others."""
+        """Keep the newest record of each key of a partition and leave gaps for the others."""
         self.log(topic, partition).compact()
         self.notify()
 
     def truncate_before(self, topic: str, partition: int, offset: int) -> None:
-        """Delete what lies before *offset*, as retention does."""
+        """Delete all records before *offset*, as retention does."""
         self.log(topic, partition).truncate_before(offset)
         self.notify()
 
     def begin_transaction(self, topic: str, partition: int) -> None:
-        """Hold the last stable offset of a partition: what comes now is not readable yet."""
+        """Freeze the last stable offset of a partition: records appended from now on are not readable yet."""
         self.log(topic, partition).begin_transaction()
 
     def end_transaction(self, topic: str, partition: int, *, commit: bool) -> None:
-        """Make what came since `begin_transaction` readable, or a hole; the marker takes one offset more."""
+        """Make the records since `begin_transaction` readable, or a gap; the marker takes one more offset."""
         self.log(topic, partition).end_transaction(commit=commit)
         self.notify()
 
     # Groups ----------------------------------------------------------------------------
 
     def group(self, group_id: str) -> ConsumerGroup:
-        """A consumer group; it appears on first use. Rebalances of one group are scripted there."""
+        """Return a consumer group, created on first use. Script rebalances of a single group there."""
         if group_id not in self._groups:
             self._groups[group_id] = ConsumerGroup(group_id, self.topics, self.notify)
         return self._groups[group_id]
 
     def committed(self, group_id: str, topic: str, partition: int) -> int | None:
-        """The committed offset of a partition, or None."""
+        """Return the committed offset of a partition, or None."""
         committed = self.group(group_id).committed(TopicPartition(topic, partition))
         return None if committed is None else committed.offset
 
     def rebalance(self) -> None:
-        """Make every member of every group give back its partitions and join again under its member id."""
+        """Make every member of every group release its partitions and rejoin under its member id."""
         for group in self._groups.values():
             group.rebalance()
 
     def revoke(self, topic: str, partition: int) -> None:
-        """Take a partition away from every group here, as if another member got it."""
+        """Take a partition away from every group here, as if another member received it."""
         self.check_partition(topic, partition)
         for group in self._groups.values():
             group.revoke(TopicPartition(topic, partition))
 
     def assign(self, topic: str, partition: int) -> None:
-        """Give a revoked partition back."""
+        """Return a revoked partition to the groups."""
         self.check_partition(topic, partition)
         for group in self._groups.values():
             group.assign(TopicPartition(topic, partition))
 
     def lose(self) -> None:
-        """Forget every member: each learns that it lost its partitions and joins under a new member id."""
+        """Forget every member: each one learns that it lost its partitions and joins under a new member id."""
         for group in self._groups.values():
             group.lose()
 
-    # What goes wrong -------------------------------------------------------------------
+    # Failures --------------------------------------------------------------------------
 
     def fail_next_commit(self, error: TransportError, *, applied: bool = False) -> None:
-        """Answer the next commit request with *error*; further calls are for those after it.
+        """Answer the next commit request with *error*; further calls apply to the requests after it.
 
         Args:
             error: `CommitRefusedError`, `CommitError` or `AuthorizationError`.
-            applied: Whether the offsets are stored nevertheless: only the acknowledgement is lost.
+            applied: Whether the offsets are stored anyway, so that only the acknowledgement is lost.
 
         Raises:
             ValueError: A refused commit cannot have been applied.
@@ -279,7 +279,7 @@ class InMemoryBroker(Watched):
         self._commit_failures.append((error, applied))
 
     def fail_next_poll(self, error: TransportError) -> None:
-        """Raise *error* from the next poll of any client; a `ClientLostError` is the end of that client."""
+        """Raise *error* from the next poll of any client; a `ClientLostError` ends that client."""
         self._poll_failures.append(error)
         self.notify()
 
@@ -296,9 +296,9 @@ class InMemoryBroker(Watched):
         self.notify()
 
     def set_leader(self, topic: str, partition: int, *, available: bool) -> None:
-        """Take the leader of a partition away from consumers, or elect one: without it nothing of its log is told.
+        """Make a partition leaderless, or elect a leader: without one, consumers can neither read nor query its log.
 
-        Other partitions are not affected, nor are commits; what is published is stored.
+        Other partitions and commits are not affected, and published records are still stored.
         """
         self.check_partition(topic, partition)
         if available:
@@ -311,9 +311,9 @@ class InMemoryBroker(Watched):
         """Answer everything that an app publishes to a topic with *error*, until called with None.
 
         Args:
-            topic: What `publish` of this broker appends to it is not affected.
+            topic: The topic; records appended with this broker's own `publish` are not affected.
             error: `AuthorizationError`, `MessageTooLargeError` or another `TransportError`.
-            stored: Whether the record is stored nevertheless: only the acknowledgement is lost.
+            stored: Whether the record is stored anyway, so that only the acknowledgement is lost.
         """
         if error is None:
             self._publish_faults.pop(topic, None)
@@ -323,7 +323,7 @@ class InMemoryBroker(Watched):
 
     @property
     def available(self) -> bool:
-        """Whether the broker answers; while it does not, requests fail and nothing is fetched."""
+        """Whether the broker responds; while it does not, requests fail and nothing is fetched."""
         return self._available
 
     @available.setter
@@ -331,19 +331,19 @@ class InMemoryBroker(Watched):
         self._available = available
         self.notify()
 
-    # What clients ask ------------------------------------------------------------------
+    # Client requests -------------------------------------------------------------------
 
     def commit(self, group_id: str, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
         """Answer a commit request.
 
         Raises:
             CommitRefusedError: *membership* is not in force.
-            TransportError: What `fail_next_commit` asked for.
+            TransportError: The error set with `fail_next_commit`.
         """
         self.check_available()
         group = self.group(group_id)
         failure, applied = self._commit_failures.popleft() if self._commit_failures else (None, True)
-        # What was given by hand has no owner that the broker knows of.
+        # Manually assigned partitions have no owner that the broker knows of.
         owned = all((group.owner(partition) or "") == membership.member_id for partition in offsets)
         request = CommitRequest(group_id, membership, dict(offsets), applied=False, owned=owned)
         self.commits.append(request)
@@ -355,32 +355,32 @@ class InMemoryBroker(Watched):
             raise failure
 
     def fault(self, topic_partition: TopicPartition) -> TransportError | None:
-        """What `fail_fetches` asked for."""
+        """Return the error set with `fail_fetches`."""
         return self._faults.get(topic_partition)
 
     def has_leader(self, topic_partition: TopicPartition) -> bool:
-        """Whether anybody answers for a partition; see `set_leader`."""
+        """Whether a partition has a leader; see `set_leader`."""
         return topic_partition not in self._leaderless
 
     def publish_fault(self, topic: str) -> tuple[TransportError, bool] | None:
-        """What `fail_publishes` asked for, and whether the record is stored nevertheless."""
+        """Return the error set with `fail_publishes`, and whether the record is stored anyway."""
         return self._publish_faults.get(topic)
 
     def check_available(self) -> None:
-        """Refuse a request while the broker does not answer.
+        """Reject a request while the broker does not respond.
 
         Raises:
-            ConnectError: It does not.
+            ConnectError: The broker is not available.
         """
         if not self._available:
             message = "the in-memory broker is not available: the test has set broker.available to False"
             raise ConnectError(message)
 
     def check_start(self) -> None:
-        """Admit a client.
+        """Accept a client.
 
         Raises:
-            TransportError: What `fail_next_start` asked for.
+            TransportError: The error set with `fail_next_start`.
             ConnectError: The broker is not available.
         """
         if self._start_failures:
@@ -388,10 +388,10 @@ class InMemoryBroker(Watched):
         self.check_available()
 
     def check_poll(self) -> None:
-        """Admit a poll.
+        """Accept a poll.
 
         Raises:
-            TransportError: What `fail_next_poll` asked for.
+            TransportError: The error set with `fail_next_poll`.
         """
         if self._poll_failures:
             raise self._poll_failures.popleft()

@@ -1,4 +1,4 @@
-"""A client of the in-memory broker whose partitions were given by hand: no member of its group."""
+"""An in-memory client with manual assignment, which is not a member of its group."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,9 +13,9 @@ __all__ = ["InMemoryByHand"]
 
 
 class InMemoryByHand(InMemoryTransport):
-    """One client that takes its partitions at the start and keeps them; implements `aioshard.ports.Transport`.
+    """A client that takes its partitions at the start and keeps them; implements `aioshard.ports.Transport`.
 
-    The group has no member of it. Its commits are stored as long as the group has none at all, as on a real broker.
+    It is not a member of the group. Its commits are stored as long as the group has no members, as on a real broker.
     """
 
     _lives = 0
@@ -29,14 +29,14 @@ class InMemoryByHand(InMemoryTransport):
         isolation_level: IsolationLevel = "read_committed",
         latency: Latency | None = None,
     ) -> None:
-        """Make a client that has not started yet.
+        """Create a client that has not started yet.
 
         Args:
-            broker: Where its topics and its group are.
-            group_id: With which it commits.
-            assign: Partition numbers by topic. A topic that there is not yet is created with enough of them.
+            broker: Broker with its topics and its group.
+            group_id: Group for its commits.
+            assign: Partition numbers by topic. A missing topic is created with enough partitions.
             isolation_level: Whether records of open and aborted transactions are read.
-            latency: How long each operation takes; without it, none takes time.
+            latency: Duration of each operation; by default none takes time.
         """
         super().__init__(broker, group_id, isolation_level=isolation_level, latency=latency)
         self._assign = assign
@@ -50,9 +50,9 @@ class InMemoryByHand(InMemoryTransport):
         """Take the partitions; see `Transport.start`.
 
         Raises:
-            StateError: It was started before.
+            StateError: The client was started before.
             GroupHasMembersError: The group has members.
-            TransportError: A topic has no such partition, the broker is not available, or a test asked for it.
+            TransportError: A partition does not exist, the broker is not available, or a test scripted the error.
         """
         if self._listener is not None:
             raise StateError("this client was started before: make a new one with the transport factory")

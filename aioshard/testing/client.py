@@ -1,4 +1,4 @@
-"""A test client: the real engine of an app on the in-memory broker."""
+"""A test client: runs an app's real engine on the in-memory broker."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ _EPOCH = 1_700_000_000.0
 
 
 class TestClient:
-    """Runs an app on a broker in memory: the same engine, no Kafka, no `bootstrap_servers`.
+    """Runs an app on an in-memory broker: the same engine, without Kafka and `bootstrap_servers`.
 
-    What the app does is real: shards, retries, commits, rebalances. Only the client is another one, so
-    every failure that a broker can cause can be scripted, here or on `broker`. An app with `assign` has exactly those
+    The app behaves as in production: shards, retries, commits, rebalances. Only the Kafka client is replaced, so you
+    can script every failure that a broker can cause, here or on `broker`. An app with `assign` gets exactly those
     partitions here too, and no rebalance.
 
-    While it runs, a group without `auto_offset_reset` begins at the earliest record, and commits are sent
+    While the test client runs, a group without `auto_offset_reset` begins at the earliest record, and commits are sent
     every 0.02 s, so that `settle` need not wait a second for each. In `aioshard.testing.run` all time is virtual;
     in any other event loop it is real, and *speed* shortens it.
 
@@ -58,7 +58,7 @@ class TestClient:
         [b'{"amount": 3}']
     """
 
-    __test__ = False  # pytest would collect a class of this name.
+    __test__ = False  # otherwise pytest would collect it as a test class
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class TestClient:
         latency: Latency | None = None,
         adapt: Adapt | None = None,
     ) -> None:
-        """Make a client; the app starts on entering it.
+        """Create a client; entering it starts the app.
 
         Args:
-            app: Its settings and handlers are as they were again afterwards.
-            speed: How many times faster the delays of retries, and the linger of batches, pass in real time: 100 makes
+            app: The app to run; its settings and handlers are restored afterwards.
+            speed: Factor by which retry delays and the linger of batches pass faster in real time: 100 turns
                 30 s into 0.3 s.
-            broker: To share it between several apps, or to prepare it; a new one without.
-            latency: How long each operation of the client takes, in seconds.
-            adapt: Makes another handler of each, for this run.
+            broker: Pass one to share it between several apps, or to prepare it; by default a new one.
+            latency: Duration of each operation of the client, in seconds.
+            adapt: Replaces each handler for this run.
 
         Raises:
             ValueError: *speed* is not positive.
@@ -88,14 +88,14 @@ class TestClient:
         self.app = app
         self.broker = InMemoryBroker(clock=_timestamp) if broker is None else broker
         self.transports: list[InMemoryTransport] = []
-        """Every client that the app has made so far, the current one last; to kill or crash it."""
+        """Every client that the app has created so far, the current one last; use it to kill or crash a client."""
         self._speed = speed
         self._latency = latency
         self._adapt = adapt
         self._exit: contextlib.AsyncExitStack | None = None
 
     async def __aenter__(self) -> Self:
-        """Start the app; returns once the first assignment is complete."""
+        """Start the app; return once the first assignment is complete."""
         if self._exit is not None:
             message = "this TestClient runs already: make another one, or enter it again after it has ended"
             raise StateError(message)
@@ -118,7 +118,7 @@ class TestClient:
         """Stop the app as in production: drain, commit, leave the group.
 
         Raises:
-            NotDrainedError: Records still ran after `shutdown_timeout`.
+            NotDrainedError: Records were still running after `shutdown_timeout`.
         """
         stack, self._exit = self._exit, None
         if stack is not None:
@@ -153,7 +153,7 @@ class TestClient:
 
     @property
     def group(self) -> ConsumerGroup:
-        """The app's consumer group at the broker: to rebalance it, lose its members, commit from outside."""
+        """The app's consumer group: rebalance it, lose its members, or commit from outside."""
         return self.broker.group(self.app.group_id)
 
     # Records ---------------------------------------------------------------------------
@@ -171,9 +171,9 @@ class TestClient:
         Args:
             topic: Created on first use, with 4 partitions.
             value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
-            key: Bytes or a string; records of one key share a partition and their order.
-            partition: Without it, the key's hash chooses, or they take turns.
-            headers: Name and content of each.
+            key: Bytes or a string; records with the same key share a partition and stay in order.
+            partition: By default the key's hash chooses, and records without a key take turns.
+            headers: Pairs of name and content.
         """
         return self.broker.publish(
             topic,
@@ -184,21 +184,21 @@ class TestClient:
         )
 
     def records(self, topic: str) -> Sequence[Record]:
-        """What a topic holds, also one that only the app writes to: by timestamp, partition and offset."""
+        """Return the records of any topic, including those that only the app writes to, sorted by timestamp."""
         return self.broker.records(topic)
 
     def committed(self, topic: str, partition: int) -> int | None:
-        """The group's committed offset, or None."""
+        """Return the group's committed offset, or None."""
         return self.broker.committed(self.app.group_id, topic, partition)
 
     async def settle(self, timeout: float = 5.0) -> None:
-        """Wait until nothing is incomplete and everything is committed, of the partitions that are assigned.
+        """Wait until nothing is incomplete and everything is committed on the assigned partitions.
 
         Args:
             timeout: Seconds after which to give up; virtual ones in `aioshard.testing.run`.
 
         Raises:
-            TimeoutError: It did not come to that; the message names what is in the way.
+            TimeoutError: The app did not settle in time; the message names the reason.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -211,32 +211,32 @@ class TestClient:
             message = "\n  ".join([*sentences, *self.app.explain().splitlines()])
             raise TimeoutError(message) from None
 
-    # Trouble ---------------------------------------------------------------------------
+    # Failures --------------------------------------------------------------------------
 
     async def revoke(self, topic: str, partition: int) -> None:
-        """Give a partition to a member outside; returns once the rebalance is complete.
+        """Give a partition to a member outside the app; return once the rebalance is complete.
 
         Raises:
             LookupError: There is no such partition.
-            StateError: The app has its partitions by hand: no rebalance takes or gives one.
+            StateError: The app uses manual assignment, so no rebalance moves its partitions.
         """
         self._check_moves(topic, partition)
         self.group.revoke(TopicPartition(topic, partition))
         await self._rebalanced()
 
     async def assign(self, topic: str, partition: int) -> None:
-        """Give a revoked partition back; returns once the rebalance is complete.
+        """Return a revoked partition to the app; return once the rebalance is complete.
 
         Raises:
             LookupError: There is no such partition.
-            StateError: The app has its partitions by hand: no rebalance takes or gives one.
+            StateError: The app uses manual assignment, so no rebalance moves its partitions.
         """
         self._check_moves(topic, partition)
         self.group.assign(TopicPartition(topic, partition))
         await self._rebalanced()
 
     def fail_next_commit(self, error: TransportError, *, applied: bool = False) -> None:
-        """Answer the next commit with *error*; with *applied* it is stored and only the answer is lost."""
+        """Answer the next commit with *error*; with *applied*, it is stored and only the acknowledgement is lost."""
         self.broker.fail_next_commit(error, applied=applied)
 
     # Inside ----------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class TestClient:
         await self.broker.until(lambda: bool(self.group.members) and not self.group.rebalancing)
 
     def _unsettled(self) -> list[str]:
-        """What is in the way of being settled, in sentences; changes only with something at the broker."""
+        """Describe in sentences why the app has not settled; the result changes only with the broker's state."""
         sentences = []
         assign = self.app.settings.assign
         if assign is not None:
@@ -280,7 +280,7 @@ class TestClient:
 
 @contextlib.contextmanager
 def _test_settings(app: App) -> Iterator[None]:
-    """Let *app* begin at the earliest record, and commit often."""
+    """Make *app* begin at the earliest record and commit often."""
     settings = app.settings
     before: dict[str, Any] = {
         "auto_offset_reset": settings.auto_offset_reset,
@@ -297,7 +297,7 @@ def _test_settings(app: App) -> Iterator[None]:
 
 
 def _sped_up(spec: HandlerSpec, speed: float) -> HandlerSpec:
-    """The same handler, which retries, fills batches and tries parked keys *speed* times as soon."""
+    """Return the handler with retry delays, batch linger and park delay divided by *speed*."""
     retry, batched, policy = spec.retry, spec.batched, spec.on_failure
     retry = dataclasses.replace(retry, initial=retry.initial / speed, maximum=retry.maximum / speed)
     if batched is not None:
@@ -308,7 +308,7 @@ def _sped_up(spec: HandlerSpec, speed: float) -> HandlerSpec:
 
 
 def _timestamp() -> float:
-    """Virtual where time is, so that a repeated run sees the same timestamps."""
+    """Return the current time, virtual if the loop is, so that a repeated run sees the same timestamps."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

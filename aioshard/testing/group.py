@@ -1,4 +1,4 @@
-"""A consumer group in memory: members, generations, eager rebalances and committed offsets."""
+"""An in-memory consumer group: members, generations, eager rebalances and committed offsets."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
@@ -10,12 +10,12 @@ from aioshard.records import TopicPartition, is_subscribed
 __all__ = ["ConsumerGroup", "Duty", "Subscription"]
 
 Duty = Literal["nothing", "rejoin", "adopt", "join anew"]
-"""What a member has to do next: nothing; give its partitions back and join again; take over the new
-assignment; or begin as a new member, because the group does not know it any more."""
+"""The next step of a member: nothing; release its partitions and rejoin; adopt the new assignment; or join as a new
+member, because the group has forgotten it."""
 
 
 class Subscription(NamedTuple):
-    """What a member wants to read."""
+    """The topics that a member subscribes to."""
 
     topics: frozenset[str]
     pattern: str | None = None
@@ -29,24 +29,23 @@ class _Member:
     def __init__(self, subscription: Subscription, stir: Callable[[], None]) -> None:
         self.subscription = subscription
         self.stir = stir
-        self.generation = -1  # The generation whose assignment the member has taken over.
+        self.generation = -1  # The generation whose assignment the member has adopted.
 
 
 class ConsumerGroup:
-    """The group coordinator of one group, with the eager protocol.
+    """The coordinator of one group, with the eager protocol.
 
-    A rebalance has two steps. First every member gives back all of its partitions and joins again
-    (`rejoin`); until the last has done so the old generation is in force, and commits under it are
-    accepted. Then the generation goes up by one, the partitions are dealt out round robin, and each
-    member takes over its own (`adopt`).
+    A rebalance has two steps. First every member releases all of its partitions and joins again (`rejoin`); until the
+    last one has done so, the old generation is in force, and commits under it are accepted. Then the generation is
+    incremented, the partitions are dealt out round robin, and each member adopts its own (`adopt`).
 
-    Everything here is a synchronous change of state. A member is told by its `stir` callback that
-    something may have changed, and asks `duty` what to do.
+    Everything here is a synchronous change of state. A member learns through its `stir` callback that something may
+    have changed, and then calls `duty` for its next step.
 
     Owned by one `InMemoryBroker`.
 
     Invariants:
-        * The generation goes up with every completed rebalance and never down.
+        * Every completed rebalance increments the generation; it never decreases.
         * A partition has at most one owner.
     """
 
@@ -64,7 +63,7 @@ class ConsumerGroup:
         self._pinned: dict[TopicPartition, str] = {}
         self._committed: dict[TopicPartition, Committed] = {}
 
-    # What can be asked -----------------------------------------------------------------
+    # State -----------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
@@ -73,29 +72,29 @@ class ConsumerGroup:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The member ids, in the order in which they joined."""
+        """The member ids, in the order of joining."""
         return tuple(self._members)
 
     @property
     def rebalancing(self) -> bool:
-        """Whether members have yet to give back or take over partitions."""
+        """Whether members still have to release or adopt partitions."""
         return self._preparing or any(member.generation != self._generation for member in self._members.values())
 
     @property
     def withheld(self) -> frozenset[TopicPartition]:
-        """Partitions that no member of ours gets: `revoke` gave them to somebody outside."""
+        """Partitions that none of our members gets, because `revoke` gave them to an outside member."""
         return frozenset(self._withheld)
 
     def owner(self, topic_partition: TopicPartition) -> str | None:
-        """The member to whom the generation in force gave the partition."""
+        """Return the member that owns the partition in the current generation."""
         return self._owners.get(topic_partition)
 
     def assignment(self, member_id: str) -> tuple[TopicPartition, ...]:
-        """What the generation in force gave to a member, sorted."""
+        """Return the sorted partitions of a member in the current generation."""
         return tuple(sorted(partition for partition, owner in self._owners.items() if owner == member_id))
 
     def subscribed(self) -> tuple[TopicPartition, ...]:
-        """Every partition that some member wants, withheld or not, sorted."""
+        """Return every partition that some member subscribes to, withheld or not, sorted."""
         return tuple(
             TopicPartition(topic, partition)
             for topic, count in sorted(self._topics().items())
@@ -104,11 +103,11 @@ class ConsumerGroup:
         )
 
     def committed(self, topic_partition: TopicPartition) -> Committed | None:
-        """The committed offset of a partition, or None."""
+        """Return the committed offset of a partition, or None."""
         return self._committed.get(topic_partition)
 
     def duty(self, membership: Membership) -> Duty:
-        """What a member that believes in *membership* has to do next."""
+        """Return the next step of a member that believes in *membership*."""
         member = self._members.get(membership.member_id)
         if member is None:
             return "join anew"
@@ -116,10 +115,10 @@ class ConsumerGroup:
             return "nothing" if membership.member_id in self._rejoined else "rejoin"
         return "nothing" if membership.generation == self._generation else "adopt"
 
-    # What members do -------------------------------------------------------------------
+    # Calls from members ----------------------------------------------------------------
 
     def join(self, subscription: Subscription, stir: Callable[[], None]) -> str:
-        """Add a member and begin a rebalance; returns its new member id."""
+        """Add a member and begin a rebalance; return its new member id."""
         self._joined_ever += 1
         member_id = f"{self.group_id}-member-{self._joined_ever}"
         self._members[member_id] = _Member(subscription, stir)
@@ -128,15 +127,15 @@ class ConsumerGroup:
         return member_id
 
     def rejoin(self, member_id: str) -> None:
-        """A member has given back its partitions; the last one completes the rebalance."""
+        """Record that a member has released its partitions; the last one completes the rebalance."""
         if member_id in self._members and self._preparing:
             self._rejoined.add(member_id)
             self._complete_when_all_rejoined()
 
     def adopt(self, member_id: str) -> Membership:
-        """A member takes over its part of the assignment in force; returns who it is now.
+        """Let a member adopt its part of the current assignment; return its new membership.
 
-        Returns `NOT_A_MEMBER` when the group has forgotten the member meanwhile.
+        Returns `NOT_A_MEMBER` if the group has forgotten the member in the meantime.
         """
         member = self._members.get(member_id)
         if member is None:
@@ -146,7 +145,7 @@ class ConsumerGroup:
         return Membership(member_id, self._generation)
 
     def leave(self, member_id: str) -> None:
-        """Remove a member, at its own wish or because it was not heard of; the others rebalance."""
+        """Remove a member, on its request or because it timed out; the others rebalance."""
         member = self._members.pop(member_id, None)
         if member is None:
             return
@@ -156,15 +155,15 @@ class ConsumerGroup:
         member.stir()
 
     def leave_unless_rejoined(self, member_id: str, generation: int) -> None:
-        """Remove a member that has not given back its partitions of *generation* in time."""
+        """Remove a member that has not released its partitions of *generation* in time."""
         if self._preparing and self._generation == generation and member_id not in self._rejoined:
             self.leave(member_id)
 
     def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """Store offsets, if *membership* is in force; without a member id, if the group has no members.
+        """Store offsets if *membership* is in force; without a member id, only if the group has no members.
 
         Raises:
-            GroupHasMembersError: It has, and *membership* is that of nobody.
+            GroupHasMembersError: The group has members, and *membership* has no member id.
             CommitRefusedError: The group does not know the member, or has another generation.
         """
         if not membership.member_id:
@@ -185,10 +184,10 @@ class ConsumerGroup:
         self._notify()
 
     def refuse_beside_members(self) -> None:
-        """Take nobody whose partitions were given by hand, while there are members.
+        """Reject manually assigned clients while the group has members.
 
         Raises:
-            GroupHasMembersError: There are.
+            GroupHasMembersError: The group has members.
         """
         if self._members:
             message = (
@@ -197,23 +196,23 @@ class ConsumerGroup:
             )
             raise GroupHasMembersError(message)
 
-    # What tests do ---------------------------------------------------------------------
+    # Calls from tests ------------------------------------------------------------------
 
     def rebalance(self) -> None:
-        """Make every member give back its partitions and join again; member ids stay."""
+        """Make every member release its partitions and rejoin; member ids stay the same."""
         if self._members:
             self._prepare()
         self._complete_when_all_rejoined()
 
     def revoke(self, *partitions: TopicPartition) -> None:
-        """Rebalance, and give *partitions* to nobody here: somebody outside has them from then on."""
+        """Rebalance, and withhold *partitions* from now on, as if an outside member owned them."""
         self._withheld.update(partitions)
         for partition in partitions:
             self._pinned.pop(partition, None)
         self.rebalance()
 
     def assign(self, *partitions: TopicPartition, member_id: str | None = None) -> None:
-        """Rebalance, and deal out *partitions* again: to *member_id* from now on, or round robin."""
+        """Rebalance, and deal out *partitions* again: always to *member_id* if given, otherwise round robin."""
         self._withheld.difference_update(partitions)
         for partition in partitions:
             if member_id is None:
@@ -228,7 +227,7 @@ class ConsumerGroup:
             self.leave(forgotten)
 
     def commit_from_outside(self, offsets: Mapping[TopicPartition, int | None], *, metadata: str = "") -> None:
-        """Set committed offsets as somebody else would: another member, or a reset tool (None removes)."""
+        """Set committed offsets as another member or a reset tool would; None removes an offset."""
         for partition, offset in offsets.items():
             if offset is None:
                 self._committed.pop(partition, None)
@@ -237,7 +236,7 @@ class ConsumerGroup:
         self._notify()
 
     def topics_changed(self, topics: Collection[str]) -> None:
-        """Topics appeared or have other partitions now: rebalance if a member reads one of them."""
+        """Rebalance if a member reads one of these new or changed topics."""
         if any(member.subscription.includes(topic) for member in self._members.values() for topic in topics):
             self.rebalance()
 

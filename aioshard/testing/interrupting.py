@@ -1,4 +1,4 @@
-"""The end of a run in the middle of a record: cancelled at one of its awaits, as when it outlasts a rebalance."""
+"""Interrupt a run in the middle of a record by cancelling it at one of its awaits, as when it outlasts a rebalance."""
 
 import asyncio
 import functools
@@ -20,14 +20,14 @@ class Interruption:
     def __init__(self, number: int) -> None:
         self.armed = False
         self.place: str | None = None
-        """Where that was; None as long as it has not happened."""
+        """Where the run was interrupted; None until then."""
         self.over = asyncio.Event()
-        """Set when the worker has been told to end the run, because its client is gone."""
+        """Set when the worker has received the order to end the run, because its client is gone."""
         self._number = number
         self._came = asyncio.Event()
 
     def stand_between(self, spec: HandlerSpec) -> HandlerSpec:
-        """The same handler, whose runs can be interrupted unless they are those of a thread."""
+        """Return the handler with interruptible runs; one that runs in threads is returned unchanged."""
 
         def wrap(attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
             async def run(given: T) -> object:
@@ -41,7 +41,7 @@ class Interruption:
         return spec if spec.in_threads else spec.through(wrap)
 
     async def comes_before(self, other: Coroutine[Any, Any, None]) -> bool:
-        """Wait until the run is interrupted, or *other* is done; what that raises is raised."""
+        """Wait until the run is interrupted or *other* is done; errors of *other* are raised."""
         ended = asyncio.create_task(other, name="replay: the record completes")
         came = asyncio.create_task(self._came.wait(), name="replay: the record is interrupted")
         try:
@@ -55,7 +55,7 @@ class Interruption:
         return self._came.is_set()
 
     async def _interrupted(self, run: Any) -> Any:
-        # In a task of its own: cancelling that of the worker would be a matter between worker and engine.
+        # In a separate task: cancelling the worker's own task would interfere with the engine.
         task = asyncio.create_task(self._counted(run), name="replay: a run that is interrupted")
         try:
             result = await task
@@ -76,7 +76,7 @@ class Interruption:
 
     @types.coroutine
     def _steps(self, run: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Go along with *run* from await to await, and cancel the task when it has come to the one that counts."""
+        """Step through *run* from await to await, and cancel the task at the chosen one."""
         step: Callable[[], Any] = functools.partial(run.send, None)
         awaits = 0
         while True:
@@ -88,18 +88,18 @@ class Interruption:
             if awaits == self._number:
                 self.place = _place(run)
                 task = asyncio.current_task()
-                assert task is not None  # noqa: S101 - this is one
+                assert task is not None  # noqa: S101 - this code runs in a task
                 task.cancel()
             try:
                 value = yield waits_for
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the handler
+            except BaseException as error:  # noqa: BLE001 - any error is passed to the handler
                 step = functools.partial(run.throw, error)
             else:
                 step = functools.partial(run.send, value)
 
 
 def _place(run: Coroutine[Any, Any, Any]) -> str:
-    """Where a coroutine is suspended: `file:line in function`, from the handler to the innermost await."""
+    """Return where a coroutine is suspended: `file:line in function`, from the handler to the innermost await."""
     places = []
     awaited: Any = run
     while (frame := getattr(awaited, "cr_frame", None)) is not None:

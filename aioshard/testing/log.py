@@ -1,4 +1,4 @@
-"""One partition's log in memory: records by offset, with holes, a start that moves and an open transaction."""
+"""The in-memory log of one partition: records by offset, with gaps, a moving start and an open transaction."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ _offset_of = attrgetter("offset")
 class PartitionLog:
     """Records of one partition in offset order.
 
-    Offsets are given once and never again, also when their record goes away: every deletion leaves a
-    hole, as compaction, aborted transactions and control records do on a broker.
+    Offsets are never reused, even after their record is removed: every deletion leaves a gap, as compaction, aborted
+    transactions and control records do on a broker.
 
     Synchronous, owned by one `InMemoryBroker`.
 
@@ -33,7 +33,7 @@ class PartitionLog:
 
     @property
     def start(self) -> int:
-        """The first offset that may be asked for."""
+        """The first offset that can be read."""
         return self._start
 
     @property
@@ -43,12 +43,12 @@ class PartitionLog:
 
     @property
     def stable_end(self) -> int:
-        """The last stable offset: `end`, or where the open transaction began."""
+        """The last stable offset: `end`, or the beginning of the open transaction."""
         return self._end if self._transaction is None else max(self._transaction, self._start)
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """What the log holds, in offset order, uncommitted records included."""
+        """All records in offset order, including uncommitted ones."""
         return tuple(self._records)
 
     def append(
@@ -78,7 +78,7 @@ class PartitionLog:
         self._end += count
 
     def delete(self, offset: int) -> None:
-        """Remove one record and leave a hole.
+        """Remove one record and leave a gap.
 
         Raises:
             LookupError: There is no record at *offset*.
@@ -93,14 +93,14 @@ class PartitionLog:
         del self._records[index]
 
     def compact(self) -> None:
-        """Keep the newest record of each key and leave holes for the others; records without a key go too."""
+        """Keep the newest record of each key and leave gaps for the others; records without a key are removed too."""
         newest = {record.key: record.offset for record in self._records}
         self._records = [
             record for record in self._records if record.key is not None and newest[record.key] == record.offset
         ]
 
     def truncate_before(self, offset: int) -> None:
-        """Move the start up to *offset*, as retention does; what lies before it is gone.
+        """Move the start up to *offset*, as retention does; earlier records are removed.
 
         Raises:
             ValueError: *offset* is beyond the end of the log.
@@ -112,10 +112,10 @@ class PartitionLog:
         del self._records[: bisect_left(self._records, offset, key=_offset_of)]
 
     def begin_transaction(self) -> None:
-        """Hold the last stable offset where it is until `end_transaction`.
+        """Freeze the last stable offset until `end_transaction`.
 
         Raises:
-            ValueError: A transaction is open already; one at a time is supported.
+            ValueError: A transaction is already open; only one at a time is supported.
         """
         if self._transaction is not None:
             message = f"{self.topic_partition} has an open transaction since offset {self._transaction}: end it first"
@@ -126,7 +126,7 @@ class PartitionLog:
         """Release the last stable offset; the marker takes one offset.
 
         Args:
-            commit: False removes every record that came since the transaction began.
+            commit: False removes every record appended since the transaction began.
 
         Raises:
             ValueError: No transaction is open.
@@ -140,7 +140,7 @@ class PartitionLog:
         self._end += 1
 
     def read(self, position: int, below: int) -> Iterator[Record]:
-        """The records with `position <= offset < below`."""
+        """Iterate over the records with `position <= offset < below`."""
         for index in range(bisect_left(self._records, position, key=_offset_of), len(self._records)):
             record = self._records[index]
             if record.offset >= below:

@@ -1,4 +1,4 @@
-"""An asyncio event loop with virtual time and a seeded order of steps: slow and racy tests become neither."""
+"""An asyncio event loop with virtual time and a seeded order of steps, for fast and reproducible tests."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _TIME_LIMIT = 10_000.0
 _BUSY_PASSES = 10_000
-"""Passes within one instant after which time goes on nevertheless, as it would in a process that computes."""
+"""Passes within one instant after which time advances anyway, as it would in a CPU-bound process."""
 _BUSY_TICK = 0.001
 _BUSY_LIMIT = 300_000
 _THREAD_GLANCE = 0.01
@@ -32,36 +32,35 @@ _THREAD_LIMIT = 10.0
 
 
 class DeadlockError(AioshardError):
-    """Nothing can go on, or nothing ever comes to an end; the message says where each task waits."""
+    """Nothing can proceed, or nothing ever ends; the message shows where each task waits."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is a number: when nothing is ready, it jumps to the next timer.
+    """An event loop with simulated time: when nothing is ready, it jumps to the next timer.
 
-    An hour of `asyncio.sleep` takes no time, and a time-out fires exactly when it is due. When nothing
-    is ready, no timer is set and no thread works, nothing can ever happen again: that is raised as a
-    `DeadlockError` instead of hanging.
+    An hour of `asyncio.sleep` takes no time, and a timeout fires exactly when it is due. If nothing is ready, no timer
+    is set and no thread is working, nothing can ever happen again: the loop raises a `DeadlockError` instead of
+    hanging.
 
-    With a seed, the order of steps is permuted, to find races. asyncio runs in each pass what was ready
-    when the pass began. Within a pass, **the steps of different tasks change places at random; all other
-    callbacks keep their order among themselves**, because asyncio promises that for `call_soon` and its
-    own parts rely on it, and nothing moves to another pass. Correct code cannot depend on what is permuted:
-    it is the order in which tasks that are all ready go on. The same seed gives the same order of steps, as
-    long as the code under test has no other source of chance: sets are iterated in the order of their hashes,
-    which is that of `PYTHONHASHSEED` for strings. In which order a set of tasks was woken or cancelled does not
-    matter. Without a seed the order is asyncio's.
+    With a seed, the order of steps is permuted, to find races. In each pass, asyncio runs the callbacks that were
+    ready when the pass began. Within a pass, **the steps of different tasks are shuffled; all other callbacks keep
+    their relative order**, because asyncio promises it for `call_soon` and relies on it internally, and nothing moves
+    to another pass. Correct code cannot depend on the permuted part, which is the order in which ready tasks run. The
+    same seed gives the same order of steps, unless the code under test has another source of randomness: sets are
+    iterated in hash order, which for strings depends on `PYTHONHASHSEED`. The order in which a set of tasks was woken
+    or cancelled does not matter. Without a seed, the order is asyncio's.
 
     Threads (`asyncio.to_thread`, `run_in_executor`, `anyio.to_thread`) work in real time: the loop does not jump
-    while one is busy, unless it has been so for half a second and nothing else happens. Sockets, pipes and
+    while a thread is busy, unless it has been busy for half a second and nothing else happens. Sockets, pipes and
     subprocesses are refused.
 
     Invariants:
-        * `time` never goes back, and moves only while nothing is ready; the exception is a process that
-          never rests: after 10,000 passes within one instant each further pass takes a millisecond.
+        * `time` never goes back, and advances only while nothing is ready. The exception is a program that never
+          rests: after 10,000 passes within one instant, each further pass takes a millisecond.
     """
 
     virtual_time = True
-    """Tells the engine that no thread can look from outside at whether the loop turns."""
+    """Tells the engine that no thread can check from outside whether the event loop is blocked."""
 
     def __init__(
         self,
@@ -70,14 +69,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         on_step: Callable[[], None] | None = None,
         time_limit: float = _TIME_LIMIT,
     ) -> None:
-        """Make a loop at time 0.
+        """Create a loop at time 0.
 
         Args:
             seed: Permutes the steps of tasks; None keeps asyncio's order.
-            on_step: Called after every callback, to check what must always hold; what it raises ends the
-                run, and it is not called again.
-            time_limit: Seconds of virtual time after which `DeadlockError` is raised: a program with a
-                periodic timer never stands still, so only this ends it when what a test awaits never comes.
+            on_step: Called after every callback, to check invariants; an exception ends the run, and it is not called
+                again.
+            time_limit: Seconds of virtual time after which `DeadlockError` is raised: a program with a periodic timer
+                never becomes idle, so only this limit ends a test that waits for an event that never comes.
         """
         self._now = 0.0
         self._time_limit = time_limit
@@ -90,20 +89,20 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._closing_executor = 0
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._now
 
     def run_in_executor(  # type: ignore[override] # typeshed's variadic signature has no spelling in 3.11
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """As asyncio's; the loop waits for it in real time."""
+        """Run as asyncio does; the loop waits for it in real time."""
         job = super().run_in_executor(executor, func, *args)
         self._executor_jobs.add(job)
         job.add_done_callback(self._executor_jobs.discard)
         return job
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ARG002
-        """As asyncio's, waiting for the threads in real time and without *timeout*."""
+        """Shut down as asyncio does, but wait for the threads in real time and ignore *timeout*."""
         self._closing_executor += 1
         try:
             if sys.version_info >= (3, 12):
@@ -113,27 +112,27 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         finally:
             self._closing_executor -= 1
 
-    # What the selector asks ------------------------------------------------------------
+    # Calls from the selector -----------------------------------------------------------
 
     def end_pass(self) -> None:
-        """A pass over the ready callbacks is over."""
+        """End the current pass over the ready callbacks."""
         self._steps.end_pass()
 
     def busy_threads(self) -> frozenset[int]:
-        """Something that identifies each piece of work that a thread does for this loop now."""
+        """Return an identifier for each job that a thread is doing for this loop now."""
         busy = {id(job) for job in self._executor_jobs}
         if self._closing_executor:
             busy.add(0)
         for thread in threading.enumerate():
-            # anyio tells nobody about its worker threads. Theirs is a queue that counts a call as unfinished
-            # until after its result was handed to the loop.
+            # anyio has no list of its worker threads. Each has a queue that counts a call as unfinished until its
+            # result has been handed to the loop.
             calls: Any = getattr(thread, "queue", None)
             if getattr(thread, "loop", None) is self and getattr(calls, "unfinished_tasks", None):
                 busy.add(id(thread))
         return frozenset(busy)
 
     def pass_time(self, seconds: float) -> None:
-        """Move the clock.
+        """Advance the clock.
 
         Raises:
             DeadlockError: The time limit is reached.
@@ -141,29 +140,29 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now += seconds
         if self._now > self._time_limit:
             limit = self._time_limit
-            self._time_limit += _TIME_LIMIT  # What is cancelled now needs time to end.
+            self._time_limit += _TIME_LIMIT  # The tasks cancelled now need time to end.
             raise self.stuck(
                 f"what the test waits for did not come within {limit:g} s of virtual time; if that is too short, "
                 "give run a greater time_limit"
             )
 
     def next_timer(self) -> float:
-        """When the next timer is due; infinite without one."""
+        """Return when the next timer is due; infinity without one."""
         timers: list[asyncio.TimerHandle] = getattr(self, "_scheduled", [])
         return timers[0].when() if timers else math.inf
 
     def stuck(self, sentence: str) -> DeadlockError:
-        """An error that says *sentence* and where every task waits."""
+        """Create an error with *sentence* and the place where every task waits."""
         lines = [f"  task {task.get_name()!r} waits at {waiting_place(task)}" for task in asyncio.all_tasks(self)]
         return DeadlockError("\n".join([sentence, *sorted(lines)]))
 
 
 class _ReadyQueue(deque[asyncio.Handle]):
-    """The loop's queue of ready callbacks; gives them out permuted, pass by pass.
+    """The loop's queue of ready callbacks, which hands them out permuted, pass by pass.
 
-    `BaseEventLoop._run_once` takes as many as there were when its pass began, one by one from the left,
-    while new ones come in on the right. So what is permuted is that many on the left, in place: an error
-    in the middle of a pass leaves the others where asyncio looks for them.
+    `BaseEventLoop._run_once` pops as many callbacks from the left as there were when its pass began, while new ones
+    are appended on the right. So exactly that many on the left are permuted in place: after an error in the middle of
+    a pass, the others are still where asyncio expects them.
     """
 
     def __init__(self, rng: random.Random | None, on_step: Callable[[], None] | None) -> None:
@@ -212,9 +211,10 @@ class _ReadyQueue(deque[asyncio.Handle]):
         self.extendleft([lanes[lane].popleft() for lane in turns][::-1])
 
     def _lane(self, handle: asyncio.Handle) -> int:
-        """What keeps its order: one lane for each task, by its age, and one for everything else.
+        """Return the lane within which order is kept: one per task, by age, and one for everything else.
 
-        Not by who was woken first: where a set of tasks is cancelled, or of waiters woken, that is as the set has it.
+        Lanes are not numbered by wake-up order: when a set of tasks or waiters is cancelled or woken, that order is
+        the iteration order of the set.
         """
         task = getattr(getattr(handle, "_callback", None), "__self__", None)
         if not isinstance(task, asyncio.Task):
@@ -226,7 +226,7 @@ class _ReadyQueue(deque[asyncio.Handle]):
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Where the loop would wait for sockets: here the clock moves instead."""
+    """Advances the clock at the point where the loop would wait for sockets."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
@@ -270,12 +270,12 @@ class _VirtualSelector(selectors.DefaultSelector):
             self._loop.pass_time(_BUSY_TICK)
 
     def _wait_for_threads(self, *, forever: bool) -> tuple[list[tuple[selectors.SelectorKey, int]], frozenset[int]]:
-        """Wait in real time while threads work; not again for the same ones when they did not end in time.
+        """Wait in real time while threads work, but not again for the same ones if they did not end in time.
 
-        Returns what they woke the loop with, if they did, and what is still busy.
+        Returns the events that woke the loop, if any, and the work that is still busy.
         """
         while True:
-            # In this order: a thread that ends after it was seen idle has woken the loop before.
+            # The order matters: a thread that ends after it was seen idle has already woken the loop.
             busy = self._loop.busy_threads()
             events = super().select(0)
             if busy != self._waited_for:
@@ -284,10 +284,10 @@ class _VirtualSelector(selectors.DefaultSelector):
             patience = (_THREAD_LIMIT if forever else _THREAD_PATIENCE) - self._waited
             if events or not busy or patience <= 0:
                 return events, busy
-            # Not in one go: a thread may seem busy that has told its result, and then wakes nobody when it is idle.
+            # In short steps: a thread may seem busy after delivering its result, and becoming idle wakes nobody.
             glance = min(patience, _THREAD_GLANCE)
             events = super().select(glance)
-            self._waited += glance  # not by the clock: a process that was stopped has waited for nobody
+            self._waited += glance  # not by the clock: time in which the process was suspended does not count
             if events:
                 return events, busy
 
@@ -299,20 +299,20 @@ def run(
     on_step: Callable[[], None] | None = None,
     time_limit: float = _TIME_LIMIT,
 ) -> T:
-    """Run a coroutine on a `VirtualTimeLoop` of its own, as `asyncio.run` does, and return its result.
+    """Run a coroutine on a new `VirtualTimeLoop`, as `asyncio.run` does, and return its result.
 
-    What it raises carries a note with the seed, so that a failure can be repeated. Where sets of strings
-    matter, as topics in most programs, that needs a fixed `PYTHONHASHSEED` too.
+    Any exception carries a note with the seed, so that you can reproduce the failure. If sets of strings matter, as
+    with topics in most programs, you also need a fixed `PYTHONHASHSEED`.
 
     Args:
         main: The test.
-        seed: Permutes the steps of tasks, and seeds the `random` module for the time of the run; try several.
-        on_step: Called after every callback; what it raises ends the run.
-        time_limit: Seconds of virtual time after which the run is given up.
+        seed: Permutes the steps of tasks, and seeds the `random` module during the run; try several.
+        on_step: Called after every callback; an exception ends the run.
+        time_limit: Seconds of virtual time after which the run is aborted.
 
     Raises:
-        DeadlockError: Nothing can go on, or the time limit is reached.
-        BaseException: What *main* or *on_step* raised.
+        DeadlockError: Nothing can proceed, or the time limit is reached.
+        BaseException: Any exception from *main* or *on_step*.
 
     Example:
         >>> async def an_hour() -> float:
@@ -343,7 +343,7 @@ def run(
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Let `random` give the same numbers in every run with this seed."""
+    """Make `random` give the same numbers in every run with this seed."""
     state = random.getstate()
     if seed is not None:
         random.seed(seed)
@@ -361,15 +361,15 @@ def _hash_seed() -> str:
 
 
 def _close_after(error: BaseException, runner: asyncio.Runner) -> None:
-    """Close the loop of a run that failed; what goes wrong then must not hide why it failed."""
+    """Close the loop of a failed run; errors while closing must not hide the cause."""
     try:
         runner.close()
-    except Exception as another:  # noqa: BLE001 - whatever it is, it becomes a note
+    except Exception as another:  # noqa: BLE001 - any error becomes a note
         error.add_note(f"When its tasks were cancelled afterwards: {another}")
 
 
 def waiting_place(task: asyncio.Task[Any]) -> str:
-    """Where a task is suspended: `file:line in function` of each frame, the innermost last."""
+    """Return where a task is suspended: `file:line in function` of each frame, innermost last."""
     places: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None:

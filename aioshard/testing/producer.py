@@ -24,11 +24,11 @@ class _Sent:
 class InMemoryProducer:
     """Publishes to an `InMemoryBroker`; implements `aioshard.ports.Producer`.
 
-    While the broker is not available, messages wait for it as they do with a real client; what `fail_publishes`
-    asks for is raised at once. A cancelled call is stored all the same: that is what a caller must be able to bear.
+    While the broker is not available, messages wait as they do in a real client; errors set with `fail_publishes` are
+    raised immediately. The message of a cancelled call is still stored: callers must tolerate that.
 
     Invariants:
-        * Messages are stored in the order of the calls, whatever the latencies.
+        * Messages are stored in the order of the calls, regardless of the latencies.
 
     Example:
         >>> import asyncio
@@ -44,20 +44,20 @@ class InMemoryProducer:
     def __init__(
         self, broker: InMemoryBroker, *, latency: Callable[[], float] | None = None, timeout: float = 30.0
     ) -> None:
-        """Make a producer.
+        """Create a producer.
 
         Args:
-            broker: Where the messages go. Topics are created on first use.
-            latency: Seconds until a message is stored, and again until its acknowledgement is here, asked anew each
-                time. None is no time.
-            timeout: Seconds after which a message that the broker did not answer is given up; it is not stored then.
+            broker: Destination of the messages. Topics are created on first use.
+            latency: Seconds until a message is stored, and again until its acknowledgement arrives; called each time.
+                None means no latency.
+            timeout: Seconds after which an unanswered message is given up; it is then not stored.
         """
         self._broker = broker
         self._latency = latency
         self._timeout = timeout
         self._sent: deque[_Sent] = deque()
         self._arrived = 0
-        """How many of what was sent, from the first on, the broker would store if it were available."""
+        """Number of sent messages, counted from the first, that the broker would store if it were available."""
         self._storing = False
         self._closed = False
         self._unwatch = broker.watch(self._store)
@@ -74,8 +74,8 @@ class InMemoryProducer:
 
         Raises:
             ClientLostError: The producer is closed.
-            ConnectError: The broker was not available for as long as the producer waits.
-            TransportError: The topic has no such partition, or what `fail_publishes` asked for.
+            ConnectError: The broker was not available within the producer's timeout.
+            TransportError: The partition does not exist, or the error set with `fail_publishes`.
         """
         if self._closed:
             raise _closed()
@@ -104,7 +104,7 @@ class InMemoryProducer:
     def _store(self) -> None:
         if self._storing or self._closed:
             return
-        self._storing = True  # What the broker stores it tells everybody, us too.
+        self._storing = True  # storing a record notifies all watchers, including this one
         try:
             while self._arrived and self._sent and self._broker.available:
                 self._arrived -= 1

@@ -1,4 +1,4 @@
-"""What one client reads: its partitions with their positions, and the records that come next."""
+"""The reading side of one client: its partitions, their positions, and the next records."""
 
 from collections.abc import Collection
 from typing import Literal, NamedTuple
@@ -14,25 +14,25 @@ __all__ = ["Found", "IsolationLevel", "Reading"]
 IsolationLevel = Literal["read_committed", "read_uncommitted"]
 
 _FAULT_INTERVAL = 1.0
-"""Seconds after which a fault that goes on is reported again; a client retries a failed fetch with backoff."""
+"""Seconds after which a persistent fault is reported again; a client retries a failed fetch with backoff."""
 
 
 class Found(NamedTuple):
-    """What a look at all partitions brought."""
+    """The result of scanning all partitions."""
 
     new: list[FetchedBatch | Fault | Oversized]
     known: list[FetchedBatch | Fault | Oversized]
-    """Oversized records that were reported before: no reason to return from a poll."""
+    """Oversized records that were reported before; they do not end a poll."""
 
 
 class Reading:
-    """The partitions that a client was given, and where it reads each.
+    """The partitions assigned to a client, and its position in each.
 
     Synchronous, owned by one `InMemoryTransport`.
 
     Invariants:
-        * A partition that was just given is paused and has no position.
-        * Records are taken and the position moved in one step.
+        * A newly assigned partition is paused and has no position.
+        * Records are returned and the position is moved in one step.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Reading:
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
-        """What was given and not taken away, sorted."""
+        """The currently assigned partitions, sorted."""
         return tuple(sorted(self._positions))
 
     def give(self, partitions: Collection[TopicPartition]) -> None:
-        """Take over an assignment, all of it paused."""
+        """Replace the assignment; all partitions start paused."""
         self.take_all()
         self._positions = dict.fromkeys(partitions)
         self._paused = set(partitions)
 
     def take_all(self) -> None:
-        """Forget every partition."""
+        """Drop every partition."""
         self._positions = {}
         self._paused = set()
         self._ends = {}
@@ -72,22 +72,22 @@ class Reading:
         self._oversized = {}
 
     def position(self, topic_partition: TopicPartition) -> int | None:
-        """The next offset to read; None without a `seek`."""
+        """Return the next offset to read; None before a `seek`."""
         return self._positions.get(topic_partition)
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """Where the readable part of the log ended when it was last looked at."""
+        """Return the readable end of the log as of the last scan."""
         return self._ends.get(topic_partition)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """Read nothing of these, until they are resumed."""
+        """Stop reading these partitions until they are resumed."""
         self._paused.update(partition for partition in partitions if partition in self._positions)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """Go on with these.
+        """Resume reading these partitions.
 
         Raises:
-            StateError: One was given to us and has no position.
+            StateError: One of them is assigned but has no position.
         """
         for topic_partition in partitions:
             if topic_partition in self._positions and self._positions[topic_partition] is None:
@@ -102,25 +102,25 @@ class Reading:
             self._quiet_until.pop(topic_partition, None)
 
     def log_range(self, topic_partition: TopicPartition) -> LogRange:
-        """Start and readable end of a log now."""
+        """Return the current start and readable end of a log."""
         log = self._broker.log(*topic_partition)
         return LogRange(log.start, self._readable_end(log))
 
     def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """The first readable offset that is not older than a time, or None."""
+        """Return the first readable offset at or after a time, or None."""
         log = self._broker.log(*topic_partition)
         readable = log.read(log.start, self._readable_end(log))
         return next((record.offset for record in readable if record.timestamp >= timestamp), None)
 
     def next_look(self, now: float) -> float | None:
-        """When a fault is due to be reported again, if one is."""
+        """Return when a fault is due to be reported again, or None."""
         return min((when for when in self._quiet_until.values() if when > now), default=None)
 
     def collect(self, allowance: AllowanceOf, now: float) -> Found:
-        """Take what is readable and allowed, of every partition that is not paused.
+        """Fetch the readable records of every partition that is not paused, within their allowances.
 
-        What is taken of one partition counts against the allowances of the others, which are all as of
-        now; a partition that had more than it could give goes last the next time.
+        Records fetched from one partition count against the allowances of the others, which are all as of now; a
+        partition with more records than could be fetched goes last the next time.
         """
         found = Found([], [])
         taken = Allowance(0, 0)
@@ -136,7 +136,7 @@ class Reading:
             self._quiet_until.pop(topic_partition, None)
             allowed = allowance(topic_partition)
             if not allowed.records and topic_partition in self._ends:
-                continue  # as with a client whose buffer nobody empties: it fetches nothing, and learns no end
+                continue  # like a client with a full buffer: it fetches nothing, and learns no end
             end = self._ends[topic_partition] = self._readable_end(log)
             if position is None or position >= end:
                 continue
@@ -182,7 +182,7 @@ class Reading:
             size = record_size(record.key, record.value, record.headers)
             fits = size <= free or (room.alone and not records and not taken.records)
             if not fits and not records:
-                # What others took in this step may have left no room; that is nothing to report.
+                # Other partitions may have used up the room in this step; this needs no report.
                 return Oversized(topic_partition, size) if size > room.bytes else None
             if not fits or len(records) >= limit:
                 next_offset = records[-1].offset + 1

@@ -1,4 +1,4 @@
-"""Replays: what a crash makes run again must leave what a single run leaves."""
+"""Replays: check that records repeated after a crash have the same effects as a single run."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ from aioshard.testing.interrupting import Interruption
 __all__ = ["replay_prefixes"]
 
 _SPEED = 100.0
-"""A handler that asks for another attempt need not make the test wait for it."""
+"""Speeds up retries, so that the test need not wait for them."""
 _COMMIT_INTERVAL = 1e-6
 _SHOWN_BYTES = 60
 
@@ -33,37 +33,38 @@ async def replay_prefixes(
     interrupt: bool = True,
     timeout: float = 5.0,
 ) -> None:
-    """Crash after every prefix of *history*, deliver again what was not committed, and compare the effects.
+    """Crash after every prefix of *history*, redeliver the uncommitted records, and compare the effects.
 
-    The app runs on the in-memory broker as it does in a `TestClient`: its handlers, its `resources`, order per
-    shard key, other keys at the same time. First it runs the whole history once: that is the clean run. Then, for
-    each number of records that a crash may come after and each offset that may have been committed by then, the
-    world is made anew, the app runs that prefix, starts again, and is given everything from the committed offset
-    on. With *interrupt*, handlers that are `async def` are also cancelled in the middle of a record, at each of
-    their awaits in turn, as when a run outlasts a rebalance.
+    The app runs on the in-memory broker as in a `TestClient`: its handlers, its `resources`, order per shard key,
+    concurrency across keys. It first runs the whole history once: that is the clean run. Then, for each number of
+    records that a crash may follow, and each offset that may have been committed by then, the world is reset, the app
+    runs that prefix, restarts, and receives everything from the committed offset on. With *interrupt*, `async def`
+    handlers are also cancelled in the middle of a record, at each of their awaits in turn, as when a run outlasts a
+    rebalance.
 
-    Keep the history short: a dozen records with a few keys show what a thousand would, and the number of runs
+    Keep the history short: a dozen records with a few keys show as much as a thousand, and the number of runs
     grows with the square. Time is that of the event loop: in `aioshard.testing.run` none passes.
 
-    What lives in the process outlives a crash that is only played. Keep caches and connections in `resources`,
-    which are opened anew after it; a set of seen records in a global variable would hide what a restart repeats.
+    State in the process survives a simulated crash. Keep caches and connections in `resources`, which are opened
+    again after it; a set of seen records in a global variable would hide what a restart repeats.
 
     Args:
-        app: Must not run. Its settings and handlers are as they were again afterwards.
-        history: Records that the app's handlers take, those of a partition in offset order; made with
-            `InMemoryBroker.publish`, or read from a topic. Partitions, offsets and timestamps are kept.
-        reset: Makes the world as it was before the first record; called before the app starts. May be `async def`.
-        effects: Returns what the handlers have done to the world, as plain values that can be copied and compared
+        app: An app that is not running. Its settings and handlers are restored afterwards.
+        history: Records that the app's handlers take, those of a partition in offset order; create them with
+            `InMemoryBroker.publish`, or read them from a topic. Partitions, offsets and timestamps are kept.
+        reset: Restores the world to its state before the first record; called before the app starts. May be
+            `async def`.
+        effects: Returns the effects of the handlers on the world, as plain values that can be copied and compared
             with `==`; called after the app has stopped. May be `async def`.
         interrupt: Whether to crash in the middle of records too.
-        timeout: Seconds that any run may take to process and commit what it was given.
+        timeout: Seconds that any run may take to process and commit its records.
 
     Raises:
         AssertionError: The effects differ. The message names the first prefix after which they do, the records that
-            ran before and after the crash, and both effects. Or the test proves nothing: no effects are
-            visible, or two clean runs have different ones.
-        ValueError: *history* is empty, out of order, or holds a record that no handler takes.
-        TimeoutError: A run did not come to its end, such as when a handler fails or hangs.
+            ran before and after the crash, and both effects. It is also raised if the test proves nothing: no effects
+            are visible, or two clean runs have different ones.
+        ValueError: *history* is empty, out of order, or contains a record that no handler takes.
+        TimeoutError: A run did not finish, for example because a handler fails or hangs.
 
     Example:
         >>> from aioshard import App, Record
@@ -98,25 +99,25 @@ async def replay_prefixes(
         for ran in range(1, len(world.history) + 1):
             if interrupt:
                 await world.compare_interrupted(ran, clean)
-            # From the shortest repetition to the longest: the first that fails shows the least.
+            # From the shortest repetition to the longest, so that the first failure is the smallest.
             for again in reversed(range(ran)):
                 await world.compare(_Crash(ran, again), clean)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Crash:
-    """What had happened when the app went away."""
+    """The state at the moment of the crash."""
 
     ran: int
-    """How many records had begun; all had ended, but for the last one where `place` says so."""
+    """Number of records started; all had ended, except the last one if `place` is set."""
     again: int
-    """How many had been committed: the rest runs again."""
+    """Number of records committed: the rest run again."""
     place: str | None = None
-    """Where the last one was interrupted."""
+    """Where the last record was interrupted."""
 
 
 class _World:
-    """The app, its history and what its handlers do, again and again from the beginning."""
+    """The app, its history and its effects, run repeatedly from the beginning."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class _World:
         self._timeout = timeout
 
     def check(self) -> None:
-        """Refuse a history that cannot be replayed."""
+        """Reject a history that cannot be replayed."""
         if not self.history:
             message = "the history is empty: give replay_prefixes some records"
             raise ValueError(message)
@@ -154,7 +155,7 @@ class _World:
     # Runs ------------------------------------------------------------------------------
 
     async def clean_effects(self) -> Any:
-        """What a run without a crash leaves; makes sure that comparing with it proves something."""
+        """Return the effects of a run without a crash; make sure that a comparison with them proves something."""
         await _awaited(self._reset())
         untouched = await self._snapshot()
         clean = await self._clean_run()
@@ -203,8 +204,8 @@ class _World:
             await self._recover(broker, crash, clean)
 
     async def _recover(self, broker: InMemoryBroker, crash: _Crash, clean: Any) -> None:
-        """Start again after a crash, and compare what is there at the end."""
-        # What had run was committed when the app stopped: the crash came before that.
+        """Restart after a crash and compare the final effects."""
+        # Stopping the app committed the completed records; undo that, because the crash came before.
         broker.group(self._app.group_id).commit_from_outside(self._first_offsets(crash.again))
         with _noted(f"this was after a crash after {crash.ran} of {len(self.history)} records"):
             await self._live(broker, self.history[crash.ran :])
@@ -213,13 +214,13 @@ class _World:
             raise AssertionError(self._difference(crash, clean, effects))
 
     async def _live(self, broker: InMemoryBroker, records: Sequence[Record]) -> None:
-        """One life of the app, in which it is given these records beside what it has not committed."""
+        """Run the app once, delivering these records in addition to the uncommitted ones."""
         async with TestClient(self._app, broker=broker, speed=_SPEED) as client:
             _append(broker, records)
             await client.settle(self._timeout)
 
     async def _live_until(self, broker: InMemoryBroker, ran: int, interruption: Interruption) -> None:
-        """One life of the app that ends in the middle of record number *ran*, unless that ends before."""
+        """Run the app until it is interrupted in the middle of record number *ran*, or that record completes."""
         client = TestClient(self._app, broker=broker, speed=_SPEED, adapt=interruption.stand_between)
         async with client:
             _append(broker, self.history[: ran - 1])
@@ -237,14 +238,14 @@ class _World:
         return broker
 
     def _first_offsets(self, index: int) -> Mapping[TopicPartition, int]:
-        """The offset from which each partition is read when the records before *index* are committed."""
+        """Return the offset at which each partition resumes if the records before *index* are committed."""
         offsets: dict[TopicPartition, int] = {}
         for record in self.history[index:]:
             offsets.setdefault(record.topic_partition, record.offset)
         return offsets
 
     async def _snapshot(self) -> Any:
-        """A copy: what is returned may be the very thing that the next run changes."""
+        """Copy the effects: the next run may change the returned object."""
         found = await _awaited(self._effects())
         try:
             return copy.deepcopy(found)
@@ -254,7 +255,7 @@ class _World:
             )
             raise TypeError(message) from error
 
-    # What it says ----------------------------------------------------------------------
+    # Messages --------------------------------------------------------------------------
 
     def _difference(self, crash: _Crash, clean: Any, effects: Any) -> str:
         total = len(self.history)
@@ -276,7 +277,7 @@ class _World:
 
 @contextlib.contextmanager
 def _commits_at_once(app: App) -> Iterator[None]:
-    """Hundreds of runs would wait for the interval otherwise, each of them, and write a journal."""
+    """Commit almost immediately and write no journal: hundreds of runs would otherwise wait for the interval."""
     before = {name: getattr(app.settings, name) for name in ("commit_interval", "journal")}
     app.configure(commit_interval=_COMMIT_INTERVAL, journal=None)
     try:
@@ -286,7 +287,7 @@ def _commits_at_once(app: App) -> Iterator[None]:
 
 
 def _append(broker: InMemoryBroker, records: Iterable[Record]) -> None:
-    """Put records where they were."""
+    """Append records at their original offsets."""
     for record in records:
         broker.restore(record)
 
@@ -297,7 +298,7 @@ async def _awaited(result: object) -> Any:
 
 @contextlib.contextmanager
 def _noted(note: str) -> Iterator[None]:
-    """Say in which of many runs something was raised."""
+    """Add a note to exceptions that says in which of many runs they were raised."""
     try:
         yield
     except Exception as error:
@@ -306,7 +307,7 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def _listed(title: str, records: Sequence[Record]) -> list[str]:
-    """A line for each record, the first with the title."""
+    """Format one line per record, the first with the title."""
     lines = [f"  {title} nothing" if not records else ""]
     for number, record in enumerate(records):
         line = f"  {title if number == 0 else ' ' * len(title)} {Coordinates.of(record)} key={record.key!r}"

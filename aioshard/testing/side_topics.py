@@ -14,11 +14,11 @@ __all__ = ["InMemorySideTopics"]
 class InMemorySideTopics:
     """Reads an `InMemoryBroker` outside of any group; implements `aioshard.ports.SideTopics`.
 
-    Every topic there counts as compacted, and is compacted when a test says `broker.compact`. What `fail_fetches`
-    asks for is answered to `poll` and `read`.
+    Every topic there counts as compacted, and is compacted when a test calls `broker.compact`. Errors set with
+    `fail_fetches` apply to `poll` and `read`.
 
     Invariants:
-        * Records are handed out and the position moved in one step, so a cancelled poll loses nothing.
+        * Records are returned and the position is moved in one step, so a cancelled poll loses nothing.
 
     Example:
         >>> import asyncio
@@ -33,11 +33,11 @@ class InMemorySideTopics:
     """
 
     def __init__(self, broker: InMemoryBroker, *, max_records: int = 500) -> None:
-        """Make a reader that watches nothing.
+        """Create a reader that watches nothing.
 
         Args:
-            broker: Where the topics are.
-            max_records: Upper bound of what a poll brings of one partition, and of what a read brings.
+            broker: Broker with the topics.
+            max_records: Maximum number of records of one partition in a poll, and of a read.
         """
         self._broker = broker
         self._max_records = max_records
@@ -47,7 +47,7 @@ class InMemorySideTopics:
         self._unwatch = broker.watch(self._changed.set)
 
     async def ensure(self, topic: str, partitions: int) -> None:
-        """See `SideTopics.ensure`; a topic that exists has only too few partitions to be refused for."""
+        """See `SideTopics.ensure`; here an existing topic is rejected only if it has too few partitions."""
         await self._ask()
         count = self._broker.topics().get(topic)
         if count is None:
@@ -67,9 +67,9 @@ class InMemorySideTopics:
         """See `SideTopics.poll`.
 
         Raises:
-            ClientLostError: It is closed.
-            ConnectError: Nothing came in *timeout* seconds, and the broker is not available.
-            TransportError: A partition does not exist, or what `fail_fetches` asked for.
+            ClientLostError: The reader is closed.
+            ConnectError: Nothing arrived within *timeout* seconds, and the broker is not available.
+            TransportError: A partition does not exist, or the error set with `fail_fetches`.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
@@ -103,7 +103,7 @@ class InMemorySideTopics:
         return found, failure
 
     def _read(self, topic_partition: TopicPartition, position: int) -> tuple[list[Record], int]:
-        """Records from a position on, and where it goes on after them."""
+        """Return the records from a position on, and the position after them."""
         fault = self._broker.fault(topic_partition)
         if fault is not None:
             raise fault
@@ -134,7 +134,7 @@ class InMemorySideTopics:
 
         Raises:
             ConnectError: The broker is not available.
-            TransportError: There is no such partition, or what `fail_fetches` asked for.
+            TransportError: There is no such partition, or the error set with `fail_fetches`.
         """
         await self._ask()
         return self._read(topic_partition, offset)[0]
@@ -146,7 +146,7 @@ class InMemorySideTopics:
         self._changed.set()
 
     async def _ask(self) -> None:
-        """Let others run, as a network would; refuse while there is nobody to ask."""
+        """Let other tasks run, as a network would; raise if closed or the broker is not available."""
         await asyncio.sleep(0)
         self._check_open()
         self._broker.check_available()

@@ -1,4 +1,4 @@
-"""A member of a consumer group on the in-memory broker: the `Transport` port without a network."""
+"""An in-memory member of a consumer group: the `Transport` port without a network."""
 
 import asyncio
 import contextlib
@@ -37,27 +37,27 @@ logger = logging.getLogger("aioshard.testing.transport")
 Operation = Literal[
     "start", "heartbeat", "join", "fetch", "commit", "commit reply", "committed", "log ranges", "partitions", "close"
 ]
-"""What a member asks the broker. `heartbeat` is the time until it notices a rebalance or its own loss, `join`
-that from the new generation to its `assigned`, `fetch` that between two responses with records; `commit` passes
-before the offsets are stored and `commit reply` after."""
+"""The requests of a member. The latency of `heartbeat` is the time until the member notices a rebalance or its own
+loss, that of `join` the time from the new generation to its `assigned`, and that of `fetch` the time between two
+responses with records; that of `commit` passes before the offsets are stored and that of `commit reply` after."""
 
 _TO_COORDINATOR = frozenset[Operation](["start", "commit", "commit reply", "committed"])
 
 Outcome = Literal["woken", "changed", "time"]
 
 Latency = Callable[[Operation], float]
-"""The seconds that an operation takes, asked anew each time."""
+"""The seconds that an operation takes; called each time."""
 
 
 class InMemoryTransport:
     """One client of an `InMemoryBroker`; implements `aioshard.ports.Transport`.
 
-    Several of one group may run in one event loop. Its one task follows the group: it awaits the
-    listener's `revoked`, joins again and calls `assigned`.
+    Several clients of a group may run in one event loop. Each has one task that follows the group: it awaits the
+    listener's `revoked`, rejoins and calls `assigned`.
 
     Invariants:
-        * A record is handed out and the position moved in one step, so a cancelled poll loses nothing.
-        * While `revoked` runs, nothing is handed out.
+        * Records are returned and the position is moved in one step, so a cancelled poll loses nothing.
+        * While `revoked` runs, no records are returned.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class InMemoryTransport:
         rebalance_timeout: float = 60.0,
         session_timeout: float = 45.0,
     ) -> None:
-        """Make a client that has not joined yet.
+        """Create a client that has not joined yet.
 
         Args:
-            broker: Where its topics and its group are.
+            broker: Broker with its topics and its group.
             group_id: The group to join.
             isolation_level: Whether records of open and aborted transactions are read.
-            latency: How long each operation takes; without it, none takes time.
-            max_batch_records: Upper bound of a batch.
-            max_fetch_offsets: Offsets that one fetch of a partition covers, records or not: a longer
-                hole comes as batches without records. Everything that is readable without it.
-            rebalance_timeout: Seconds after which a member that still holds on to its partitions is
-                removed from the group.
-            session_timeout: Seconds after which a member that has crashed is removed from the group.
+            latency: Duration of each operation; by default none takes time.
+            max_batch_records: Maximum number of records in a batch.
+            max_fetch_offsets: Number of offsets that one fetch of a partition covers, with or without records: a
+                longer gap yields batches without records. By default everything readable.
+            rebalance_timeout: Seconds after which a member that has not released its partitions is removed from
+                the group.
+            session_timeout: Seconds after which a crashed member is removed from the group.
         """
         self.prefetch: tuple[int, int] | None = None
         """Partitions and bytes of the last `adjust_prefetch`."""
@@ -112,14 +112,14 @@ class InMemoryTransport:
         self._crashed = False
         self._lost: TransportError | None = None
 
-    # The life of a client --------------------------------------------------------------
+    # Lifecycle -------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
         """Join the group; see `Transport.start`. Topics that do not exist are created.
 
         Raises:
-            StateError: It was started before.
-            TransportError: The broker is not available, or a test asked for it.
+            StateError: The client was started before.
+            TransportError: The broker is not available, or a test scripted the error.
         """
         if self._listener is not None:
             raise StateError("this client was started before: make a new one with the transport factory")
@@ -135,7 +135,7 @@ class InMemoryTransport:
         self._task = asyncio.get_running_loop().create_task(self._follow_group(), name=name)
 
     async def close(self) -> None:
-        """Leave the group; waits for a `revoked` that is running. See `Transport.close`."""
+        """Leave the group; wait for a running `revoked`. See `Transport.close`."""
         self._ending = True
         self._stirred.set()
         if self._unwatch is not None:
@@ -154,12 +154,12 @@ class InMemoryTransport:
                 self.kill(ClientLostError("the client is closed: make a new one with the transport factory"))
 
     def kill(self, error: TransportError | None = None) -> None:
-        """Let the client's background work end: every poll raises from now on, while the group still has it."""
+        """End the client's background work: every poll raises from now on, while the group still has the member."""
         self._lost = error or ClientLostError("the client's background work ended: the test has killed it")
         self._changed()
 
     def crash(self) -> None:
-        """Be as dead as after `kill -9`: nothing reaches the broker any more, not even that it leaves.
+        """Act as after `kill -9`: nothing reaches the broker any more, not even leaving the group.
 
         The group removes the member `session_timeout` seconds later, or when a test calls `lose` on it.
         """
@@ -172,10 +172,10 @@ class InMemoryTransport:
         asyncio.get_running_loop().call_later(self._session_timeout, self._group.leave, self._member_id)
 
     def cut_off(self) -> None:
-        """Leave every request to the coordinator unanswered from now on, heartbeats and commits too; fetches continue.
+        """Leave every request to the coordinator unanswered, including heartbeats and commits; fetches continue.
 
-        `session_timeout` seconds later the group removes the member, and the client ends by itself what it has: the
-        broker cannot tell it.
+        `session_timeout` seconds later the group removes the member. The client then gives up its partitions by
+        itself, because the broker cannot reach it.
         """
         if self._ending or not self._reachable.is_set():
             return
@@ -185,7 +185,7 @@ class InMemoryTransport:
         self._stirred.set()
 
     def reconnect(self) -> None:
-        """End what `cut_off` began: the client is still a member, or joins again. Too late for one that is closed."""
+        """Undo `cut_off`: the client is still a member, or joins again. A closed client stays closed."""
         if self._ending or self._removal is None:
             return
         self._removal.cancel()
@@ -225,8 +225,8 @@ class InMemoryTransport:
                     await self._take("join")
                     self._adopt()
         except Exception as error:
-            # A listener must not raise. A client of a real broker would go on with whatever state that
-            # leaves; a test must hear of it.
+            # A listener must not raise. A client of a real broker would continue in an undefined state; a test must
+            # notice.
             logger.exception("the group listener of %s raised", self._member_id)
             self._lost = ClientLostError(f"the group listener raised {type(error).__name__}: {error}")
             self._lost.__cause__ = error
@@ -234,7 +234,7 @@ class InMemoryTransport:
             self._changed()
 
     async def _hear_nothing(self) -> None:
-        """Wait for the coordinator, and end what is ours when the session is over."""
+        """Wait for the coordinator, and give up all partitions when the session expires."""
         removal = self._removal if self._membership != NOT_A_MEMBER else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(removal.when() if removal is not None else None):
@@ -251,7 +251,7 @@ class InMemoryTransport:
             await self._revoke(lost=False)
         finally:
             remove.cancel()
-        # What was given back may be somebody else's before we hear of it.
+        # Another member may own the released partitions before we notice.
         self._membership = NOT_A_MEMBER
         if not self._ending and self._reachable.is_set():
             self._group.rejoin(self._member_id)
@@ -274,7 +274,7 @@ class InMemoryTransport:
         self._reading.take_all()
 
     def _adopt(self) -> None:
-        # The group may have moved on, and the client may have been closed or cut off, while the answer was on its way.
+        # While the answer was on its way, the group may have moved on, or the client may have been closed or cut off.
         unheard = self._ending or not self._reachable.is_set()
         if unheard or self._group.duty(Membership(self._member_id, self._membership.generation)) != "adopt":
             return
@@ -294,12 +294,12 @@ class InMemoryTransport:
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         """See `Transport.poll`.
 
-        An `Oversized` record ends a poll once; later polls repeat it when they end for another reason,
-        time-out and `wake` included.
+        An `Oversized` record ends a poll once; later polls repeat it when they end for another reason, including
+        timeout and `wake`.
 
         Raises:
             ClientLostError: The client was killed, has crashed, or its listener raised.
-            TransportError: A test asked for it.
+            TransportError: A test scripted the error.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -369,7 +369,7 @@ class InMemoryTransport:
         """See `Transport.resume`.
 
         Raises:
-            StateError: A partition that is assigned has no position yet.
+            StateError: An assigned partition has no position yet.
         """
         self._reading.resume(partitions)
         self._changed()
@@ -385,8 +385,8 @@ class InMemoryTransport:
         """See `Transport.commit`.
 
         Raises:
-            CommitRefusedError: *membership* is not ours any more, or a test asked for it.
-            CommitError: The broker is not available, or a test asked for it.
+            CommitRefusedError: *membership* is no longer ours, or a test scripted the error.
+            CommitError: The broker is not available, or a test scripted the error.
         """
         if not offsets:
             return
@@ -401,37 +401,37 @@ class InMemoryTransport:
         except ConnectError as error:
             raise CommitError(f"the commit was not acknowledged: {error}") from error
         await self._take("commit reply")
-        self._broker.notify()  # Who waits for a commit may wait for its acknowledgement.
+        self._broker.notify()  # waiters may wait for the acknowledgement of the commit
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`; a `ConnectError` while the broker is not available."""
+        """See `Transport.committed`; raises `ConnectError` while the broker is not available."""
         await self._ask("committed")
         return {partition: self._group.committed(partition) for partition in partitions}
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`; a `ConnectError` while the broker is not available."""
+        """See `Transport.log_ranges`; raises `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
         return {name: self._reading.log_range(name) for name in partitions if self._broker.has_leader(name)}
 
     async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`; a `ConnectError` while the broker is not available."""
+        """See `Transport.partitions`; raises `ConnectError` while the broker is not available."""
         await self._ask("partitions")
         return frozenset(range(self._broker.topics().get(topic, 0)))
 
     async def topics(self) -> frozenset[str]:
-        """See `Transport.topics`; a `ConnectError` while the broker is not available."""
+        """See `Transport.topics`; raises `ConnectError` while the broker is not available."""
         await self._ask("partitions")
         return frozenset(self._broker.topics())
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """See `Transport.offset_at`; a `ConnectError` while the broker is not available."""
+        """See `Transport.offset_at`; raises `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
         if not self._broker.has_leader(topic_partition):
             raise TransportError(f"{topic_partition} has no leader: the test has taken it away")
         return self._reading.offset_at(topic_partition, timestamp)
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`; nothing is prefetched here, so the numbers are only kept."""
+        """See `Transport.adjust_prefetch`; nothing is prefetched here, so the values are only stored."""
         self.prefetch = (partitions, max_bytes)
 
     async def _ask(self, operation: Operation) -> None:
@@ -441,7 +441,7 @@ class InMemoryTransport:
         self._broker.check_available()
 
     async def _take(self, operation: Operation) -> None:
-        """Let the time of an operation pass; a request always lets others run, as a network would."""
+        """Let the duration of an operation pass; a request always lets other tasks run, as a network would."""
         await asyncio.sleep(0 if self._latency is None else self._latency(operation))
         if operation in _TO_COORDINATOR:
             await self._reachable.wait()

@@ -1,4 +1,4 @@
-"""Something that tells whoever waits when it has changed."""
+"""Notify watchers of changes."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ __all__ = ["Watched"]
 
 
 class Watched:
-    """Calls those who watch it after every change, in the same step.
+    """Calls its watchers after every change, in the same step.
 
     Example:
         >>> thing = Watched()
@@ -23,7 +23,7 @@ class Watched:
         self._watched = 0
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call *changed* after every change, until the function that this returns is called."""
+        """Call *changed* after every change; call the returned function to stop that."""
         self._watched += 1
         number = self._watched
         self._watchers[number] = changed
@@ -34,12 +34,12 @@ class Watched:
         return unwatch
 
     def notify(self) -> None:
-        """Tell everybody who watches that something has changed."""
+        """Notify all watchers of a change."""
         for changed in tuple(self._watchers.values()):
             changed()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until *condition* holds; it is looked at after every change."""
+        """Wait until *condition* holds; it is checked after every change."""
         changed = asyncio.Event()
         unwatch = self.watch(changed.set)
         try:
