@@ -1,1 +1,1 @@
-"""The planned ranges through the handlers."""
+"""Draining a run: its planned ranges go through the handlers."""

@@ -1,4 +1,4 @@
-"""Micro-batches of a run, written once: a batch is in the outcomes whole, or not at all."""
+"""Micro-batches of a run, each written once: the outcomes contain a batch completely or not at all."""
 
 import dataclasses
 import json
@@ -16,46 +16,46 @@ if TYPE_CHECKING:
 __all__ = ["Foreach", "HaltedRecord", "WriteBatch", "batches_with_rows", "counts_of", "read_halted", "summary_of"]
 
 _MOST_HALTED = 100
-"""Halted records that are named; there may be more."""
+"""How many halted records a report names at most."""
 
 Foreach = Callable[["DataFrame", int], None]
-"""Takes the rows of a micro-batch and its number."""
+"""Receives the rows of a micro-batch and its number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HaltedRecord:
-    """A record that ended a drain."""
+    """A record that stopped a drain."""
 
     topic: str
     partition: int
     offset: int
     key: str | None
-    """As text where it is, else as Python shows bytes."""
+    """The text of the key if it is UTF-8, otherwise the Python notation of its bytes."""
     error_type: str | None
     error: str | None
     attempts: int
 
     def __str__(self) -> str:
-        """The record, its key and what it failed with."""
+        """Return the record, its key and its error."""
         return f"{self.topic}/{self.partition}/{self.offset} (key {self.key}, {self.error_type}: {self.error})"
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the record as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
 
 class WriteBatch:
-    """What Spark calls with each micro-batch: runs the handlers, by writing, and then moves the rows to their place."""
+    """Spark's callback for each micro-batch: runs the handlers by writing the rows, then moves the rows into place."""
 
     def __init__(
         self, place: RunDirectory, foreach: Foreach | None, outcomes: "Callable[[DataFrame], DataFrame]"
     ) -> None:
-        """Make one.
+        """Create the callback.
 
         Args:
-            place: Of the run.
-            foreach: Told of the rows before they count as done.
-            outcomes: Makes outcome rows of what is read.
+            place: The directory of the run.
+            foreach: Called with the rows before they count as done.
+            outcomes: Turns the input of a batch into outcome rows.
         """
         self._place = place
         self._foreach = foreach
@@ -65,11 +65,11 @@ class WriteBatch:
         """Write one micro-batch.
 
         Raises:
-            HaltedError: Records halt; the batch is not committed.
+            HaltedError: Records halted; the batch is not committed.
         """
         place, name = self._place, f"batch={batch}"
         if place.exists(f"{OUTCOMES}/{name}"):
-            return  # it was complete when the driver was lost before Spark had noted that
+            return  # it was complete, but the driver was lost before Spark recorded that
         staged = place.uri(f"{STAGING}/{name}")
         self._outcomes(frame).write.mode("overwrite").parquet(staged)
         written = frame.sparkSession.read.schema(_columns()).parquet(staged)
@@ -85,7 +85,7 @@ class WriteBatch:
         try:
             foreach(written, batch)
         except Exception as error:
-            # Spark passes on text only: this is what the drain finds in it.
+            # Spark passes on only the text of an error; the drain recognizes this text.
             raise DrainError(f"foreach of micro-batch {batch} failed ({type(error).__name__}: {error})") from error
 
     def _halt(self, written: "DataFrame") -> None:
@@ -122,12 +122,12 @@ def _shown(key: bytes | bytearray | None) -> str | None:
 
 
 def read_halted(place: RunDirectory) -> list[HaltedRecord]:
-    """The records that ended the last drain of a run; none where it ended well."""
+    """Return the records that stopped the last drain of a run; empty if it ended well."""
     return [HaltedRecord(**one) for one in place.read_json(HALTED) or ()]
 
 
 def summary_of(place: RunDirectory) -> dict[str, int]:
-    """Rows by status, of all batches that are complete."""
+    """Return the row counts by status of all complete batches."""
     counts: Counter[str] = Counter()
     for name in place.list(OUTCOMES):
         counts.update(counts_of(place, name) or {})
@@ -135,11 +135,11 @@ def summary_of(place: RunDirectory) -> dict[str, int]:
 
 
 def batches_with_rows(place: RunDirectory) -> int:
-    """How many batches are complete, without those that had nothing to do: a drain that is stopped early ends so."""
+    """Return the number of complete batches with rows; a drain that is stopped early ends with an empty one."""
     return sum(1 for name in place.list(OUTCOMES) if counts_of(place, name) != {})
 
 
 def counts_of(place: RunDirectory, name: str) -> dict[str, int] | None:
-    """Rows by status of a batch that is complete, as it was noted; None where that is not there."""
+    """Return the recorded row counts by status of a complete batch, or None without a recorded summary."""
     content = place.read(f"{SUMMARIES}/{name}.json")
     return None if content is None else {status: int(count) for status, count in json.loads(content).items()}

@@ -1,4 +1,4 @@
-"""A run over history: the planned ranges through the handlers, micro-batch by micro-batch, each written once."""
+"""Drain a backfill: the planned ranges go through the handlers in micro-batches, each written once."""
 
 import contextlib
 import dataclasses
@@ -32,20 +32,20 @@ logger = logging.getLogger("aioshard.spark.drain")
 _LOOK_INTERVAL = 0.5
 _TOO_BUSY = "Python worker failed to connect back"
 _LOOK_SECONDS = 1
-"""Spark takes whole ones."""
+"""`awaitTermination` accepts only whole seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         done: Offsets before the last border.
         total: Offsets of the plan.
-        batch: Offsets of the micro-batch that runs now, 0 where none does.
-        tasks_done: Of that micro-batch.
-        tasks: Of that micro-batch; 0 where Spark does not tell.
-        seconds: Since this drain began.
+        batch: Offsets of the current micro-batch, 0 if none is running.
+        tasks_done: Completed tasks of that micro-batch.
+        tasks: All tasks of that micro-batch; 0 if Spark does not report them.
+        seconds: Time since this drain began.
     """
 
     done: int
@@ -58,16 +58,16 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """What a run has come to.
+    """The result of a drain.
 
     Attributes:
-        state: `finished`: all is done up to the planned ends. `stopped`: at a border before them.
-        batches: Micro-batches with rows that are complete, over all drains of the run.
+        state: `finished`: everything up to the planned ends is done. `stopped`: the run ended at an earlier border.
+        batches: Complete micro-batches with rows, over all drains of the run.
         records: Offsets of the plan.
         done: Offsets before the last border.
         statuses: Rows by status, of all batches.
         vector: The last border: topic, partition, offset.
-        seconds: That this drain took.
+        seconds: Duration of this drain.
     """
 
     state: Literal["finished", "stopped"]
@@ -79,7 +79,7 @@ class DrainReport:
     seconds: float
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -91,26 +91,27 @@ def drain(
     progress: Callable[[Progress], None] | None = None,
     tell: Callable[[str], None] = logger.warning,
 ) -> DrainReport:
-    """Run the handlers over what is left of a planned run; returns at its end, or at the border where it was stopped.
+    """Run the handlers over the rest of a planned run; return at its end, or at the border where it was stopped.
 
-    The outcome rows of a micro-batch come into the directory whole or not at all. A crash, of a task or of the driver,
-    repeats at most one micro-batch; start the same drain again to go on at the last border.
+    The outcome rows of a micro-batch appear in the directory completely or not at all. A crash of a task or of the
+    driver repeats at most one micro-batch; start the same drain again to resume at the last border.
 
     Args:
         spark: A session without speculation.
-        directory: Of the run; plan it first.
-        foreach: Called with the rows of each micro-batch, read back from what was written, and its number, before
-            the batch counts as done: at least once. No handler runs by that.
-        progress: Told how far it is, about twice a second.
-        tell: Takes sentences for the user; by default they are logged.
+        directory: The directory of the run; plan it first.
+        foreach: Called with the rows of each micro-batch, read back from what was written, and its number, before the
+            batch counts as done: at least once. Reading the rows does not run handlers.
+        progress: Called with the progress about twice a second.
+        tell: Receives messages for the user; logs them by default.
 
     Raises:
-        HaltedError: A record failed for good and its handler halts, or the budget is spent. Its micro-batch is not
-            committed; correct what it failed with and drain again.
-        DataLossError: What was still to be read is not in the log any more: retention has deleted it, or somebody the
-            topic.
-        PlanError: There is no plan, the tasks run other code than the driver, or another process drains the run.
-        DrainError: Something else ended it.
+        HaltedError: A record failed permanently and its handler halts, or the diversion budget is exhausted. Its
+            micro-batch is not committed; fix the cause and drain again.
+        DataLossError: The log no longer has some of the remaining records: retention deleted them, or the topic was
+            deleted.
+        PlanError: The directory has no plan, the tasks run different code than the driver, or another process drains
+            the run.
+        DrainError: The run ended for another reason.
 
     Example:
         ```python
@@ -131,20 +132,20 @@ def follow(
     foreach: Foreach | None = None,
     tell: Callable[[str], None] = logger.warning,
 ) -> "StreamingQuery":
-    """Run the handlers from a plan's starts on, over whatever comes, until `stop` or `StreamingQuery.stop`.
+    """Run the handlers from a plan's starts over all new records, until `stop` or `StreamingQuery.stop`.
 
     Args:
         spark: A session without speculation.
-        directory: Of the run; its planned ends are ignored.
-        trigger: How often a micro-batch begins, such as `10 seconds`.
+        directory: The directory of the run; its planned ends are ignored.
+        trigger: Interval between micro-batches, such as `10 seconds`.
         foreach: As for `drain`.
         tell: As for `drain`.
 
     Returns:
-        The running query; `awaitTermination` raises what ends it.
+        The running query; `awaitTermination` raises the error that ends it.
 
     Raises:
-        PlanError: As `drain`, or the run was handed over.
+        PlanError: As for `drain`, or the run was handed over.
     """
     place = RunDirectory.of(directory)
     if place.exists(HANDED_OVER):
@@ -159,16 +160,16 @@ def follow(
 
 
 def until_stopped(query: "StreamingQuery", directory: str | PathLike[str] | RunDirectory) -> None:
-    """Wait until `stop` was asked for, then end a query of `follow` at the border of a micro-batch.
+    """Wait for a `stop`, then end a `follow` query at the border of a micro-batch.
 
     Raises:
-        AioshardError: What ended it before; as `drain`.
+        AioshardError: The query failed earlier; errors are those of `drain`.
     """
     place = RunDirectory.of(directory)
     try:
         while not query.awaitTermination(_LOOK_SECONDS):
             if place.exists(STOP):
-                query.processAllAvailable()  # nothing new comes since the file is there
+                query.processAllAvailable()  # no new records are read once the file exists
                 query.stop()
                 return
     except Exception as error:
@@ -179,10 +180,10 @@ def until_stopped(query: "StreamingQuery", directory: str | PathLike[str] | RunD
 
 
 def stop(directory: str | PathLike[str] | RunDirectory) -> None:
-    """Ask a drain to end at the next border of a micro-batch; returns at once, and works from any machine.
+    """Request that a drain stops at the next micro-batch border. Returns immediately and works from any machine.
 
     Raises:
-        PlanError: There is no plan in *directory*.
+        PlanError: *directory* has no plan.
     """
     place = RunDirectory.of(directory)
     place.plan()
@@ -190,10 +191,10 @@ def stop(directory: str | PathLike[str] | RunDirectory) -> None:
 
 
 def status(directory: str | PathLike[str] | RunDirectory) -> dict[str, Any]:
-    """How far a run is, from its directory alone: for programs.
+    """Return the progress of a run for programs, from its directory alone.
 
     Raises:
-        PlanError: There is no plan, or its checkpoint cannot be read.
+        PlanError: The directory has no plan, or its checkpoint is unreadable.
     """
     place = RunDirectory.of(directory)
     plan = place.plan()
@@ -242,7 +243,7 @@ class _Run:
         self._alone = contextlib.ExitStack()
         self._alone.enter_context(self.place.alone())
         try:
-            self.place.remove(STOP)  # whoever asks from now on is heard
+            self.place.remove(STOP)  # stop requests count from now on
             check_logs(self.plan, last_border(self.place))
             check_versions(spark, self.plan, tell)
         except BaseException:
@@ -250,10 +251,10 @@ class _Run:
             raise
 
     def start(self, follow: str | None) -> "StreamingQuery":
-        """Start the query; *follow* is the trigger of one without end."""
+        """Start the query; *follow* is the trigger of an unbounded one."""
         try:
             if follow is not None:
-                self.place.remove(VERIFIED)  # it goes on behind what was verified
+                self.place.remove(VERIFIED)  # the run continues past the verified ends
             return self._started(follow)
         except BaseException:
             self._alone.close()
@@ -279,12 +280,12 @@ class _Run:
     # Waiting ---------------------------------------------------------------------------
 
     def until_ended(self, query: "StreamingQuery") -> None:
-        """Keep other processes off as long as it runs."""
+        """Keep other processes off the run until the query ends."""
         with contextlib.suppress(Exception), self._alone:
             query.awaitTermination()
 
     def wait(self, query: "StreamingQuery", progress: Callable[[Progress], None] | None) -> DrainReport:
-        """Wait for the end, and say what it is."""
+        """Wait for the end and report the result."""
         ended = threading.Event()
         teller = None
         if progress is not None:
@@ -337,18 +338,18 @@ class _Run:
         )
 
     def _tasks(self) -> tuple[int, int]:
-        """Tasks of what runs now that are done, and all of them."""
+        """Return how many tasks of the active stages are complete, and how many there are."""
         try:
             tracker = self.spark.sparkContext.statusTracker()
             found = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-        except Exception:  # noqa: BLE001 - a remote session has none
+        except Exception:  # noqa: BLE001 - a remote session has no status tracker
             return 0, 0
         stages = [one for one in found if one is not None]
         return sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
 
 
 def _translated(error: Exception, place: RunDirectory) -> AioshardError:
-    """What ended a query, in words of ours."""
+    """Translate the error that ended a query into one of aioshard's."""
     halted = read_halted(place)
     if halted:
         return HaltedError(map(str, halted))
@@ -356,7 +357,7 @@ def _translated(error: Exception, place: RunDirectory) -> AioshardError:
     if raised is None:
         first = str(error).strip().partition("\n")[0]
         if _TOO_BUSY in str(error):
-            # Spark gives the process in which a source plans ten seconds to start, whatever its settings say.
+            # Spark gives the process that plans a source ten seconds to start, regardless of its settings.
             first = f"{first}; the machine was too busy to start a process of Python in time: start the same again"
         return DrainError(f"the run in {place} ended: {first or type(error).__name__}")
     if raised.kind == DataLossError.__name__:
@@ -371,7 +372,7 @@ def _done(plan: Plan, border: Border | None) -> int:
 
 
 def _within(border: Border, plan: Plan) -> dict[str, dict[str, int]]:
-    """A border as far as the planned ends: one that follows the log goes beyond."""
+    """Limit a border to the planned ends: a run that follows the log goes past them."""
     ends = ends_of(plan.ranges)
     return {
         topic: {number: min(offset, ends.get(topic, {}).get(number, offset)) for number, offset in offsets.items()}

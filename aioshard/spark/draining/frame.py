@@ -1,4 +1,4 @@
-"""Handlers over any DataFrame of records: shuffled so that the order they ask for holds, and run once."""
+"""Run handlers over any DataFrame of records: shuffle it so that the required order holds, and run it once."""
 
 import logging
 from collections.abc import Callable
@@ -30,23 +30,23 @@ _NEEDED = {
 }
 _HEADERS = "array<struct<key: string, value: binary>>"
 _PARTIAL = ".partial"
-"""Ends the name under which rows are written that are not complete; nobody else reads there."""
+"""Suffix of a directory whose rows are incomplete; only its writer reads it."""
 _MOST_NAMED = 100
-"""Halted records that are named; there may be more."""
+"""How many halted records a report names at most."""
 
 
 def shuffled_outcomes(rows: "DataFrame", work: "Work", tasks: int, *, in_offset_order: bool = True) -> "DataFrame":
-    """Outcome rows of records that belong together across partitions; *lazy*: whoever reads it twice runs them twice.
+    """Return the outcome rows of records whose order spans partitions. Lazy: reading it twice runs the handlers twice.
 
-    What has the same shard value comes into one task. There it is sorted by time, and records of one partition stay
-    in the order of their offsets also where their timestamps do not.
+    Rows with the same shard value go to the same task, which sorts them by time. Records of one partition stay in
+    offset order even if their timestamps do not.
 
     Args:
-        rows: In the columns of Spark's own Kafka connector; `headers` may be missing.
-        work: What to run, and how.
-        tasks: How many tasks to shuffle into.
-        in_offset_order: Whether each task of *rows* has whole partitions, in the order of their offsets; else that is
-            made so first, with one more shuffle.
+        rows: Rows in the columns of Spark's own Kafka connector; `headers` may be missing.
+        work: The handlers to run and their settings.
+        tasks: Number of tasks to shuffle into.
+        in_offset_order: True if each task of *rows* has whole partitions in offset order; otherwise one more shuffle
+            establishes that first.
 
     Returns:
         A frame in the columns of `aioshard.spark.source.data_source.OUTCOME_COLUMNS`.
@@ -69,7 +69,7 @@ def shuffled_outcomes(rows: "DataFrame", work: "Work", tasks: int, *, in_offset_
 
 
 def _records(rows: "DataFrame") -> "DataFrame":
-    """The columns that records are made of."""
+    """Select the columns that make up a record."""
     from pyspark.sql import functions  # noqa: PLC0415 - imported on use
 
     missing = [name for name in _NEEDED if name not in rows.columns]
@@ -94,31 +94,31 @@ def apply_handlers(
     bootstrap_servers: str | None = None,
     mode: Literal["error", "overwrite"] = "error",
 ) -> "DataFrame":
-    """Run an app's handlers over records from anywhere, once, and return what became of them as it was written.
+    """Run an app's handlers once over records from any source, and return their outcomes as written to *out*.
 
-    The rows are those of Spark's own `format("kafka")`, of `format("aioshard")`, or any others in the same columns.
-    Their order is that of timestamps, and of offsets within a partition; what belongs together by a handler's
-    `shard_by` is processed in that order, by one task. Nothing is committed to a group, and no dead letter is sent:
-    it is a row with the status `dead_lettered`.
+    The rows come from Spark's own `format("kafka")`, from `format("aioshard")`, or from any source with the same
+    columns. They are ordered by timestamp, and by offset within a partition. Records that a handler's `shard_by` keeps
+    in order are processed in that order by one task. Nothing is committed to a group, and dead letters are not sent:
+    they are rows with the status `dead_lettered`.
 
     Args:
-        df: `key`, `value`, `topic`, `partition`, `offset`, `timestamp` and, where there are any, `headers`. It must not
-            be a stream; within `foreachBatch` a micro-batch is none.
+        df: `key`, `value`, `topic`, `partition`, `offset`, `timestamp` and optionally `headers`. It must not be a
+            stream; a micro-batch in `foreachBatch` is not one.
         app: `MODULE:APP`, or an app that is an attribute of the module of one of its handlers.
-        out: A directory that is to hold the outcome rows as Parquet. It appears when all of them are there.
-        tasks: How many tasks run handlers; Spark's own parallelism by default.
-        on_failure: `skip` or `dead-letter:TOPIC`, in place of the handlers' own.
-        total_concurrency: Handlers running at the same time in the whole job.
-        bootstrap_servers: Where handlers publish that do so; what the tasks' environment and the app say by default.
-        mode: What is done where *out* exists: `error` refuses, `overwrite` replaces it.
+        out: Directory for the outcome rows as Parquet. It appears once all of them are written.
+        tasks: Number of tasks that run handlers; Spark's own parallelism by default.
+        on_failure: `skip` or `dead-letter:TOPIC`; replaces the handlers' own policies.
+        total_concurrency: Maximum handlers running in parallel in the whole job.
+        bootstrap_servers: Brokers for handlers that publish; by default those of the tasks' environment and the app.
+        mode: How to treat an existing *out*: `error` refuses it, `overwrite` replaces it.
 
     Returns:
-        The rows in *out*: to read them again runs no handler.
+        The rows in *out*; reading them does not run handlers again.
 
     Raises:
-        HaltedError: A record failed for good and its handler halts. *out* was not made.
-        PlanError: The app or *df* cannot be used so, a topic has no handler, or *out* exists.
-        DrainError: Something else ended the job.
+        HaltedError: A record failed permanently and its handler halts. *out* was not created.
+        PlanError: The app or *df* is unsuitable, a topic has no handler, or *out* exists.
+        DrainError: The job ended for another reason.
 
     Example:
         ```python
@@ -163,7 +163,7 @@ def apply_handlers(
 
 
 def _checked(app: str | App, on_failure: str | None, total_concurrency: int | None) -> str:
-    """`MODULE:APP` of an app that can run so."""
+    """Return the `MODULE:APP` name of a suitable app."""
     from aioshard.spark.planning.planned_handlers import check_policies, target_of  # noqa: PLC0415
     from aioshard.spark.tasks.loading import resolve_app  # noqa: PLC0415 - with the app's own modules
 
@@ -180,16 +180,16 @@ def _refuse_speculation(spark: "SparkSession") -> None:
 
 
 def _parent(out: str | PathLike[str]) -> tuple[RunDirectory, str]:
-    """The directory that a directory is in, and its name there."""
+    """Return the parent of a directory, and the directory's name in it."""
     parent, _, name = RunDirectory(out).uri().rpartition("/")
     return RunDirectory(parent), name
 
 
 def _refuse_halted(written: "DataFrame") -> None:
-    """End where records halted.
+    """Refuse the outcomes if records halted.
 
     Raises:
-        HaltedError: They did.
+        HaltedError: Records halted.
     """
     halted = written.where("status = 'halted'").orderBy("topic", "partition", "offset").limit(_MOST_NAMED).collect()
     if halted:
@@ -199,7 +199,7 @@ def _refuse_halted(written: "DataFrame") -> None:
 
 
 def _named(action: Callable[[], object]) -> None:
-    """Run something of Spark's; what a task raised of ours is raised as that."""
+    """Run a Spark action; an aioshard error from a task becomes that error here."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether what is left of a run is still in the log: found out before a task waits for what does not come."""
+"""Check that the log still has the rest of a run, before a task waits for records that never arrive."""
 
 import functools
 import logging
@@ -19,16 +19,16 @@ logger = logging.getLogger("aioshard.spark.logs")
 
 
 def check_logs(plan: Plan, border: Border | None) -> None:
-    """Refuse to drain what is not there any more.
+    """Refuse to drain records that the log no longer has.
 
-    Where the brokers are not known or do not answer here, nothing is refused: the tasks may have other ways to them.
+    If the brokers are unknown or do not answer from here, nothing is refused: the tasks may still reach them.
 
     Args:
-        plan: Of the run.
-        border: How far it is.
+        plan: The plan of the run.
+        border: The progress of the run.
 
     Raises:
-        DataLossError: A topic was deleted or made anew, or retention has deleted what was still to be read.
+        DataLossError: A topic was deleted or recreated, or retention deleted some of the remaining records.
     """
     left = ranges_between(starts_of(plan.ranges) if border is None else border.vector, ends_of(plan.ranges))
     losses = blocking(functools.partial(_losses, plan, left)) if left else []

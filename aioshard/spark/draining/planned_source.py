@@ -1,4 +1,4 @@
-"""What is read for a plan, and what makes outcome rows of it where the source does not."""
+"""The input of a planned run, and its conversion to outcome rows if the source does not do that itself."""
 
 import os
 from collections.abc import Callable
@@ -19,14 +19,14 @@ __all__ = ["planned_source"]
 def planned_source(
     reader: "DataFrameReader | DataStreamReader", place: RunDirectory, plan: Plan, slots: int, *, follow: bool = False
 ) -> "tuple[DataFrame, Callable[[DataFrame], DataFrame]]":
-    """A lazy frame of a planned run, and what makes outcome rows of it.
+    """Return a lazy frame of a planned run, and a function that turns it into outcome rows.
 
     Args:
         reader: `spark.read` or `spark.readStream`.
-        place: Of the run.
+        place: The directory of the run.
         plan: Its plan.
-        slots: Tasks that run at the same time.
-        follow: Whether the planned ends do not count.
+        slots: Number of tasks that run in parallel.
+        follow: True to ignore the planned ends.
     """
     where = os.pathsep.join(places())
     options = {"plan": place.uri(), "halted": "row", "slots": str(slots), "places": where}

@@ -1,4 +1,4 @@
-"""Records of an earlier run once more, from its own rows: what was a dead letter then may succeed now."""
+"""Process records of an earlier run again, from its own rows: a dead letter may succeed now."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["redrive"]
 
 _KEPT = ("dead_lettered", "skipped")
-"""Statuses whose rows hold the whole record."""
+"""Statuses whose rows contain the complete record."""
 
 
 def redrive(
@@ -28,29 +28,29 @@ def redrive(
     on_failure: str | None = None,
     total_concurrency: int | None = None,
 ) -> "DataFrame":
-    """Run the handlers over the records of a run that came to a certain end, and return what became of them now.
+    """Run the handlers again over records of a run with a given status, and return their new outcomes.
 
-    The rows of the run hold those records whole, so the topic is not read again: what retention has deleted since is
-    run all the same. Order is that of `apply_handlers`. The first run's directory is not changed, nothing is committed
-    to the group, and what fails again is a row in *out*.
+    The rows of the run contain these records completely, so the topic is not read again: records that retention has
+    deleted are processed too. The order is that of `apply_handlers`. The directory of the first run does not change,
+    nothing is committed to the group, and a record that fails again is a row in *out*.
 
     Args:
         spark: A session without speculation.
-        directory: Of the earlier run.
-        out: A new directory that is to hold the outcome rows as Parquet.
-        status: Of the rows: `dead_lettered` or `skipped`, or both.
-        app: `MODULE:APP` in place of the run's own, which may have been corrected meanwhile.
+        directory: The directory of the earlier run.
+        out: A new directory for the outcome rows as Parquet.
+        status: Status of the rows to process: `dead_lettered` or `skipped`, or both.
+        app: `MODULE:APP` to use instead of the run's own app, which may have been fixed in the meantime.
         tasks: As for `apply_handlers`.
         on_failure: As for `apply_handlers`.
         total_concurrency: As for `apply_handlers`.
 
     Returns:
-        The rows in *out*: to read them again runs no handler.
+        The rows in *out*; reading them does not run handlers again.
 
     Raises:
-        HaltedError: A record failed for good and its handler halts. *out* was not made.
-        PlanError: There is no plan in *directory*, no such row, or what `apply_handlers` refuses.
-        DrainError: Something else ended the job.
+        HaltedError: A record failed permanently and its handler halts. *out* was not created.
+        PlanError: *directory* has no plan or no such rows, or `apply_handlers` refuses the arguments.
+        DrainError: The job ended for another reason.
 
     Example:
         ```python

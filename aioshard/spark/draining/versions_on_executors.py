@@ -1,4 +1,4 @@
-"""Whether the tasks of a run find the app that it was planned with."""
+"""Check that the tasks of a run find the same app as the driver."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ __all__ = ["check_versions"]
 
 
 def check_versions(spark: "SparkSession", plan: Plan, tell: Callable[[str], None]) -> None:
-    """Have every executor import the app, and compare what it finds with what the driver has.
+    """Import the app on every executor, and compare its version with the driver's.
 
-    An app that was corrected since it was planned is no error, only told: that is how a halted run goes on.
+    An app that changed since the plan was made causes a message, not an error: a halted run resumes that way.
 
     Args:
         spark: The session.
-        plan: Whose app; its versions count where the driver has no such module.
-        tell: Takes a sentence for the user.
+        plan: The plan with the app; its versions are used if the driver does not have the module.
+        tell: Receives messages for the user.
 
     Raises:
-        PlanError: An executor cannot import the app, or has other code than the driver.
+        PlanError: An executor cannot import the app, or has different code than the driver.
     """
     expected = dict(plan.versions)
     with contextlib.suppress(PlanError, ImportError):
@@ -45,7 +45,7 @@ def check_versions(spark: "SparkSession", plan: Plan, tell: Callable[[str], None
         problem, found = "", {}
         try:
             found = versions_of(resolve_app(target, where))
-        except Exception as error:  # noqa: BLE001 - whatever the module raises as it is imported
+        except Exception as error:  # noqa: BLE001 - importing the module may raise anything
             problem = f"{type(error).__name__}: {error}"
         yield pa.RecordBatch.from_pylist(
             [

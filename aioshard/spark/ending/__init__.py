@@ -1,1 +1,1 @@
-"""The end of a run: verified, letters sent, handed over."""
+"""The end of a run: verify it, send its dead letters, hand it over."""

@@ -1,4 +1,4 @@
-"""The end of a run over history: its ends become the offsets of the group, and the live app goes on there."""
+"""Hand over a backfill: its ends become the group's offsets, and the live app resumes there."""
 
 import asyncio
 import dataclasses
@@ -33,24 +33,24 @@ logger = logging.getLogger("aioshard.spark.handover")
 
 _PAUSE = 0.5
 _PATIENCE = 30.0
-"""Seconds in which what passes (a coordinator that moves) is tried again, however short the wait for members is."""
+"""Minimum seconds to retry transient errors (a moving coordinator), even if the wait for members is shorter."""
 
 Offsets = dict[str, dict[int, int | None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """What a hand-over did, or would do.
+    """The result of a hand-over or of a dry run.
 
     Attributes:
         plan: The id of the plan.
         group_id: The group.
-        state: `handed-over`; `already` when an earlier call had done it; `dry-run`.
-        before: The group's offsets before, by topic and partition; None where there were none.
-        offsets: Its offsets after: where the live app goes on.
-        moved: What was committed otherwise than planned, and overruled by force.
-        new_partitions: `topic/partition` of those that the plan does not know: the live app begins at their start.
-        waited: Seconds for members to be gone.
+        state: `handed-over`; `already` if an earlier call did it; `dry-run`.
+        before: The group's offsets before, by topic and partition; None for partitions without a commit.
+        offsets: The group's offsets after, at which the live app resumes.
+        moved: Commits that differed from the plan and were overruled by force.
+        new_partitions: `topic/partition` of partitions that the plan does not know: the live app begins at their start.
+        waited: Seconds spent waiting for members to leave.
     """
 
     plan: str
@@ -63,7 +63,7 @@ class Handover:
     waited: float = 0.0
 
     def asdict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Return the result as plain values for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -75,33 +75,33 @@ async def handover(
     force: bool = False,
     tell: Callable[[str], None] = logger.warning,
 ) -> Handover:
-    """Commit the ends of a verified run for its group, so that the live app goes on exactly there.
+    """Commit the ends of a verified run for its group, so that the live app resumes exactly there.
 
-    One request commits all partitions. The broker refuses it when the group has a member, whatever its protocol, and
-    that refusal alone decides: what brokers describe of a group is only shown. It proves that at that moment nobody
-    was a member, and that before it nobody had committed anything since the plan was made. It does not prove that no
-    consumer without a group reads the topics, nor that nobody consumes without committing.
+    A single request commits all partitions. The broker refuses it if the group has a member of any protocol. That
+    refusal alone decides; the brokers' description of the group is only reported. Success proves that the group had no
+    members at that moment. The check just before it shows that nothing was committed since the plan was made. Neither
+    rules out consumers that read the topics without a group, or without committing.
 
     Args:
-        directory: Of the run.
-        wait: Seconds to wait for members that were killed, or are static, to expire; the session time-out of the
-            app's settings by default. A member that lives is waited for as long and then named.
-        dry_run: Check everything that can be checked without a commit, and change nothing. Dead letters that were not
-            sent are told, and are no error then.
-        force: Hand over although the group has moved since the plan was made, or once more. Never over members.
-        tell: Takes sentences for the user; by default they are logged.
+        directory: The directory of the run.
+        wait: Seconds to wait for killed or static members to expire; by default the session timeout of the app's
+            settings. A live member is waited for just as long and then named in the error.
+        dry_run: Check everything that can be checked without a commit, and change nothing. Unsent dead letters cause
+            a message instead of an error.
+        force: Hand over although the group has moved since the plan was made, or hand over again. Members are never
+            overruled.
+        tell: Receives messages for the user; logs them by default.
 
     Returns:
-        What was done; it is in the directory too.
+        The result; it is also written to the directory.
 
     Raises:
-        NotVerifiedError: The run was not verified, halted records are in it, or dead letters were not sent.
+        NotVerifiedError: The run was not verified, has halted records, or has unsent dead letters.
         GroupBusyError: The group has members. Nothing was changed.
         GroupMovedError: The group has moved since the plan was made. Nothing was changed.
-        DataLossError: The end of the run lies behind the log: the topic was made anew.
-        PlanError: There is no plan, *wait* makes no sense, or what another program noted with its commits cannot be
-            kept.
-        TransportError: The brokers do not answer, or refuse us.
+        DataLossError: The run ends past the end of the log: the topic was recreated.
+        PlanError: The directory has no plan, *wait* is invalid, or another program's commit metadata cannot be kept.
+        TransportError: The brokers do not answer, or refuse the connection.
 
     Example:
         ```python
@@ -144,21 +144,21 @@ async def handover(
     return result
 
 
-# Whether it may be --------------------------------------------------------------------
+# Preconditions ------------------------------------------------------------------------
 
 
 def verified_ends(
     place: RunDirectory, plan: Plan, tell_of_letters: Callable[[str], None] | None = None
 ) -> dict[TopicPartition, int]:
-    """Where a verified run ends.
+    """Return the ends of a verified run.
 
     Args:
         place: Its directory.
         plan: Its plan.
-        tell_of_letters: Told of dead letters that were not sent, which are an error without it.
+        tell_of_letters: Receives a message about unsent dead letters, which are an error without it.
 
     Raises:
-        NotVerifiedError: It was not verified, halted records are in it, or dead letters were not sent.
+        NotVerifiedError: The run was not verified, has halted records, or has unsent dead letters.
     """
     found = place.read_json(VERIFIED)
     if not isinstance(found, dict) or found.get("plan") != plan.digest:
@@ -188,7 +188,7 @@ def verified_ends(
 
 
 def _unsent_letters(place: RunDirectory, plan: Plan, due: int) -> str:
-    """What is left of the dead letters of a run, as a sentence; empty where nothing is."""
+    """Describe the unsent dead letters of a run in a sentence, empty if all were sent."""
     letters = place.read_json(LETTERS)
     sent = letters.get("acknowledged", 0) if isinstance(letters, dict) and letters.get("plan") == plan.digest else 0
     if sent >= due:
@@ -244,11 +244,11 @@ async def _new_partitions(brokers: HistoryBrokers, plan: Plan) -> tuple[str, ...
     return tuple(new)
 
 
-# How it is ----------------------------------------------------------------------------
+# Commit -------------------------------------------------------------------------------
 
 
 class _HandingOver:
-    """One hand-over: looks at the group, commits, looks again."""
+    """A single hand-over: checks the group, commits, and reads the offsets back."""
 
     def __init__(
         self,
@@ -271,10 +271,10 @@ class _HandingOver:
         self._tell = tell
 
     async def rehearse(self) -> None:
-        """Everything but the commit.
+        """Do everything except the commit.
 
         Raises:
-            GroupMovedError: The group has moved, and that is not to be overruled.
+            GroupMovedError: The group has moved, and *force* is not set.
         """
         await self._look()
         members = (await self._brokers.describe_group(self._group_id)).members
@@ -282,12 +282,12 @@ class _HandingOver:
             self._tell(f"group {self._group_id!r} has {len(members)} member(s) now, {members[0]} first")
 
     async def commit(self, patience: float) -> None:
-        """Commit, and again while members may expire or the coordinator moves.
+        """Commit; retry while members may expire or the coordinator moves.
 
         Raises:
-            GroupBusyError: There are members after *patience* seconds.
-            GroupMovedError: The group has moved, and that is not to be overruled.
-            TransportError: It was not stored.
+            GroupBusyError: The group still has members after *patience* seconds.
+            GroupMovedError: The group has moved, and *force* is not set.
+            TransportError: The commit was not stored.
         """
         if not self._due:
             return
@@ -295,7 +295,7 @@ class _HandingOver:
         began = loop.time()
         told = False
         while True:
-            # Anew before each attempt: one that was not acknowledged may have been stored, and somebody have gone on.
+            # Check before every attempt: an unacknowledged commit may be stored, and a consumer may have resumed there.
             await self._look()
             try:
                 await self._brokers.commit_without_member(self._group_id, self._due)
@@ -317,10 +317,10 @@ class _HandingOver:
         await self._read_back()
 
     async def _look(self) -> None:
-        """Find out whether somebody else has committed.
+        """Check whether another program has committed since the plan was made.
 
         Raises:
-            GroupMovedError: Somebody has, and that is not to be overruled.
+            GroupMovedError: It has, and *force* is not set.
         """
         now = await self._brokers.group_commits(self._group_id, self._due)
         self.before = self.before or now
@@ -331,10 +331,10 @@ class _HandingOver:
         self.moved = changes or self.moved
 
     async def _read_back(self) -> None:
-        """Compare what is stored with what was sent.
+        """Compare the stored offsets with the committed ones.
 
         Raises:
-            TransportError: It is less.
+            TransportError: A stored offset is missing or smaller.
         """
         now = await self._brokers.group_commits(self._group_id, self._due)
         for one, due in sorted(self._due.items()):

@@ -1,4 +1,4 @@
-"""Dead letters of a run: sent from its outcome rows, as the live app sends them."""
+"""Send the dead letters of a run from its outcome rows, in the format of the live app."""
 
 import dataclasses
 import functools
@@ -28,14 +28,14 @@ __all__ = ["letters_owed", "send_letters"]
 
 _BATCH = "batch="
 _NO_TIME = -0.001
-"""What a record without a timestamp has."""
+"""Timestamp of a record that has none."""
 
 
 def letters_owed(place: RunDirectory) -> int:
-    """How many dead letters of a verified run were not sent yet; 0 where it was not verified.
+    """Return how many dead letters of a verified run are still unsent; 0 for an unverified run.
 
     Raises:
-        PlanError: There is no plan.
+        PlanError: The directory has no plan.
     """
     plan = place.plan()
     found = place.read_json(VERIFIED)
@@ -49,24 +49,24 @@ def send_letters(
     directory: str | os.PathLike[str] | RunDirectory,
     tell: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Send the dead letters of a run's complete micro-batches that were not sent before.
+    """Send the unsent dead letters of a run's complete micro-batches.
 
-    They have the headers of the live app's dead letters, `aioshard.failed_at` being the end of the last attempt, and
-    `aioshard.message_id` behind them: `topic/partition/offset` of the record. They are sent in the order of topic,
-    partition and offset, batch by batch. What was acknowledged is noted after each batch: a crash sends the letters
-    of at most one batch again, with the same ids.
+    They have the same headers as the live app's dead letters; `aioshard.failed_at` is the end of the last attempt. The
+    additional header `aioshard.message_id` holds the record's `topic/partition/offset`. Letters are sent batch by
+    batch, ordered by topic, partition and offset. Progress is recorded after each batch: a crash sends the letters of
+    at most one batch again, with the same ids.
 
     Args:
-        spark: Any session; it sorts the letters of a batch, which are read as they are sent.
-        directory: Of the run.
-        tell: Told of each batch with letters.
+        spark: Any session; it sorts the letters of a batch, which are streamed from it.
+        directory: The directory of the run.
+        tell: Called with a message for each batch with letters.
 
     Returns:
-        How many letters were sent and acknowledged now.
+        The number of letters sent and acknowledged by this call.
 
     Raises:
-        PlanError: There is no plan, or a row's handler has no dead-letter topic in it.
-        TransportError: A letter was not acknowledged. What was acknowledged before stays noted; call again.
+        PlanError: The directory has no plan, or the plan has no dead-letter topic for the handler of a row.
+        TransportError: A letter was not acknowledged. Recorded progress is kept; call again.
 
     Example:
         ```python
@@ -92,7 +92,7 @@ def send_letters(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sent:
-    """What was acknowledged, as the directory says."""
+    """Letters that the directory records as acknowledged."""
 
     acknowledged: int
     batches: frozenset[int]
@@ -125,7 +125,7 @@ async def _publish(plan: Plan, letters: Iterator[Message]) -> int:
 
 
 def _letters(spark: "SparkSession", place: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
-    """The letters of one batch; read from Spark piece by piece as they are asked for."""
+    """Yield the letters of one batch, fetched from Spark piece by piece."""
     topics = _topics(plan)
     for row in _rows(spark, place.uri(f"{OUTCOMES}/{_BATCH}{batch}")).toLocalIterator():
         topic = topics.get(row["handler"])
@@ -138,7 +138,7 @@ def _letters(spark: "SparkSession", place: RunDirectory, plan: Plan, batch: int)
 
 
 def _topics(plan: Plan) -> Mapping[str, str]:
-    """Where the letters of each handler go."""
+    """Return the dead-letter topic of each handler."""
     policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
     return {
         name: policy.removeprefix(DEAD_LETTER) for name, policy in policies.items() if policy.startswith(DEAD_LETTER)
@@ -151,7 +151,7 @@ def _rows(spark: "SparkSession", files: str) -> "DataFrame":
     from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
 
     rows = spark.read.schema(OUTCOME_COLUMNS).parquet(files).where("status = 'dead_lettered'")
-    # As numbers: Spark gives times in the zone of the machine, without saying so.
+    # As numbers, because Spark returns timestamps without a zone, in the local time of the machine.
     started, timestamp = functions.col("started").cast("double"), functions.col("timestamp").cast("double")
     rows = rows.withColumn("failed_at", started + functions.col("duration")).withColumn("moment", timestamp)
     return rows.orderBy("topic", "partition", "offset")

@@ -1,4 +1,4 @@
-"""Whether a run has come to the end of every record of its ranges exactly once: the outcomes against the log."""
+"""Verify that a run has handled every record of its ranges exactly once: compare the outcomes with the log."""
 
 import contextlib
 import dataclasses
@@ -32,32 +32,32 @@ _KEY = ("topic", "partition", "offset")
 _ROWS = "topic string, partition int, offset long, status string"
 _RANGES = "topic string, partition int, start long, reached long, end long, log_start long"
 _FINISHED = "finished before"
-"""The status, in here only, of a record that the group had recorded as finished."""
+"""Status of records that the group had completed before the run; used only in this module."""
 _BLOCK = 10_000
-"""Offsets that are counted together: the log is read again only where a block has fewer rows than offsets."""
+"""Offsets counted together. The log is read again only for blocks with fewer rows than offsets."""
 _MOST_BLOCKS = 20_000
 _TASKS = 8
-"""That read the log, at most."""
+"""Maximum number of tasks that read the log."""
 _OF_A_TASK = 50_000
-"""Offsets for which another task is worth its connection."""
+"""Offsets that justify the connection of another task."""
 _ATTEMPTS = 3
-"""Retention may overtake a reader, which then begins behind it."""
+"""Retention may delete records ahead of a reader; the next attempt starts after them."""
 
 
 def verify(spark: "SparkSession", directory: str | os.PathLike[str] | RunDirectory) -> Verification:
-    r"""Find out whether each record of a run's ranges has one outcome, and note it in the directory.
+    r"""Check that each record of a run's ranges has one outcome, and write the result to the directory.
 
-    The counting is Spark's. The log is read only where rows are fewer than offsets: what has no row there is missing,
-    and what the log does not hold is a hole, or was deleted since, and is no error.
+    Spark does the counting. The log is read only where there are fewer rows than offsets. A record in the log without a
+    row is missing. An offset without a record in the log is a hole or was deleted since, which is not an error.
 
     Args:
         spark: Any session.
-        directory: Of the run.
+        directory: The directory of the run.
 
     Raises:
-        PlanError: There is no plan, or its checkpoint cannot be read.
-        DataLossError: A range ends behind its log: the topic was made anew.
-        TransportError: The brokers do not answer, or refuse us.
+        PlanError: The directory has no plan, or its checkpoint is unreadable.
+        DataLossError: A range ends past the end of its log: the topic was recreated.
+        TransportError: The brokers do not answer, or refuse the connection.
 
     Example:
         ```python
@@ -83,13 +83,13 @@ def verify(spark: "SparkSession", directory: str | os.PathLike[str] | RunDirecto
 
 
 class _Range(NamedTuple):
-    """What is verified of a partition."""
+    """The range of a partition to verify."""
 
     topic: str
     partition: int
     start: int
     reached: int
-    """Where the run is: the end, unless it was stopped before."""
+    """Progress of the run: the end, unless it was stopped earlier."""
     end: int
     log_start: int
 
@@ -99,7 +99,7 @@ class _Range(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Of a block: different offsets with rows, those before the start of the log, and those with several rows."""
+    """Counts of a block: distinct offsets with rows, those before the start of the log, and those with several rows."""
 
     rows: int = 0
     deleted: int = 0
@@ -110,15 +110,15 @@ class _Gaps(NamedTuple):
     """Offsets without a row."""
 
     to_read: list[PlannedRange]
-    """In which they are, as far as the log goes back."""
+    """The ranges that contain them, as far as they are still in the log."""
     in_log: dict[str, int]
-    """How many of them are where the log still is, by partition."""
+    """How many of them lie within the current log, by partition."""
     deleted: dict[str, int]
-    """How many are not."""
+    """How many of them lie before the start of the log, by partition."""
 
 
 class _Verifying:
-    """One verification."""
+    """A single verification."""
 
     def __init__(self, spark: "SparkSession", place: RunDirectory, plan: Plan) -> None:
         self._spark = spark
@@ -126,7 +126,7 @@ class _Verifying:
         self._plan = plan
         border = last_border(place)
         self._reached: Vector = starts_of(plan.ranges) if border is None else border.vector
-        # A run that follows the log goes beyond the planned ends.
+        # A run that follows the log goes past the planned ends.
         self._ends = {
             topic: {number: max(end, self._reached.get(topic, {}).get(number, end)) for number, end in ends.items()}
             for topic, ends in ends_of(plan.ranges).items()
@@ -134,10 +134,10 @@ class _Verifying:
         self._block = max(_BLOCK, plan.records // _MOST_BLOCKS)
 
     def run(self) -> Verification:
-        """Count, read the log where counts are short, and judge.
+        """Count the rows, read the log where counts are short, and return the verdict.
 
         Raises:
-            DataLossError: A range ends behind its log.
+            DataLossError: A range ends past the end of its log.
         """
         ranges = blocking(self._ranges)
         rows = self._rows()
@@ -198,7 +198,7 @@ class _Verifying:
         return outcomes.select("topic", "partition", "offset", "status")
 
     def _parted(self, rows: "DataFrame", ranges: list[_Range]) -> "tuple[DataFrame, DataFrame]":
-        """Different offsets in the ranges, with their block and how often they occur; and rows outside."""
+        """Return distinct offsets in the ranges with their block and number of rows, and the rows outside."""
         from pyspark.sql import functions  # noqa: PLC0415 - pyspark is imported on use
 
         known = functions.broadcast(self._spark.createDataFrame(ranges, _RANGES))
@@ -225,7 +225,7 @@ class _Verifying:
         }
 
     def _in_log(self, ranges: list[PlannedRange]) -> "DataFrame":
-        """Every offset of some ranges whose record is in the log now."""
+        """Return every offset of some ranges whose record is in the log now."""
         tasks = min(1 + sum(one.end - one.start for one in ranges) // _OF_A_TASK, _TASKS)
         parts = [(one.topic, one.partition, one.start, one.end) for task in split(ranges, tasks) for one in task]
         schema = "topic string, partition int, start long, end long"
@@ -234,7 +234,7 @@ class _Verifying:
 
 
 def _gaps(ranges: Iterable[_Range], blocks: Mapping[tuple[str, int, int], _Counts], size: int) -> _Gaps:
-    """Where rows are fewer than offsets."""
+    """Find the blocks with fewer rows than offsets."""
     gaps = _Gaps([], {}, {})
     for one in ranges:
         for number, start in enumerate(range(one.start, one.reached, size)):
@@ -252,7 +252,7 @@ def _gaps(ranges: Iterable[_Range], blocks: Mapping[tuple[str, int, int], _Count
 
 
 def _add(ranges: list[PlannedRange], more: PlannedRange) -> None:
-    """Add a range, to the last one where it goes on there."""
+    """Append a range, or extend the last one if it continues there."""
     last = ranges[-1] if ranges else None
     if last is not None and (last.topic, last.partition, last.end) == (more.topic, more.partition, more.start):
         ranges[-1] = dataclasses.replace(last, end=more.end)
@@ -261,7 +261,7 @@ def _add(ranges: list[PlannedRange], more: PlannedRange) -> None:
 
 
 def _found(offsets: "DataFrame") -> dict[str, Found]:
-    """How many rows each partition has, and the first offsets."""
+    """Return the number of rows of each partition, and the first offsets."""
     from pyspark.sql import Window, functions  # noqa: PLC0415 - pyspark is imported on use
 
     partition = Window.partitionBy("topic", "partition")
@@ -282,7 +282,7 @@ def _found(offsets: "DataFrame") -> dict[str, Found]:
 def _reader(
     plan_json: str, modules: tuple[str, ...]
 ) -> "Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]":
-    """What a task runs: takes ranges, and yields the offsets of their records."""
+    """Return the function of a task: it takes ranges and yields the offsets of their records."""
 
     def read(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
         from aioshard.spark.tasks.raw import read_raw  # noqa: PLC0415 - in a task

@@ -80,7 +80,7 @@ def run_handlers(
         arriving: The client's source, if the ends of its partitions are not known at the start.
 
     Raises:
-        HaltedError: A record's retries are exhausted and its handler halts, or the failure budget is exhausted, or no
+        HaltedError: A record's retries are exhausted and its handler halts, or the diversion budget is exhausted, or no
             record completed for `stuck_after` seconds. Not raised with `Work.halted_rows`.
         StuckError: No records can be read, or a handler blocks the event loop.
         AioshardError: The app cannot be imported, or cannot continue.
