@@ -1,4 +1,4 @@
-"""How much of each partition may be taken in now, and in words why not more."""
+"""Decides how much of each partition may be taken in now, and explains why not more."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -13,13 +13,13 @@ from aioshard.records import TopicPartition
 __all__ = ["Admission", "HasEpoch", "Limit"]
 
 _CHUNKS = 4
-"""A partition takes in nothing until a quarter of its fair share is free, so that a full buffer does not
-lead to polls of single records."""
+"""A partition takes in nothing until a quarter of its fair share is free; otherwise a full buffer would lead to polls
+of single records."""
 _EVERYTHING = 1 << 62
 
 
 class HasEpoch(Protocol):
-    """What serves one assigned partition."""
+    """An assigned partition, as the admission sees it."""
 
     @property
     def epoch(self) -> Epoch:
@@ -27,21 +27,21 @@ class HasEpoch(Protocol):
 
     @property
     def wanted(self) -> int:
-        """How many more records its handler wants queued, to have enough for its workers."""
+        """How many more records its handler wants queued, to keep its workers busy."""
 
     def when_wanted(self, wake: Callable[[], None]) -> int:
-        """Have *wake* called when a worker finds nothing to do.
+        """Arrange for *wake* to be called when a worker is idle.
 
         Returns:
-            After how many completions at the latest more is wanted.
+            Number of completions after which more records are wanted at the latest.
         """
 
     def no_room(self) -> None:
-        """Nothing more of the partition finds room now: what waits to be joined by more is not to wait."""
+        """Flush batches still filling: nothing else of the partition can be taken in now."""
 
 
 class _Waiting(NamedTuple):
-    """A record that found no room, and where its partition stood then."""
+    """A record that did not fit, and the position of its partition at that time."""
 
     oversized: Oversized
     epoch: Epoch
@@ -49,23 +49,23 @@ class _Waiting(NamedTuple):
 
     @property
     def lasts(self) -> bool:
-        """Whether it still is the next record of a partition that is ours."""
+        """Whether it is still the next record of an open partition."""
         return self.epoch.gate is Gate.OPEN and self.epoch.tracker.position == self.position
 
 
 class Limit(NamedTuple):
-    """What leaves a partition no room."""
+    """The reason why a partition has no room."""
 
     reason: str
-    """With its figures; a clause."""
+    """A clause with figures."""
     what_to_do: str | None
 
 
 class Admission:
-    """Decides for the pump; owned by the event loop, and read by whoever explains.
+    """Decides for the pump; owned by the event loop, and also read by explanations.
 
-    A record that finds no room stays with the client, and nothing else is taken in until it fits, or can be
-    admitted alone: else records that are small would take every room that becomes free (I6).
+    A record that does not fit stays with the client, and nothing else is taken in until it fits or can be admitted
+    alone. Otherwise small records would use up all the room that becomes free (I6).
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Admission:
         """Make an admission.
 
         Args:
-            buffer: What is held of all partitions.
-            partitions: Those that are assigned.
+            buffer: The records buffered for all partitions.
+            partitions: The assigned partitions.
             clock: Loop time.
-            stuck_after: Seconds after which an incomplete record makes its partition one that cannot advance.
-            notes: Say how much of a partition may finish beyond its committed offset.
+            stuck_after: Seconds after which a partition with an incomplete record counts as one that cannot advance.
+            notes: Says how many records of a partition may finish beyond its committed offset.
         """
         self._buffer = buffer
         self._partitions = partitions
@@ -93,11 +93,11 @@ class Admission:
         self._waiting: _Waiting | None = None
 
     def keep_room_for(self, oversized: Oversized, epoch: Epoch) -> None:
-        """The next record of a partition found no room."""
+        """Remember that the next record of a partition did not fit."""
         self._waiting = _Waiting(oversized, epoch, epoch.tracker.position)
 
     def taken(self, epoch: Epoch) -> None:
-        """Something of a partition was taken in."""
+        """Forget the record of a partition that did not fit, since the partition has taken something in."""
         if self._waiting is not None and self._waiting.epoch is epoch:
             self._waiting = None
 
@@ -106,10 +106,10 @@ class Admission:
         return epoch.stuck(self._clock(), self._stuck_after)
 
     def allowance(self, topic_partition: TopicPartition) -> Allowance:
-        """What the pump may take in of a partition; without room, it is woken when there may be some.
+        """How much the pump may take in of a partition; without room, the pump is woken when there may be some.
 
-        No more than its handler soon needs: a record that waits in memory costs twice what one costs that is
-        started while it is young, as the garbage collector then looks at it again and again.
+        No more than the handler needs soon: a record that waits in memory costs twice as much as one that starts while
+        it is young, because the garbage collector visits it again and again.
         """
         allowance = self._allowance(topic_partition)
         if not allowance.records:
@@ -125,7 +125,7 @@ class Admission:
         return allowance._replace(records=min(allowance.records, wanted))
 
     def _tell_no_room(self, topic_partition: TopicPartition) -> None:
-        """What waits to be joined by more waits in vain; but not because this partition itself cannot advance."""
+        """Flush batches still filling, as nothing else can be taken in; not if the partition itself cannot advance."""
         partition = self._partitions.get(topic_partition)
         if partition is not None and partition.epoch.gate is Gate.OPEN and not self.stuck(partition.epoch):
             partition.no_room()
@@ -139,7 +139,7 @@ class Admission:
             return self._for_probing(epoch)
         stuck = self.stuck(epoch)
         if epoch.shed and not epoch.fetching_again:
-            return NOTHING  # what was given back comes before anything new
+            return NOTHING  # evicted records come before new ones
         waiting = self._waits_for_room()
         if waiting is not None and not stuck:
             return self._for_oversized(waiting.oversized) if waiting.epoch is epoch else NOTHING
@@ -155,21 +155,21 @@ class Admission:
         return Allowance(room.records, room.bytes)
 
     def _for_probing(self, epoch: Epoch) -> Allowance:
-        """Some records of a paused partition, whatever else is in hand: without them it might never go on."""
+        """Some records of a paused partition, however full the buffer is: without a probe it might never resume."""
         if epoch.gate is not Gate.PAUSED or (epoch.shed and not epoch.fetching_again):
             return NOTHING
         free = self._buffer.bounds.bytes - self._buffer.bytes
         return Allowance(epoch.probe_room, max(free, 0), alone=not self._buffer.records)
 
     def _waits_for_room(self) -> _Waiting | None:
-        """What others leave room for: not a record of a partition that cannot advance, which might never take it."""
+        """The record that others leave room for; None if its partition cannot advance, as it might never fit then."""
         waiting = self._waiting
         return waiting if waiting is not None and waiting.lasts and not self.stuck(waiting.epoch) else None
 
     def _for_oversized(self, oversized: Oversized) -> Allowance:
-        """The room that has become free for a record that found none, or all of it when it is alone.
+        """The free room for a record that did not fit, or unlimited room if it is alone.
 
-        What a partition that cannot advance holds does not count: it might be held for ever.
+        Records of partitions that cannot advance do not count: they might stay forever.
         """
         free = self._buffer.bounds.bytes - self._buffer.bytes
         if oversized.size <= free:
@@ -180,7 +180,7 @@ class Admission:
         return Allowance(1, _EVERYTHING, alone=True)
 
     def reason(self, topic_partition: TopicPartition) -> str | None:
-        """Why nothing of a partition is taken in now, or None when something is. Safe from any thread."""
+        """Why nothing of a partition is taken in now; None if something is. Safe from any thread."""
         limit = self.limit(topic_partition)
         if limit is not None:
             return limit.reason
@@ -190,7 +190,7 @@ class Admission:
         return "its handler has enough queued that no worker has started yet"
 
     def limit(self, topic_partition: TopicPartition) -> Limit | None:
-        """What leaves a partition no room, or None when it has some. Safe from any thread."""
+        """The limit that leaves a partition no room; None if it has some. Safe from any thread."""
         partition = self._partitions.get(topic_partition)
         if partition is None or partition.epoch.gate is not Gate.OPEN or self._allowance(topic_partition).records:
             return None

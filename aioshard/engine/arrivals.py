@@ -1,4 +1,4 @@
-"""Where deliveries wait that no worker has looked at yet."""
+"""Queues of deliveries that no worker has looked at yet."""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ class Arrivals(Protocol):
     def __len__(self) -> int: ...
 
     def popleft(self) -> Delivery:
-        """Take the oldest one out."""
+        """Remove and return the oldest delivery."""
 
     def extend(self, deliveries: Iterable[Delivery], /) -> None:
         """Queue deliveries, in order."""
 
 
 class BoundedArrivals:
-    """A fixed shard's queue: whoever feeds it waits while it is full."""
+    """Bounded queue of a fixed shard."""
 
     def __init__(self, maxsize: int) -> None:
         self.queue: asyncio.Queue[Delivery] = asyncio.Queue(maxsize)
@@ -31,14 +31,14 @@ class BoundedArrivals:
         return self.queue.qsize()
 
     def popleft(self) -> Delivery:
-        """Take the oldest one out."""
+        """Remove and return the oldest delivery."""
         return self.queue.get_nowait()
 
     def extend(self, deliveries: Iterable[Delivery]) -> None:
         """Queue deliveries, in order.
 
         Raises:
-            asyncio.QueueFull: There is no room for all.
+            asyncio.QueueFull: There is not enough room for all of them.
         """
         for delivery in deliveries:
             self.queue.put_nowait(delivery)

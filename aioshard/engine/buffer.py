@@ -1,4 +1,4 @@
-"""The memory of the process: what is buffered, and when whoever waits for room is woken."""
+"""The buffer of the process: how much it holds, and when the pump is woken because there is room."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ __all__ = ["Buffer"]
 
 
 class Buffer:
-    """Records and bytes that the engine holds of all partitions, from being taken in to being complete.
+    """Records and bytes that the engine holds for all partitions, from being taken in until they complete.
 
-    Owned by the event loop; `take_in` is the pump's, `release` the workers'. Waking costs a completion
-    one subtraction: `arm` says after how many completions the pump wants to look again.
+    Owned by the event loop; the pump calls `take_in`, workers call `release`. Waking the pump costs one subtraction per
+    completion: `arm` says after how many completions the pump wants to check again.
     """
 
     __slots__ = ("bounds", "bytes", "countdown", "records", "wake")
@@ -21,12 +21,12 @@ class Buffer:
         self.records = 0
         self.bytes = 0
         self.wake = wake
-        """Called when room was made after `arm`."""
+        """Called when room was made: by the releases that `arm` counts, or by `drop`."""
         self.countdown = 0
-        """Completions until `wake` is called; not above 0 when nobody asked for it."""
+        """Completions until `wake` is called; 0 or less if `arm` was not called since."""
 
     def take_in(self, records: int, size: int) -> None:
-        """Count what was taken in."""
+        """Count records that were taken in."""
         self.records += records
         self.bytes += size
 
@@ -45,6 +45,6 @@ class Buffer:
         self.wake()
 
     def arm(self, after: int | None = None) -> None:
-        """Have `wake` called when *after* records were released, by default a tenth of what is held; or earlier."""
+        """Call `wake` after *after* releases, by default a tenth of the records held; an earlier wake-up remains."""
         after = max(self.records // 10 if after is None else after, 1)
         self.countdown = min(after, self.countdown) if self.countdown > 0 else after

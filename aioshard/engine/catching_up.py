@@ -1,4 +1,4 @@
-"""Consuming to the end, and no further."""
+"""Consuming up to the ends of the logs, and no further."""
 
 import asyncio
 
@@ -12,14 +12,14 @@ _CHECK_INTERVAL = 0.05
 
 
 async def caught_up(engine: Engine, interval: float = _CHECK_INTERVAL) -> None:
-    """Wait until everything up to the ends seen at the start is complete.
+    """Wait until all records up to the ends seen at the start are complete.
 
     Args:
-        engine: What consumes.
-        interval: Seconds between looks at that.
+        engine: The engine that consumes.
+        interval: Seconds between checks.
 
     Raises:
-        HaltedError: What is left is halted, or waits behind what is.
+        HaltedError: The records that are left are halted, or wait behind halted ones.
     """
     while True:
         if engine.failed.done():
@@ -33,7 +33,7 @@ async def caught_up(engine: Engine, interval: float = _CHECK_INTERVAL) -> None:
 
 
 def halted_of(engine: Engine) -> list[Delivery]:
-    """What keeps its shard until somebody releases it."""
+    """Deliveries that occupy their shard until they are released."""
     return [delivery for handler in engine.handlers for shards in handler.feed.shards for delivery in shards.halted]
 
 
@@ -42,7 +42,7 @@ def _reached_end(engine: Engine, epoch: Epoch) -> bool:
 
 
 def nothing_moves(engine: Engine) -> bool:
-    """Whether nothing runs, and nothing can start or come in."""
+    """Whether nothing runs, and nothing can start or be taken in."""
     if not engine.rebalance.in_place or any(worker.deliveries for worker in engine.workers):
         return False
     if any(fetcher.has_unfed for fetcher in engine.rebalance.fetchers.values()):

@@ -1,4 +1,4 @@
-"""What an operator does to a running engine: release halted records, pause and resume, seek, change the concurrency."""
+"""Operator controls of a running engine: release halted records, pause and resume, seek, change concurrency."""
 
 import asyncio
 import datetime as dt
@@ -37,22 +37,22 @@ logger = logging.getLogger("aioshard.engine.control")
 T = TypeVar("T")
 
 MOST_WORKERS = 10_000
-"""Of a handler, when their number is changed while the app runs: a digit too many must not hold the process."""
+"""Limit for changing a handler's workers at runtime: a mistyped digit must not hang the process."""
 SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
-"""An offset; a time, also as seconds since the epoch in a float; or an end of the log."""
+"""An offset; a time, as a datetime or as seconds since the epoch in a float; or an end of the log."""
 
 
 def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
-    """Let a record that is halted, or waits for its next attempt, go on now.
+    """Resume a record now that is halted or waits for its next attempt.
 
     Args:
-        engine: Of this process.
-        topic_partition: Where the record is.
-        offset: Its offset.
-        detour: What is done with it; None runs its handler, with all attempts anew.
+        engine: The engine of this process.
+        topic_partition: Partition of the record.
+        offset: Offset of the record.
+        detour: The detour to take; None runs the handler again, with all its attempts.
 
     Raises:
-        StateError: There is no such record here.
+        StateError: The record is not incomplete in this process, or needs no release.
     """
     delivery = _waiting(engine, topic_partition, offset)
     parking = engine.handler_of(topic_partition.topic).parking
@@ -89,7 +89,7 @@ def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int)
     """Run the key of a parked record again now.
 
     Raises:
-        StateError: Its partition is not ours, or it is not parked.
+        StateError: The partition is not ours, or the record is not parked.
     """
     if topic_partition not in engine.rebalance.fetchers:
         raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
@@ -106,9 +106,9 @@ def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int)
 
 
 def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> None:
-    """Let nothing of these partitions, or of the handler of that name, start; what runs goes on.
+    """Start no records of these partitions, or of the handler with that name; running records continue.
 
-    Kept across rebalances, until `resume`.
+    The pause lasts across rebalances, until `resume`.
     """
     names: Collection[TopicPartition | str] = [what] if isinstance(what, str) else what
     for name in names:
@@ -121,7 +121,7 @@ def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> N
 
 
 def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
-    """Take `pause` back, for the same partitions or the same handler."""
+    """Undo `pause` for the same partitions or the same handler."""
     names: Collection[TopicPartition | str] = [what] if isinstance(what, str) else what
     for name in names:
         engine.pauses.pop(name, None)
@@ -137,10 +137,11 @@ def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
 
 
 def set_concurrency(running: Running, concurrency: int) -> None:
-    """Have so many workers for a handler from now on.
+    """Change the number of workers of a handler.
 
     Raises:
-        HandlerError: It has fixed shards, or fewer than one worker or more than `MOST_WORKERS` were asked for.
+        HandlerError: The handler has fixed shards or adaptive concurrency, or *concurrency* is not a whole number from
+            1 to `MOST_WORKERS`.
     """
     name, shards = running.spec.name, running.spec.shards
     if type(concurrency) is not int or concurrency < 1:
@@ -176,14 +177,14 @@ def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch
 
 
 async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
-    """Have a partition go on elsewhere, and wait until it does.
+    """Move a partition to another position, and wait until it resumes there.
 
     Returns:
         The offset.
 
     Raises:
-        StateError: It is not ours, *to* means nothing or is outside the log, or the partition was given away meanwhile.
-        TransportError: The brokers did not tell where that is.
+        StateError: The partition is not ours or moves away meanwhile, or *to* is invalid or outside the log.
+        TransportError: The brokers did not report the position.
     """
     open_epoch(engine, topic_partition)
     start = await answered(engine, _offset_of(engine, topic_partition, to), f"where {to!r} is in {topic_partition}")
@@ -227,10 +228,10 @@ async def _offset_at(engine: Engine, topic_partition: TopicPartition, timestamp:
 
 
 async def answered(engine: Engine, asking: Awaitable[T], what: str) -> T:
-    """What the brokers answer, which must be within the time of a commit.
+    """Wait for an answer of the brokers, at most `commit_timeout`.
 
     Raises:
-        TransportError: They did not tell *what*.
+        TransportError: They did not report *what* in time.
     """
     timeout = engine.settings.commit_timeout
     try:
@@ -241,10 +242,10 @@ async def answered(engine: Engine, asking: Awaitable[T], what: str) -> T:
 
 
 def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Epoch:
-    """The ownership of a partition that is ours for certain.
+    """The epoch of a partition that is certain to be ours.
 
     Raises:
-        StateError: It is not.
+        StateError: The partition is not ours, or not open now.
     """
     fetcher = engine.rebalance.fetchers.get(topic_partition)
     if fetcher is None:
@@ -258,10 +259,10 @@ def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Epoch:
 
 
 def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:
-    """Those of a topic that this process has, or the one of them that is named.
+    """The partitions of a topic that this process owns, or only the given one.
 
     Raises:
-        StateError: It has none, or not that one.
+        StateError: It owns none of the topic, or not the given one.
     """
     ours = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
     meant = [name for name in ours if partition in (None, name.partition)]
@@ -272,10 +273,10 @@ def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> li
 
 
 def handler_name(engine: Engine, name: str) -> str:
-    """The name itself, where a handler has it.
+    """Return the name of a handler unchanged.
 
     Raises:
-        StateError: None has it.
+        StateError: No handler has this name.
     """
     names = [handler.spec.name for handler in engine.handlers]
     if name not in names:

@@ -1,4 +1,4 @@
-"""What happened to the records of one handler, in numbers: per topic, and how long it took."""
+"""Counts and durations of the records of one handler, per topic."""
 
 from aioshard.core.histogram import Histogram
 from aioshard.engine.outcomes import Outcome
@@ -6,14 +6,14 @@ from aioshard.engine.outcomes import Outcome
 __all__ = ["Counters", "TopicCounts"]
 
 _WARNING_INTERVAL = 1.0
-"""Seconds in which a handler's failed attempts give one warning; the others are logged at DEBUG."""
+"""Seconds for which failed attempts of a handler give one warning; the others are logged at DEBUG."""
 
 
 class TopicCounts:
-    """What happened to the records of one topic; owned by the event loop, written by workers, read from any thread.
+    """Counts of the records of one topic; owned by the event loop, written by workers, read from any thread.
 
     Invariants:
-        * No number ever falls.
+        * No number ever decreases.
     """
 
     __slots__ = (
@@ -35,16 +35,16 @@ class TopicCounts:
         self.parked = 0
         self.retried = 0
         self.durations = Histogram()
-        """Seconds that runs of the handler took, failed ones among them; those that were cancelled are not."""
+        """Durations in seconds of runs of the handler, failed ones included and cancelled ones left out."""
         self.waits = Histogram()
         """Seconds from the arrival of records to the begin of their first run."""
         self.noted = 0
         """How many of `processed` are in `durations`; see `RunTimes`."""
         self.waited = 0
-        """How many records `waits` stands for."""
+        """How many records `waits` represents."""
 
     def count(self, outcome: Outcome) -> None:
-        """Count a record that is complete."""
+        """Count a complete record."""
         match outcome:
             case Outcome.PROCESSED:
                 self.processed += 1
@@ -59,17 +59,17 @@ class TopicCounts:
 
 
 class Counters:
-    """What happened to the records of one handler, over all its topics; they go on across rebalances."""
+    """Counts of the records of one handler over all its topics; they continue across rebalances."""
 
     def __init__(self) -> None:
         self.topics: dict[str, TopicCounts] = {}
-        """Of every topic of which this process has had a partition."""
+        """Counts of every topic of which this process has owned a partition."""
         self.replayed = 0
-        """Runs of records that had run before and were cancelled."""
+        """Runs of records whose earlier run was cancelled."""
         self._warned_at = -_WARNING_INTERVAL
 
     def of(self, topic: str) -> TopicCounts:
-        """Those of a topic."""
+        """Counts of a topic."""
         counts = self.topics.get(topic)
         if counts is None:
             counts = self.topics[topic] = TopicCounts()
@@ -77,16 +77,16 @@ class Counters:
 
     @property
     def processed(self) -> int:
-        """Records that were processed."""
+        """Processed records."""
         return sum(counts.processed for counts in tuple(self.topics.values()))
 
     @property
     def retried(self) -> int:
-        """Attempts after a record's first."""
+        """Attempts after a record's first one."""
         return sum(counts.retried for counts in tuple(self.topics.values()))
 
     def may_warn(self, now: float) -> bool:
-        """Whether a failed attempt is worth a warning: while a back end is down, one in a while says it all."""
+        """Whether a failed attempt deserves a warning: while a back end is down, one now and then is enough."""
         if now - self._warned_at < _WARNING_INTERVAL:
             return False
         self._warned_at = now

@@ -1,4 +1,4 @@
-"""Where the records of a handler go: its sharding function and its shards."""
+"""The router of a handler's records: its sharding function and its shards."""
 
 import logging
 from collections import deque
@@ -19,33 +19,33 @@ logger = logging.getLogger("aioshard.engine.fetcher")
 _ENOUGH = 1_000
 _ENOUGH_PER_WORKER = 4
 _ENOUGH_BATCHES = 2
-"""A handler wants so many records queued, and no more: enough to keep its workers busy until the pump comes again."""
+"""Records that a handler wants queued, in all, per worker and in batches: enough to keep busy until the next poll."""
 
 
 class Aside(Protocol):
-    """What of a handler's partitions is kept elsewhere, and is processed by the same shards: parked records."""
+    """A store besides the topic whose records the same shards process: parked records."""
 
     async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
-        """Find out what there is of a partition, before anything of it is handed out."""
+        """Find out what is stored for a partition, before any of its records is handed out."""
 
     def believe(self, epoch: Epoch) -> None:
-        """What was left alone, because it may be of a later owner, is ours: there is none."""
+        """Adopt records that were left alone as they might belong to a later owner: no later owner exists."""
 
     def side_of(self, epoch: Epoch) -> Epoch | None:
-        """The epoch of what is processed of it, which opens, closes and ends with the partition's."""
+        """Epoch of the stored records of a partition, which opens, closes and ends with the partition's own."""
 
     def close(self, epoch: Epoch, running: Collection[Delivery]) -> None:
-        """The gate of a partition has closed."""
+        """Follow the gate of a partition that has closed."""
 
     def reopen(self, epoch: Epoch) -> None:
-        """The gate of a partition has opened."""
+        """Follow the gate of a partition that has opened."""
 
     def purge(self, epoch: Epoch) -> None:
-        """The epoch of a partition has ended."""
+        """Follow the epoch of a partition that has ended."""
 
 
 class Feed:
-    """Where the records of a handler go: its sharding function and its shards."""
+    """Routes the records of a handler to its shards, by its sharding function."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class Feed:
         """Make a feed.
 
         Args:
-            shard_key: From a record to its shard key.
+            shard_key: Returns the shard key of a record.
             shards: One that serves all keys on demand, or N fixed ones.
-            fixed: Whether they are fixed: a record's shard is the hash of its key then.
-            workers: How many serve them.
-            unkeyed: Told about a delivery for which the sharding function failed.
-            at_once: How many records one of them runs at once, at most.
-            ahead: How many runs may start soon, where a rate limit says so.
-            sure: Whether the sharding function is ours: it neither raises nor gives what has no hash.
-            aside: What of the partitions is kept elsewhere.
+            fixed: Whether the shards are fixed: a record's shard is then the hash of its key.
+            workers: How many workers serve them.
+            unkeyed: Called with each delivery for which the sharding function failed.
+            at_once: The most records that a worker runs together.
+            ahead: How many runs may start soon, if there is a rate limit.
+            sure: Whether the sharding function is built in: it neither raises nor returns a key without a hash.
+            aside: Store of parked records of the partitions, if any.
         """
         self.shards = shards
         self._aside = aside
@@ -87,7 +87,7 @@ class Feed:
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
     def serve(self, workers: int) -> None:
-        """So many workers serve the shards from now on."""
+        """Adapt to a changed number of workers."""
         self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * self._at_once)
         if self._ahead is not None:
             self._enough = min(self._enough, self._ahead * self._at_once)
@@ -96,31 +96,31 @@ class Feed:
     def wanted(self) -> int:
         """How many more records are wanted, so that the workers have enough to choose from.
 
-        What waits behind an occupied shard is not counted, so a hot key leaves the others room. Fixed shards
-        always want more: what one of them has is of no use to the others.
+        Records that wait behind an occupied shard do not count, so a hot key leaves room for the others. Fixed shards
+        always want more: records of one are of no use to the others.
         """
         return self._enough if self._fixed else self._enough - self.shards[0].unseen
 
     def when_wanted(self, wake: Callable[[], None]) -> int:
-        """Have *wake* called when a worker finds nothing to do.
+        """Arrange for *wake* to be called when a worker is idle.
 
         Returns:
-            After how many completions at the latest more is wanted.
+            Number of completions after which more records are wanted at the latest.
         """
         self.shards[0].on_idle = wake
         return self._enough // 2 - self.wanted
 
     def no_room(self) -> None:
-        """Nothing more finds room now: batches that are being formed do not wait for more."""
+        """Flush batches still filling: nothing else can be taken in now."""
         for shards in self._batched:
             shards.no_room()
 
     async def put(self, deliveries: list[Delivery], waiting: deque[Delivery]) -> None:
-        """Give each delivery its shard key and queue it; waits only where a fixed shard is full.
+        """Give each delivery its shard key and queue it; waits only for a fixed shard that is full.
 
         Args:
-            deliveries: In order.
-            waiting: Takes up those of fixed shards, and keeps the ones that are not queued yet.
+            deliveries: The deliveries, in order.
+            waiting: Receives the deliveries of fixed shards and keeps those that are not queued yet.
         """
         shard_key = self._shard_key
         if self._sure and not self._fixed:
@@ -145,7 +145,7 @@ class Feed:
         await self.put_waiting(waiting)
 
     async def put_waiting(self, waiting: deque[Delivery]) -> None:
-        """Queue what waits for fixed shards; when it is cancelled, the first one has not been queued."""
+        """Queue the deliveries that wait for fixed shards; on cancellation, the first one left has not been queued."""
         while waiting:
             number = waiting[0].key
             assert isinstance(number, int)  # noqa: S101 - set by put
@@ -153,7 +153,7 @@ class Feed:
             waiting.popleft()
 
     def number_of(self, key: ShardKey) -> ShardKey:
-        """What a delivery of a shard key carries as key: the number of a fixed shard, or the key itself."""
+        """The key of a delivery with this shard key: the number of its fixed shard, or the shard key itself."""
         if not self._fixed:
             return key
         if key is None:
@@ -161,7 +161,7 @@ class Feed:
         return fixed_shard(key, len(self.shards), self._turn)
 
     def _without(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
-        """Records without a shard key cannot run in order: each has failed, and no other attempt makes sense."""
+        """Fail the deliveries without a shard key and return the rest: no retry helps, as they cannot run in order."""
         for delivery, error in broken:
             delivery.key = None
             fields = record_fields("no_shard_key", delivery, error=type(error).__name__)
@@ -172,7 +172,7 @@ class Feed:
         return [delivery for delivery in deliveries if delivery not in without]
 
     def close(self, epoch: Epoch, running: Collection[Delivery] = ()) -> None:
-        """Close the gate of an epoch: nothing new of it starts, and its drain begins; see `Epoch.close`."""
+        """Close the gate of an epoch: no new record starts and its drain begins; see `Epoch.close`."""
         epoch.close(running)
         for shards in self.shards:
             shards.close(epoch)
@@ -180,28 +180,28 @@ class Feed:
             self._aside.close(epoch, running)
 
     async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
-        """Find out what of a partition is kept elsewhere, before anything of it is handed out.
+        """Find out what is parked of a partition, before any of its records is handed out.
 
         Args:
-            epoch: New, and closed.
-            partitions: How many its topic has.
-            generation: Of the group, in which the partition became ours.
+            epoch: A new epoch, with its gate closed.
+            partitions: How many partitions the topic has.
+            generation: The group's generation in which the partition became ours.
 
         Returns:
-            Whether some of it is of a later generation: ours only if the brokers take a commit of ours (`believe`).
+            Whether some of it is of a later generation: it is ours only if the brokers accept our commit (`believe`).
 
         Raises:
-            TransportError: That cannot be found out now.
+            TransportError: The parked records cannot be read now.
         """
         return self._aside is not None and await self._aside.restore(epoch, partitions, generation)
 
     def believe(self, epoch: Epoch) -> None:
-        """The brokers have taken a commit of ours since `restore`."""
+        """Adopt the records of a later generation: the brokers have accepted our commit since `restore`."""
         if self._aside is not None:
             self._aside.believe(epoch)
 
     def with_side(self, epoch: Epoch) -> list[Epoch]:
-        """An epoch, and that of what is kept elsewhere of its partition."""
+        """An epoch, and the one of its parked records if there is one."""
         side = self._aside.side_of(epoch) if self._aside is not None else None
         return [epoch] if side is None else [epoch, side]
 
@@ -213,20 +213,20 @@ class Feed:
             self._aside.purge(epoch)
 
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
-        """Remove and return what is queued of an epoch from offset *first* on."""
+        """Remove and return the queued deliveries of an epoch from offset *first* on."""
         return [delivery for shards in self.shards for delivery in shards.give_back(epoch, first)]
 
     def shards_of(self, delivery: Delivery) -> Shards:
-        """Where a delivery is, of the fixed shards; without such, the one that serves all keys."""
+        """The fixed shard of a delivery, or else the shards that serve all keys."""
         key = delivery.key
         return self.shards[key] if self._fixed and isinstance(key, int) else self.shards[0]
 
     def unblock(self, delivery: Delivery) -> None:
-        """Let a delivery run that is halted or waits for its next attempt."""
+        """Run a delivery now that is halted or waits for its next attempt."""
         any(shards.unblock(delivery) for shards in self.shards)
 
     def reopen(self, epoch: Epoch) -> None:
-        """Go on with the deliveries of an epoch whose gate has opened."""
+        """Resume the deliveries of an epoch whose gate has opened."""
         for shards in self.shards:
             shards.reopen(epoch)
         if self._aside is not None:

@@ -1,4 +1,4 @@
-"""A handler as the engine runs it, and what serves it."""
+"""A handler as the engine runs it, and the parts that serve it."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -45,7 +45,7 @@ class Batched(NamedTuple):
     invoke: InvokeBatch
     """Runs one attempt of a batch."""
     read: Callable[[Record], Any] | None = None
-    """What a record becomes before the handler gets it, where it does; raises for one that does not."""
+    """Decodes a record before the handler gets it, if set; raises for a record that cannot be decoded."""
 
 
 class HandlerSpec(NamedTuple):
@@ -56,7 +56,7 @@ class HandlerSpec(NamedTuple):
     pattern: str | None
     shard_key: Callable[[Record], ShardKey]
     sure_key: bool
-    """Whether that function is ours: it neither raises nor gives what has no hash."""
+    """Whether the sharding function is built in: it neither raises nor returns a key without a hash."""
     shards: int | None
     concurrency: int
     timeout: float | None
@@ -64,32 +64,32 @@ class HandlerSpec(NamedTuple):
     retry: Retry
     on_failure: OnFailure
     call: Callable[[Record], Awaitable[object]] | None
-    """The handler itself where it takes nothing but the record."""
+    """The handler itself, if it takes nothing but the record."""
     invoke: Invoke | None
-    """Runs one attempt in every other case; None where the handler takes batches."""
+    """Runs one attempt in every other case; None if the handler takes batches."""
     batched: Batched | None = None
-    """Where the handler takes batches: what runs them, in place of the two above."""
+    """Runs attempts if the handler takes batches, instead of the two fields above."""
     resized: Callable[[int], None] | None = None
-    """Told when the concurrency was changed."""
+    """Called after the concurrency changed."""
     rate_limit: RateLimit | None = None
     key_rate_limit: RateLimit | None = None
     adaptive: Adaptive | None = None
-    """Where the concurrency follows the latency: within which bounds."""
+    """Bounds of the concurrency, if it follows the latency."""
     letters: Publish | None = None
-    """Where dead letters go in place of the brokers."""
+    """Publishes dead letters, if they do not go to the brokers."""
 
     @property
     def in_threads(self) -> bool:
-        """Whether the handler is a plain function."""
+        """Whether the handler is a plain function, which runs in threads."""
         return self.resized is not None
 
     @property
     def attempt(self) -> Invoke:
-        """What runs one attempt of a handler that takes single records."""
+        """Runs one attempt of a handler that takes single records."""
         call = self.call
         if call is not None:
             return lambda delivery: call(delivery.record)
-        assert self.invoke is not None  # noqa: S101 - else it takes batches
+        assert self.invoke is not None  # noqa: S101 - otherwise it takes batches
         return self.invoke
 
     def through(self, wrap: "Wrap") -> "HandlerSpec":
@@ -100,29 +100,29 @@ class HandlerSpec(NamedTuple):
         return self._replace(call=None, invoke=wrap(self.attempt))
 
     def takes(self, topic: str) -> bool:
-        """Whether the records of *topic* are this handler's."""
+        """Whether the handler takes the records of *topic*."""
         return is_subscribed(topic, self.topics, self.pattern)
 
 
 Adapt = Callable[[HandlerSpec], HandlerSpec]
-"""Makes another handler of one, for one run of an app."""
+"""Replaces a handler by another one, for one run of an app."""
 
 
 class Wrap(Protocol):
-    """Puts something around the attempts of a handler, of single records or of batches."""
+    """Wraps the attempts of a handler, of single records or of batches."""
 
     def __call__(self, attempt: Callable[[T], Awaitable[object]], /) -> Callable[[T], Awaitable[object]]:
-        """The same attempt, with that around it; what it is given is a `Delivery` or a `DeliveryBatch`."""
+        """Return the wrapped attempt; its argument is a `Delivery` or a `DeliveryBatch`."""
 
 
 def records_of(given: object) -> list[Record]:
-    """The records that an attempt was given: those of a batch, or the one of a delivery."""
+    """The records given to an attempt: those of a batch, or the one of a delivery."""
     deliveries = given.deliveries if isinstance(given, DeliveryBatch) else (given,)
     return [delivery.record for delivery in deliveries if isinstance(delivery, Delivery)]
 
 
 class Running(NamedTuple):
-    """One handler with what serves it."""
+    """A handler with the parts that serve it."""
 
     spec: HandlerSpec
     feed: Feed
@@ -130,14 +130,14 @@ class Running(NamedTuple):
     staff: Staff
     counters: Counters
     parking: Parking | None
-    """Where `on_failure=Park(...)`."""
+    """Set for `on_failure=Park(...)`."""
     pace: Pace | None
-    """Where it has rate limits."""
+    """Set if the handler has rate limits."""
     adapting: Adapting | None
-    """Where its concurrency is adaptive."""
+    """Set if its concurrency is adaptive."""
 
     def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
-        """Start its workers, and what watches and directs them; *clock* is loop time."""
+        """Start its workers and the tasks that watch and control them; *clock* is loop time."""
         name = self.spec.name
         self.staff.start(tasks)
         if self.spec.timeout is not None:
@@ -150,7 +150,7 @@ class Running(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What the handlers of an engine have in common."""
+    """Resources that the handlers of an engine share."""
 
     group_id: str
     publish: Publish
@@ -161,7 +161,7 @@ class Surroundings(NamedTuple):
 
 
 def serve(spec: HandlerSpec, around: Surroundings) -> Running:
-    """Make what serves a handler; nothing runs yet."""
+    """Make the parts that serve a handler; nothing runs yet."""
     adapting = None
     if spec.adaptive is not None:
         adapting = Adapting(spec.adaptive, around.clock, spec.timeout)
@@ -212,7 +212,7 @@ def _pace(spec: HandlerSpec, around: Surroundings) -> Pace | None:
 
 
 def _shards(spec: HandlerSpec, around: Surroundings, pace: Pace | None) -> list[Shards]:
-    """One that makes shards on demand, or the fixed ones."""
+    """One `Shards` that makes shards on demand, or the fixed ones."""
     bound = None if spec.shards is None else max(around.buffer.bounds.records // spec.shards, 1)
 
     def make() -> Shards:
@@ -236,7 +236,7 @@ def _worker(
     divert = None if parking is None else parking.divert
     clock = precise(around.clock)
     if spec.batched is not None:
-        assert isinstance(shards, BatchShards)  # noqa: S101 - made so
+        assert isinstance(shards, BatchShards)  # noqa: S101 - made by `_shards`
         return BatchWorker(
             name,
             shards,

@@ -1,4 +1,4 @@
-"""Where the logs end, asked from the brokers: a partition that is not fetched from does not tell."""
+"""Ends of the logs, requested from the brokers: the client learns none of partitions that it does not fetch."""
 
 import asyncio
 import logging
@@ -16,39 +16,39 @@ __all__ = ["LogEnds"]
 logger = logging.getLogger("aioshard.engine.log_ends")
 
 _INTERVAL = 10.0
-"""Seconds between two questions; with the time that an answer may take, an end is at most 15 s old."""
+"""Seconds between two requests; with the time that an answer may take, an end is at most 15 s old."""
 _TIMEOUT = 5.0
 
 
 class LogEnds:
-    """The ends of the logs of the assigned partitions, for the lag.
+    """Log ends of the assigned partitions, for the consumer lag.
 
-    The client learns an end with each fetch. Of a partition that is paused, or full, it learns nothing: just when the
-    lag grows, it would stand still.
+    The client learns the end of a log with each fetch. It learns nothing about a partition that is paused or full:
+    without these requests, the lag would freeze just when it grows.
     """
 
     def __init__(self, client: Callable[[], Transport | None], epochs: Callable[[], Iterable[Epoch]]) -> None:
         """Make it; `run` is its task.
 
         Args:
-            client: Gives the client of now.
-            epochs: Gives those that have not ended.
+            client: Returns the current client.
+            epochs: Returns the epochs that have not ended.
         """
         self._client = client
         self._epochs = epochs
         self._asked: Mapping[TopicPartition, int] = {}
 
     def of(self, epoch: Epoch) -> int | None:
-        """The end of a log, the last stable offset under `read_committed`; None while it is unknown. Of any thread."""
+        """End of a log, under `read_committed` its last stable offset; None while unknown. Safe from any thread."""
         name = epoch.topic_partition
         client = self._client()
         fetched = None if client is None else client.end_offset(name)
         known = [end for end in (fetched, self._asked.get(name)) if end is not None]
-        # A fetch that found nothing new may be older than what we have taken in since.
+        # The end from a fetch that found nothing new may be older than the records taken in since.
         return max(*known, epoch.tracker.position) if known else None
 
     async def run(self) -> None:
-        """Ask again and again until cancelled."""
+        """Ask the brokers repeatedly until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL)
             await self._ask()

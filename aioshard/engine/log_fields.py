@@ -1,4 +1,4 @@
-"""The fields of log lines: what happened, and to what, for programs that read them."""
+"""Fields of log lines, for programs that read them: the event and its subject."""
 
 from aioshard.core.shown_keys import shown
 from aioshard.engine.epoch import Delivery
@@ -8,12 +8,12 @@ __all__ = ["partition_fields", "record_fields"]
 
 
 def partition_fields(event: str, name: TopicPartition, **more: object) -> dict[str, object]:
-    """What a line about a partition carries.
+    """Fields of a log line about a partition.
 
     Args:
-        event: What happened, in a word or two: `paused`.
+        event: Name of the event, in a word or two: `paused`.
         name: The partition.
-        more: What else is known.
+        more: Any further fields.
 
     Example:
         >>> partition_fields("paused", TopicPartition("orders", 3), why="the ledger moves house")
@@ -23,7 +23,7 @@ def partition_fields(event: str, name: TopicPartition, **more: object) -> dict[s
 
 
 def record_fields(event: str, delivery: Delivery, **more: object) -> dict[str, object]:
-    """What a line about a record carries; its key as a hash, as explanations name it."""
+    """Fields of a log line about a record; its key appears as a hash, as in explanations."""
     record = delivery.record
     fields = partition_fields(event, record.topic_partition, offset=record.offset)
     if record.key is not None:

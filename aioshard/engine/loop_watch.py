@@ -1,4 +1,4 @@
-"""Whether the event loop turns: how late it is, and from outside, what holds it."""
+"""Watch of the event loop: how late it ticks and, seen from another thread, what blocks it."""
 
 import asyncio
 import logging
@@ -16,69 +16,69 @@ __all__ = ["BLOCKED_AFTER", "Holder", "LoopWatch"]
 logger = logging.getLogger("aioshard.engine.loop_watch")
 
 BLOCKED_AFTER = 1.0
-"""Seconds without a tick after which the event loop is said to be blocked."""
+"""Seconds without a tick after which the event loop counts as blocked."""
 _INTERVAL = 0.25
 """Seconds between two ticks."""
 _NOTED_FROM = BLOCKED_AFTER / 2
-"""Seconds by which a tick is late that may be the end of what the thread has seen."""
+"""Delay in seconds from which a late tick may be the end of a block that the thread has seen."""
 _GLANCE = 0.05
-"""Seconds between looks at whether a loop that was blocked turns again."""
+"""Seconds between checks whether a blocked loop runs again."""
 _SLEPT_IN = 0.5
-"""Seconds by which the thread that looks wakes too late when it was itself kept from running."""
+"""If the watching thread wakes this many seconds late, it was itself kept from running."""
 _COMPUTED = 0.2
-"""The share of a time for which a process computes that was neither stopped nor kept from running."""
+"""Share of a time that a process spends computing unless it was stopped or starved."""
 _AGAIN_AFTER = 60.0
 """Seconds before the log names the same place again: a handler that blocks may do so for each record."""
 _DELAY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OF_THE_LOOP = ("asyncio.base_events", "asyncio.events")
 _STEPS = ("_run", "_run_once")
-"""Modules and functions of the frames between the one that runs a loop and what the loop calls; uvloop has none."""
+"""Modules and functions of the frames between the one that runs a loop and the code it calls; uvloop has none."""
 
 
 class Holder(NamedTuple):
-    """What holds an event loop."""
+    """The code that blocks an event loop."""
 
     sentence: str
-    """Who does what, with which record, at which line."""
+    """Which code does something, with which record, at which line."""
     place: str | None
-    """The same for every record; None where the loop's thread executes nothing, and only waits for its turn."""
+    """Key of the place, the same for every record; None if the loop's thread executes nothing and waits to run."""
 
 
 class _Stand(NamedTuple):
-    """A time for which a loop did not turn, as it was seen afterwards."""
+    """A time for which a loop was blocked, as seen afterwards."""
 
     since: float
-    """The tick before it; monotonic."""
+    """The last tick before it; monotonic."""
     seconds: float
     cpu: float
     """Seconds for which the process computed meanwhile."""
 
 
 class LoopWatch:
-    """Ticks in an event loop and notes how late each tick is; a thread beside it looks whether there are any.
+    """Ticks in an event loop and measures how late each tick is; a separate thread checks that ticks happen.
 
     Costs a timer every quarter of a second and nothing per record. The thread is a daemon, sleeps while the loop ticks
-    and ends with `run`. Where the process was stopped as a whole, or something held the interpreter without letting go
-    of it, no thread could look: that is told afterwards.
+    and ends with `run`. If the whole process was stopped, or a call held the interpreter lock all the time, the thread
+    could not check either: that is reported afterwards.
     """
 
     def __init__(self, find_holder: Callable[["LoopWatch"], Holder]) -> None:
         """Make a watch in the loop that it watches; `run` is its task.
 
         Args:
-            find_holder: Finds what executes in the loop's thread; called from other threads.
+            find_holder: Finds the code that runs in the loop's thread; called from other threads.
         """
         self.delays = Histogram(_DELAY_BOUNDS)
-        """Of the ticks, in seconds."""
+        """Delays of the ticks, in seconds."""
         self.loop = asyncio.get_running_loop()
         self.thread: int | None = None
-        """Identifies the loop's thread while it is watched."""
+        """Identifier of the loop's thread while it is watched."""
         self.runner: FrameType | None = None
-        """The frame that runs the loop: above it is what the loop executes."""
+        """The frame that runs the loop; the frames above it are the code that the loop executes."""
         self.ticked: float | None = None
-        """When the loop has ticked last; monotonic. None while it is not watched."""
+        """Time of the last tick; monotonic. None while the loop is not watched."""
         self.stand: _Stand | None = None
-        """The latest one."""
+        """The latest time for which the loop was blocked."""
         self.find_holder = find_holder
         self._cpu = 0.0
 
@@ -97,7 +97,7 @@ class LoopWatch:
                 self._tick(due)
         finally:
             if time.monotonic() - due > _NOTED_FROM:
-                self._tick(due)  # cancelled right after it
+                self._tick(due)  # cancelled right after a block
             self.ticked = self.thread = self.runner = None
             lookout.over.set()
 
@@ -112,12 +112,12 @@ class LoopWatch:
     # From any thread --------------------------------------------------------------------
 
     def standing(self) -> float:
-        """For how many seconds the loop has not ticked; 0 while it is not watched."""
+        """Seconds since the last tick; 0 while the loop is not watched."""
         ticked = self.ticked
         return 0.0 if ticked is None else max(time.monotonic() - ticked, 0.0)
 
     def blocked(self) -> str | None:
-        """What keeps the loop from turning now, and for how long, in a sentence; None while it turns."""
+        """Sentence with the cause and the duration of a block of the loop; None while it runs."""
         stands = self.standing()
         if stands < BLOCKED_AFTER:
             return None
@@ -125,16 +125,16 @@ class LoopWatch:
 
 
 class _Told(NamedTuple):
-    """What the log has said of a loop that is blocked."""
+    """A blocked loop as last reported."""
 
     since: float
     holder: Holder
     aloud: bool
-    """Whether it has said it: not of a place that it has named lately."""
+    """Whether it was logged; not if the same place was named recently."""
 
 
 class _Lookout:
-    """The thread beside a loop."""
+    """The thread that watches a loop."""
 
     def __init__(self, watch: LoopWatch) -> None:
         self.over = threading.Event()
@@ -142,10 +142,10 @@ class _Lookout:
         self._seen: _Stand | None = None
         self._told: _Told | None = None
         self._named: dict[str, float] = {}
-        """When the log has named which place."""
+        """When the log last named each place."""
 
     def run(self) -> None:
-        """Look until it is over."""
+        """Check until `over` is set."""
         watch = self._watch
         over = False
         while not over:

@@ -1,4 +1,4 @@
-"""What is noted with each committed offset, so that a crash or a move repeats only what ran."""
+"""Metadata of committed offsets: with it, a crash or a rebalance repeats only the records that were running."""
 
 import dataclasses
 import logging
@@ -14,43 +14,43 @@ __all__ = ["Due", "Notes"]
 logger = logging.getLogger("aioshard.engine.committer")
 
 _AROUND = 195
-"""Characters of a text that are not the content of what is finished, and what deflating may add: at most."""
+"""Most characters of a text that are not its content, including those that deflating may add."""
 _LEAST = 256
-"""A broker that stores no more than that gets nothing but offsets."""
+"""If the broker stores fewer characters than this, commits carry only offsets."""
 
 
 class Due(NamedTuple):
-    """What is to be sent for an epoch, as of one moment."""
+    """The commit to send for an epoch, as of one moment."""
 
     committed: Committed
     completed: int
-    """How many records of the epoch had completed then."""
+    """How many records of the epoch had completed at that moment."""
 
 
 class Notes:
-    """Writes what is finished beyond the committed offset into the text that goes with it.
+    """Writes the records finished beyond the committed offset into the metadata of the commit.
 
-    Owned by the committer; the admission asks how much has room.
+    Owned by the committer; the admission asks it how many more records fit.
 
     Invariants:
-        * An offset and its text are of the same moment: nothing is noted as finished that was not.
-        * A text never holds an offset back: what the broker does not store is made shorter, or left out.
+        * An offset and its metadata are from the same moment: only finished records are noted as finished.
+        * Metadata never holds an offset back: if the broker does not store it, it is shortened or left out.
     """
 
     def __init__(self) -> None:
         self.most_units = MOST_UNITS
-        """How long a text may be; less when a broker has refused one, and 0 when it stores none."""
+        """Longest text to send; reduced after a broker refused one, and 0 if it stores none."""
 
     def is_due(self, epoch: Epoch) -> bool:
-        """Whether something of an epoch may be committed, or be noted, and is not yet."""
+        """Whether an epoch has an offset to commit or completions to note."""
         tracker = epoch.tracker
         if tracker.committable != epoch.acknowledged:
             return True
-        # With the same committable offset, whatever has completed since lies beyond it.
+        # The committable offset is unchanged, so all completions since then lie beyond it.
         return bool(tracker) and tracker.completed != epoch.noted and self.most_units > 0 and not epoch.one_way
 
     def due(self, epoch: Epoch) -> Due:
-        """What to send for an epoch now."""
+        """Return the commit to send for an epoch now."""
         offset, completed = epoch.tracker.committable, epoch.tracker.completed
         text = ""
         if self.most_units:
@@ -59,13 +59,13 @@ class Notes:
         return Due(Committed(offset, text), completed)
 
     def acknowledged(self, epoch: Epoch, due: Due) -> None:
-        """The broker has stored it."""
+        """Record that the broker has stored a commit."""
         epoch.acknowledged = due.committed.offset
         epoch.noted = due.completed
         epoch.note_length = len(due.committed.metadata)
 
     def refused(self, longest: int) -> None:
-        """The broker does not store texts of *longest* characters; shorter ones are tried from now on."""
+        """Send shorter texts from now on, because the broker does not store *longest* characters."""
         self.most_units = min(longest, self.most_units) // 2
         if self.most_units < _LEAST:
             self.most_units = 0
@@ -78,12 +78,12 @@ class Notes:
         )
 
     def room(self, epoch: Epoch) -> int | None:
-        """How many more records a partition may take in, so that whatever finishes can be noted; None is any number."""
+        """How many more records a partition may take in with all completions still fitting; None for any number."""
         if not self.most_units or epoch.one_way:
             return None
         tracker, inherited = epoch.tracker, epoch.inherited
         end = max(tracker.position, inherited[-1].end) if inherited else tracker.position
         units = max(self.most_units - _AROUND, 0)
         more = records_with_room(end - tracker.committable, len(tracker) + len(inherited), units)
-        # Up to the end of what another owner noted nothing grows: what is missing there is noted as missing already.
+        # Up to the end of an earlier owner's completions, the text does not grow: the gaps there are noted already.
         return max(more, end - tracker.position)

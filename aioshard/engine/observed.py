@@ -1,6 +1,6 @@
-"""What became of each record, told at the moment when it is complete: for the journal, and for Spark.
+"""Observation of record outcomes at the moment of completion: for the journal, and for Spark.
 
-Costs nothing where nobody observes: the epochs and the attempts of an engine are others then.
+Costs nothing without an observer: the engine then uses plain epochs and attempts.
 """
 
 import time
@@ -20,17 +20,17 @@ __all__ = ["Completed", "Observe", "ObservedEpoch", "noted"]
 _THE_SAME = 0.01
 
 Completed = Callable[[Delivery], None]
-"""Told of each delivery that is complete: `outcome`, `run`, `failures` and `failure` say how it came to that.
+"""Called with each complete delivery; its `outcome`, `run`, `failures` and `failure` say how it ended.
 
-Called in the event loop for each record, so it has to be quick; it must not raise, nor keep the delivery.
+Runs in the event loop for each record, so it must be quick. It must neither raise nor keep the delivery.
 """
 
 Observe = Callable[[HandlerSpec], Completed]
-"""Gives what is told of the deliveries of a handler; asked once per epoch."""
+"""Returns the callback for the deliveries of a handler; called once per epoch."""
 
 
 class ObservedEpoch(Epoch):
-    """An epoch that tells what becomes of its deliveries."""
+    """An epoch that reports the outcomes of its deliveries."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class ObservedEpoch(Epoch):
 
 
 def noted(spec: HandlerSpec, clock: Callable[[], float]) -> HandlerSpec:
-    """The same handler; each of its attempts leaves a note of its times and its result with the delivery."""
+    """The same handler, with attempts that store their times and their result in the delivery."""
     if abs(time.monotonic() - clock()) < _THE_SAME:
-        clock = time.monotonic  # uvloop's counts whole milliseconds
+        clock = time.monotonic  # uvloop's clock counts whole milliseconds
     if spec.batched is not None:
         return spec._replace(batched=spec.batched._replace(invoke=_noted_batch(spec.batched.invoke, clock)))
     if spec.call is not None:
@@ -65,7 +65,7 @@ def noted(spec: HandlerSpec, clock: Callable[[], float]) -> HandlerSpec:
 
 
 def _noted_call(call: Callable[[Record], Awaitable[object]], clock: Callable[[], float]) -> Invoke:
-    """As `_noted_record`, without a call in between."""
+    """Do the same as `_noted_record`, with one call less."""
 
     async def run(delivery: Delivery) -> object:
         began = clock()

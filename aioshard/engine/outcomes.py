@@ -1,4 +1,4 @@
-"""How a delivery may end, and what is known of it when it did not end well."""
+"""How a delivery may end, and its state after a failure."""
 
 import enum
 from collections.abc import Awaitable, Callable
@@ -8,33 +8,33 @@ __all__ = ["Block", "Detour", "FailureNote", "Outcome", "Untroubled"]
 
 
 class Block(NamedTuple):
-    """Why a delivery holds its shard without running."""
+    """Why a delivery occupies its shard without running."""
 
     halted: bool
-    """True: its attempts are used up. False: it waits for the next one."""
+    """True if its attempts are exhausted; False if it waits for the next one."""
     error: str
     since: float
     """Loop time of the failure."""
 
 
 class Outcome(enum.Enum):
-    """How a record reached its end."""
+    """How a record ended."""
 
     PROCESSED = "processed"
     SKIPPED = "skipped"
     DEAD_LETTERED = "dead_lettered"
     PARKED = "parked"
     RETURNED = "returned"
-    """A parked record was run again and is parked again: its end is to come."""
+    """A parked record ran again and is parked again: it has not ended yet."""
 
 
 class Detour(NamedTuple):
-    """What is done with a delivery in place of running its handler."""
+    """An action that is taken for a delivery instead of running its handler."""
 
     purpose: str
-    """For explanations: "its dead letter is being written to orders.dlt"."""
+    """For explanations, such as "its dead letter is being written to orders.dlt"."""
     take: Callable[[Any], Awaitable[Outcome]]
-    """Does it, for a delivery. What it raises is no failed attempt of the handler: it is done again, after a while."""
+    """Takes it for a delivery. An exception is not a failed attempt of the handler: the detour is retried later."""
 
 
 class FailureNote(NamedTuple):
@@ -44,32 +44,32 @@ class FailureNote(NamedTuple):
     """Name of the exception's class."""
     message: str
     attempts: int
-    """How many had failed by then, this one included."""
+    """How many attempts had failed by then, including this one."""
 
     def __str__(self) -> str:
-        # One line, for logs and explanations: drivers of databases write several. The traceback has them as they are.
+        # One line for logs and explanations: database drivers write several. The traceback keeps them.
         message = " ".join(self.message.split())
         return f"{self.error}: {message}" if message else self.error
 
 
 class Untroubled:
-    """What is so of a delivery until something goes wrong: as defaults of the class they cost a record nothing."""
+    """Default failure state of a delivery; class attributes cost nothing per record."""
 
     __slots__ = ()
 
     failures: int = 0
-    """How many attempts have failed; a run that was cancelled is none."""
+    """How many attempts have failed; cancelled runs do not count."""
     cancelled: bool = False
     """Whether its latest run was cancelled, so that the next one is a repetition."""
     detour: Detour | None = None
-    """What comes in place of the next run."""
+    """Taken instead of the next run."""
     then: Detour | None = None
-    """What has to be done after the handler has succeeded, before the record is complete."""
+    """Taken after the handler has succeeded, before the record is complete."""
     detours: int = 0
     """How often the detour has failed."""
     block: Block | None = None
     limited_since: float | None = None
-    """Loop time since which it waits for a token of its key's rate limit; None when it does not."""
+    """Loop time since which it waits for a token of its key's rate limit; None if it does not wait."""
     failure: FailureNote | None = None
     outcome: Outcome = Outcome.PROCESSED
     """How it ended, once it has."""

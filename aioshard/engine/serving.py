@@ -1,4 +1,4 @@
-"""Which worker a piece of code runs for: the context of its task names it, once, which costs a record nothing."""
+"""Finds the worker that code runs for: the context of its task names it once, at no cost per record."""
 
 import asyncio
 import contextvars
@@ -10,7 +10,7 @@ __all__ = ["Serving", "serving"]
 
 
 class Serving:
-    """A worker at work, as the context of its task names it.
+    """A worker, as the context of its task names it.
 
     Tasks and threads that a handler starts have a copy of that context, and may outlive the run that started them.
     """
@@ -18,15 +18,15 @@ class Serving:
     __slots__ = ("group", "handler", "task", "worker")
 
     def __init__(self, worker: Worker, handler: str, group: str) -> None:
-        """Make what names *worker*, of the handler and the group with these names."""
+        """Name *worker* with its handler and its group."""
         self.worker = worker
         self.handler = handler
         self.group = group
         self.task: asyncio.Task[object] | None = None
-        """The worker's."""
+        """The worker's task."""
 
     def start(self, start: Callable[[], asyncio.Task[object]]) -> asyncio.Task[object]:
-        """Have *start* make the worker's task, in a context that names it."""
+        """Make the worker's task with *start*, in a context that names the worker."""
         context = contextvars.copy_context()
         context.run(_SERVING.set, self)
         self.task = context.run(start)
@@ -34,10 +34,10 @@ class Serving:
 
     @property
     def is_here(self) -> bool:
-        """Whether this code runs in the worker's own task, and not in what a handler has started."""
+        """Whether this code runs in the worker's own task, not in a task or thread that a handler has started."""
         try:
             return asyncio.current_task() is self.task
-        except RuntimeError:  # a thread without a loop
+        except RuntimeError:  # a thread without an event loop
             return False
 
 
@@ -45,5 +45,5 @@ _SERVING: contextvars.ContextVar[Serving] = contextvars.ContextVar("aioshard ser
 
 
 def serving() -> Serving | None:
-    """The worker in whose context this code runs, or in a copy of it."""
+    """The worker in whose context, or in a copy of it, this code runs; None outside of all workers."""
     return _SERVING.get(None)

@@ -1,4 +1,4 @@
-"""A group of named tasks that can be left although one of them does not end."""
+"""A group of named tasks that can be closed even if one of them does not end."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,19 +10,19 @@ __all__ = ["TaskSet", "finish", "outlast"]
 
 
 async def finish(coroutine: Coroutine[Any, Any, object], name: str) -> None:
-    """Run *coroutine* to its end although the caller is cancelled meanwhile; the cancellation is raised after it.
+    """Run *coroutine* to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
 
-    For what gives things back and is bounded by itself: closing connections, ending tasks.
+    For cleanup that has its own time limit: closing connections, ending tasks.
     """
     await outlast(asyncio.get_running_loop().create_task(coroutine, name=name))
 
 
 async def outlast(task: asyncio.Task[Any], *, cut_short: bool = False) -> None:
-    """Wait for *task* to its end although the caller is cancelled meanwhile; the cancellation is raised after it.
+    """Wait until *task* ends even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
 
     Args:
-        task: What it raises is raised where the caller was not cancelled.
-        cut_short: Whether each cancellation of the caller cancels *task* too; then nobody is told what it raises.
+        task: Its exception is raised, unless the caller was cancelled.
+        cut_short: Whether each cancellation of the caller also cancels *task*, whose exception is then dropped.
     """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -36,18 +36,18 @@ async def outlast(task: asyncio.Task[Any], *, cut_short: bool = False) -> None:
         task.result()
         return
     if cut_short and not task.cancelled():
-        task.exception()  # else asyncio complains that nobody was told
+        task.exception()  # otherwise asyncio logs that it was never retrieved
     raise cancelled
 
 
 class TaskSet:
-    """The tasks of one owner, each with a name; a crash is reported, and closing has a deadline.
+    """The named tasks of one owner; crashes are reported, and closing has a deadline.
 
-    `asyncio.TaskGroup` waits for ever for a task that ignores its cancellation. A handler may do just
-    that, and the process must still be able to drain, commit and name the record that hangs.
+    `asyncio.TaskGroup` waits forever for a task that ignores its cancellation. A handler may do just that, and the
+    process must still be able to drain, commit and name the record that hangs.
 
-    Owned by whoever made it. A task that raises reports its error to *crashed* once; cancelling a task
-    is no crash, unless it was started as one that lasts.
+    Owned by its creator. A task that raises reports its error to *crashed* once. A cancelled task has not crashed,
+    unless it was started with `lasts`.
     """
 
     def __init__(self, crashed: Callable[[str, BaseException], None]) -> None:
@@ -65,9 +65,9 @@ class TaskSet:
         """Run *coroutine* as a task of this group.
 
         Args:
-            coroutine: What to run.
-            name: For logs, and for whoever looks at the tasks of the loop.
-            lasts: Whether only this group ends it: somebody else's cancellation is a crash too then.
+            coroutine: The coroutine to run.
+            name: Shown in logs and in lists of the event loop's tasks.
+            lasts: Whether only this group may end it: a cancellation from elsewhere then counts as a crash.
         """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         if lasts:
@@ -95,12 +95,12 @@ class TaskSet:
             await asyncio.wait(self._tasks, timeout=timeout)
 
     def dismiss(self, task: asyncio.Task[Any]) -> None:
-        """Cancel one task, also one that lasts, and do not wait for it."""
+        """Cancel one task, even one that lasts, without waiting for it."""
         self._lasting.discard(task)
         task.cancel()
 
     async def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel one task and wait for it, unless it is the task that asks."""
+        """Cancel one task and wait for it, unless it is the current task."""
         self.dismiss(task)
         if task is not asyncio.current_task():
             await asyncio.wait([task])

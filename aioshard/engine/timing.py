@@ -1,10 +1,9 @@
-"""How long runs take and records wait, measured beside the hot path: one comparison per record.
+"""Run and wait times, measured off the hot path: one comparison per record.
 
-The first bucket of the histogram ends at 5 ms. A worker that serves one record after another looks at the clock at the
-begin of each run, as it always did. As long as that is less than 5 ms after some earlier begin, every run in between
-was quicker than 5 ms, and all that is to be known of them is how many they were, and how long they took together. Only
-when 5 ms have passed somebody has to look (`RunTimes.turn`), at most two hundred times a second and worker: the
-latest run may have been a slow one, and is then measured exactly.
+The first bucket of the histogram ends at 5 ms. A worker that runs one record after another reads the clock at the
+begin of each run anyway. If less than 5 ms have passed since some earlier begin, every run in between took less than
+5 ms, so only their number and their total time matter. Once 5 ms have passed, the worker must call `RunTimes.turn`,
+at most two hundred times a second: the latest run may have been slow, and is then measured exactly.
 """
 
 import time
@@ -18,23 +17,23 @@ from aioshard.engine.epoch import Delivery, Epoch
 __all__ = ["AT_ONCE", "RunTimes", "precise", "waited"]
 
 AT_ONCE: Final = float("-inf")
-"""`RunTimes.turn` is due at the next begin."""
+"""A time that makes `RunTimes.turn` due at the next begin."""
 
 _QUICK = DURATION_BOUNDS[0]
 _THE_SAME = 0.01
 
 
 def precise(clock: Callable[[], float]) -> Callable[[], float]:
-    """The same clock, where it is that of a loop which tells whole milliseconds, and only when it has turned.
+    """Return `time.monotonic` for a loop whose clock counts whole milliseconds and advances only once per iteration.
 
     Args:
-        clock: Loop time; virtual time is left alone.
+        clock: Loop time; a virtual clock is returned as it is.
     """
     return time.monotonic if abs(time.monotonic() - clock()) < _THE_SAME else clock
 
 
 def waited(delivery: Delivery, now: float) -> None:
-    """Take note of how long a record has waited for its first run; it stands for those that started unobserved."""
+    """Record how long a record waited for its first run, also on behalf of those that started unobserved."""
     if delivery.starts:
         return
     counts = delivery.epoch.counts
@@ -44,34 +43,34 @@ def waited(delivery: Delivery, now: float) -> None:
 
 
 class RunTimes:
-    """Measures the runs of one worker, in streaks: runs of which each began when the one before it had ended.
+    """Measures the runs of one worker in streaks: runs that each begin when the one before has ended.
 
     Invariants:
-        * Every run that was processed is in the durations of its topic once, soon after: 5 ms, or when the worker
-          waits. One that took longer than 5 ms is there before the loop turns.
-        * Of those that were quicker, the count is exact per topic. Their time is too, unless the worker serves
-          several topics: then the one that runs when it is looked at gets it, which is right on average.
+        * Every processed run enters the durations of its topic once, within 5 ms or when the worker waits. A run that
+          took longer than 5 ms is there before the event loop continues.
+        * For quicker runs, the count per topic is exact. So is their time, unless the worker serves several topics:
+          then the topic that runs at the moment of a check gets it, which is right on average.
     """
 
     __slots__ = ("_counts", "since")
 
     def __init__(self) -> None:
         self._counts: TopicCounts | None = None
-        """Of the topic in which the streak began; None between two streaks."""
+        """Counts of the topic in which the streak began; None between two streaks."""
         self.since = 0.0
-        """Until when the time of the streak is accounted for; later, where the worker did something else meanwhile."""
+        """Time up to which the streak is accounted for; moved on if the worker did something else meanwhile."""
 
     def turn(self, ran: Epoch | None, started: float, now: float, delivery: Delivery) -> float:
-        """A run is about to begin; whatever ran before has ended just now.
+        """Account for the streak so far: the run before has just ended, and another one is about to begin.
 
         Args:
-            ran: Whose record ran.
-            started: When.
-            now: The time.
-            delivery: What is about to begin.
+            ran: Epoch of the record that ran.
+            started: When that run began.
+            now: The current time.
+            delivery: The delivery that is about to begin.
 
         Returns:
-            When this is to be called again: at the first begin from then on.
+            When to call this again: at the first begin from then on.
         """
         self.close(ran, started, now)
         self._counts = delivery.epoch.counts
@@ -80,10 +79,10 @@ class RunTimes:
         return now + _QUICK
 
     def close(self, ran: Epoch | None, started: float, now: float) -> float:
-        """The streak ends: what ran last, has ended just now. Does nothing between two streaks.
+        """End the streak, whose last run has just ended; do nothing between two streaks.
 
         Returns:
-            When `turn` is to be called: `AT_ONCE`.
+            When to call `turn`: `AT_ONCE`.
         """
         if self._counts is None or ran is None:
             return AT_ONCE
@@ -97,10 +96,10 @@ class RunTimes:
         return AT_ONCE
 
     def cut(self, now: float) -> float:
-        """The streak has ended at *now*, and all its runs were quick; what runs since then is measured elsewhere.
+        """End the streak at *now*: all its runs were quick, and anything after it is measured elsewhere.
 
         Returns:
-            When `turn` is to be called: `AT_ONCE`.
+            When to call `turn`: `AT_ONCE`.
         """
         counts = self._counts
         if counts is not None:
@@ -110,13 +109,13 @@ class RunTimes:
 
     @staticmethod
     def alone(counts: TopicCounts, seconds: float) -> None:
-        """A run has succeeded that is no quick one of a streak; it counts as processed, now or soon."""
+        """Record a successful run that is not a quick one of a streak; it counts as processed, now or soon."""
         counts.durations.add(seconds)
         counts.noted += 1
 
 
 def _add_quick(counts: TopicCounts, seconds: float) -> None:
-    """What has been processed since the last look, and is not noted, was quick, whichever worker ran it."""
+    """Record as quick the runs processed since the last check and not noted yet, by any worker."""
     runs = counts.processed - counts.noted
     if runs > 0:
         counts.noted += runs

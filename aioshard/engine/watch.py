@@ -1,4 +1,4 @@
-"""The watches: say in the log what does not advance, and since when (I11)."""
+"""Watches that log stuck partitions, overdue handlers and hanging tasks, and since when (I11)."""
 
 import asyncio
 import logging
@@ -19,53 +19,53 @@ __all__ = ["Liveness", "Outside", "SinceWatch", "StuckWatch", "TimeoutWatch", "T
 logger = logging.getLogger("aioshard.engine.watch")
 
 _CHECKS = 4
-"""Checks within `stuck_after`: a record is reported at the latest a quarter of it too late."""
+"""Checks within `stuck_after`: a record is reported late by at most a quarter of it."""
 
 _LEAST_WINDOW = 100
 _HELD_UP = 0.9
 _LASTS = 2
-"""A partition is reported before that when its oldest record has been the same at so many checks after the first, and
-more than this share of at least so many offsets waits for it."""
+"""A partition is reported earlier if its oldest record stays the same for this many checks after the first, and if at
+least `_LEAST_WINDOW` offsets follow it, of which more than the share `_HELD_UP` wait for it."""
 
 _LOOK_INTERVAL = 1.0
 
 _TIMEOUT_CHECKS = 20
 _SHORTEST_CHECK = 0.005
 _LONGEST_CHECK = 0.5
-"""Time-outs are looked at twenty times within one, at most every 5 ms, at least every half second."""
+"""Timeouts are checked twenty times within one, but at most every 5 ms and at least every half second."""
 _LETS_GO = 1.0
-"""Seconds after a time-out within which a handler that is cancelled should have ended."""
+"""Seconds after a timeout within which a cancelled handler should have ended."""
 
 
 class TroubleWatch:
-    """Looks every second for what keeps everything from moving although nothing is raised.
+    """Checks every second for problems that stop everything without raising.
 
-    A client without brokers goes on trying, and so does who looks for a position. What passes within a
-    second is not told; of what lasts, the log has one line when it begins and one when it is over.
+    A client without brokers keeps retrying, and so does the lookup of a position. A problem that passes within a second
+    is not reported. One that lasts gets one log line when it begins and one when it is over.
     """
 
     def __init__(self, ask: Callable[[], str | None], clock: Callable[[], float]) -> None:
         """Make a watch; `run` is its task.
 
         Args:
-            ask: Gives what is wrong now, in a sentence, or None.
+            ask: Returns the current problem in a sentence, or None.
             clock: Loop time.
         """
         self.trouble: str | None = None
-        """What is wrong, and was a second ago."""
+        """The current problem, once it has lasted for a second."""
         self._ask = ask
         self._clock = clock
         self._since: float | None = None
 
     async def run(self, *others: "TroubleWatch") -> None:
-        """Watch until cancelled, and have *others* look at the same moments."""
+        """Watch until cancelled, and make *others* check at the same moments."""
         while True:
             await asyncio.sleep(_LOOK_INTERVAL)
             for watch in (self, *others):
                 watch.check()
 
     def check(self) -> None:
-        """Take note of what is wrong now."""
+        """Check for a problem now."""
         found = self._ask()
         if found is None:
             if self.trouble is not None:
@@ -79,13 +79,13 @@ class TroubleWatch:
             self.trouble = found
 
     def sentence(self, now: float) -> str | None:
-        """What is wrong, and for how long by loop time *now*."""
+        """The problem and how long it has lasted by loop time *now*."""
         trouble, since = self.trouble, self._since
         return None if trouble is None or since is None else f"{trouble} (for {now - since:.0f} s)"
 
 
 class TimeoutWatch:
-    """Ends the attempts of one handler that take too long: one timer for all its workers, none per record.
+    """Ends overdue attempts of one handler, with one timer for all its workers and none per record.
 
     A handler that does not end when it is cancelled is reported once; its shard waits for it.
     """
@@ -94,7 +94,7 @@ class TimeoutWatch:
         """Make a watch; `run` is its task.
 
         Args:
-            workers: Those of the handler; looked at anew each time.
+            workers: Workers of the handler; read again at each check.
             timeout: Seconds that an attempt may take.
             clock: Loop time.
         """
@@ -111,7 +111,7 @@ class TimeoutWatch:
             self.check()
 
     def check(self) -> None:
-        """Tell those who are overdue."""
+        """Time out overdue attempts, and report handlers that do not end afterwards."""
         now = self._clock()
         still: dict[Delivery, Worker] = {}
         for worker in self._workers:
@@ -128,21 +128,20 @@ class TimeoutWatch:
 
 
 class SinceWatch:
-    """Looks every second at what is so, and notes since when: for explanations, which cost nothing in between.
+    """Checks facts every second and remembers since when each one holds, so that explanations cost nothing in between.
 
-    What it says is up to a second too late. What it looks at is a fact about a subject; another fact about the same
-    subject begins anew.
+    Its times are up to a second late. Each subject has one fact; when the fact changes, its time starts again.
     """
 
     def __init__(self, facts: Callable[[], Iterable[tuple[Hashable, object]]], clock: Callable[[], float]) -> None:
         """Make a watch; `run` is its task.
 
         Args:
-            facts: Gives each subject with what is so of it now.
+            facts: Returns each subject with its current fact.
             clock: Loop time.
         """
         self.looked_at: float | None = None
-        """Loop time of the latest look; None before the first."""
+        """Loop time of the latest check; None before the first."""
         self._facts = facts
         self._clock = clock
         self._seen: dict[Hashable, tuple[object, float]] = {}
@@ -154,7 +153,7 @@ class SinceWatch:
             await asyncio.sleep(_LOOK_INTERVAL)
 
     def check(self) -> None:
-        """Note what is so now, and forget what is not any more."""
+        """Remember the current facts, and forget those that no longer hold."""
         now, before = self._clock(), self._seen
         noted = {}
         for subject, fact in self._facts():
@@ -164,7 +163,7 @@ class SinceWatch:
         self.looked_at = now
 
     def of(self, subject: Hashable, fact: object) -> float | None:
-        """Loop time at which *fact* was first seen of *subject*; None when it was not. Safe from any thread."""
+        """Loop time at which *fact* was first seen of *subject*; None if it does not hold. Safe from any thread."""
         seen = self._seen.get(subject)
         return seen[1] if seen is not None and seen[0] == fact else None
 
@@ -172,13 +171,13 @@ class SinceWatch:
 def facts_of(
     epochs: Iterable[Epoch], workers: Iterable[Worker], pauses: Iterable[tuple[Hashable, str]], *, settled: bool
 ) -> Iterator[tuple[Hashable, object]]:
-    """What a `SinceWatch` of an engine looks at: what the explanations ask for.
+    """Facts of an engine for a `SinceWatch`, which the explanations use.
 
     Args:
-        epochs: Those that have not ended.
-        workers: Of all handlers.
-        pauses: What the application has paused, and why.
-        settled: Whether all partitions are ours for certain.
+        epochs: The epochs that have not ended.
+        workers: The workers of all handlers.
+        pauses: Partitions and handlers that the application paused, and why.
+        settled: Whether all partitions are certain to be ours.
     """
     yield "settled", settled
     for paused, why in pauses:
@@ -197,22 +196,22 @@ def facts_of(
 
 
 class _Episode:
-    """How long one record has been the oldest of a partition, in checks."""
+    """For how many checks one record has been the oldest of its partition."""
 
     def __init__(self, oldest: Delivery) -> None:
         self.oldest = oldest
         self.checks = 0
         self.reported = False
-        """Whether the log has a line that it is in the way."""
+        """Whether the log says that the record holds up its partition."""
         self.stuck = False
-        """Whether it has one that the partition is stuck."""
+        """Whether the log says that the partition is stuck."""
 
 
 class StuckWatch:
-    """Looks at the oldest incomplete record of each partition a few times within `stuck_after`.
+    """Checks the oldest incomplete record of each partition a few times within `stuck_after`.
 
-    One line when a record is halted or has been in hand for that long; one before, when most of what its partition
-    has in hand waits for it; and one when the partition goes on.
+    Logs one line when a record is halted or has been incomplete for that long, one earlier if most of its partition's
+    records wait for it, and one when the partition resumes.
     """
 
     def __init__(
@@ -226,9 +225,9 @@ class StuckWatch:
         """Make a watch; `run` is its task.
 
         Args:
-            epochs: Gives those that have not ended.
-            describe: What is known of a partition that does not advance, in a line.
-            behind: How many deliveries wait in the shard of one.
+            epochs: Returns the epochs that have not ended.
+            describe: Describes a partition that does not advance, in one line.
+            behind: Returns how many deliveries wait in the shard of the given one.
             stuck_after: Seconds.
             clock: Loop time.
         """
@@ -246,7 +245,7 @@ class StuckWatch:
             self.check()
 
     def check(self) -> None:
-        """Report what has come into the way, and what is not any more, since the last check."""
+        """Report records that hold up their partition, and those that no longer do, since the last check."""
         episodes = {}
         for epoch in self._epochs():
             oldest, episode = epoch.tracker.oldest, self._episodes.get(epoch)
@@ -262,7 +261,7 @@ class StuckWatch:
         self._episodes = episodes
 
     def _look_at(self, epoch: Epoch, episode: _Episode) -> None:
-        # One that has waited long behind another is not in the way yet when it comes to the front.
+        # A record that waited long behind another one does not hold up its partition as soon as it is the oldest.
         blocked = episode.checks > 0 or episode.oldest.block is not None
         if not episode.stuck and blocked and epoch.stuck(self._clock(), self._stuck_after):
             fields = record_fields("stuck", episode.oldest)
@@ -275,7 +274,7 @@ class StuckWatch:
         episode.checks += 1
 
     def _held_up(self, epoch: Epoch, oldest: Delivery) -> bool:
-        """Whether most of what was taken in behind *oldest* waits for it: done, or queued in its shard."""
+        """Whether most of the records taken in after *oldest* wait for it: completed, or queued in its shard."""
         window = epoch.tracker.position - oldest.offset
         if window < _LEAST_WINDOW or epoch.gate is not Gate.OPEN:
             return False
@@ -284,13 +283,13 @@ class StuckWatch:
 
 
 _PATIENCE = 30.0
-"""Seconds without a turn after which a task hangs, at least: a busy machine may take longer than any time-out."""
+"""Least seconds without progress after which a task hangs: a busy machine may take longer than any timeout."""
 _SEVERAL = 5
-"""So many times its own time-out a task may take for a turn."""
+"""How many times its timeout a task may take for one round."""
 
 
 class Outside(Protocol):
-    """Where the facts are."""
+    """The parts of the engine that the liveness check uses."""
 
     clock: Callable[[], float]
 
@@ -300,31 +299,32 @@ class Outside(Protocol):
 
     @property
     def calm(self) -> bool:
-        """Whether the brokers answer, as far as the client says."""
+        """Whether the brokers answer, according to the client."""
 
 
 class Liveness:
-    """Knows whether the fetcher and the commit coordinator still turn, and which records have run for too long.
+    """Knows whether the pump and the commit coordinator still make progress, and which records run for too long.
 
-    Both tasks turn by themselves as long as they live: the client is asked at least once a second, the coordinator
-    looks at least once an interval while it owns a partition, and every request of theirs has a time-out. So one that
-    does not turn for several times as long waits for what never comes. While brokers are away nothing is concluded.
+    Both tasks make progress on their own as long as they live: the pump polls the client at least once a second, the
+    coordinator checks at least once an interval while it owns a partition, and each of their requests has a timeout. If
+    one makes no progress for several times as long, it waits for something that never comes. While the brokers do not
+    answer, nothing is concluded.
     """
 
     def __init__(
         self, pump: Pump, committer: Committer, settings: "Settings", since: SinceWatch, outside: Outside
     ) -> None:
-        """Make one; `watch` is to be run.
+        """Make one; its `watch` must be run.
 
         Args:
-            pump: The fetcher.
+            pump: The pump.
             committer: The commit coordinator.
-            settings: Time-outs.
-            since: Looks at `facts`, among others.
+            settings: Timeouts.
+            since: A watch that checks `facts`, among others.
             outside: The engine.
         """
         self.watch = TroubleWatch(self._what_hangs, outside.clock)
-        """Tells the log when one of the two hangs, and when that is over."""
+        """Logs when one of the two tasks hangs, and when that is over."""
         self._since = since
         self._pump = pump
         self._committer = committer
@@ -335,7 +335,7 @@ class Liveness:
         self._outside = outside
 
     def facts(self) -> Iterator[tuple[Hashable, object]]:
-        """What has to be noted since when it is so, for the sentences."""
+        """Facts whose start times the liveness check needs."""
         yield "calm", self._outside.calm
         yield "pump", self._pump.turns
         yield "committer", self._committer.turns if self._committer.owns else None
@@ -366,6 +366,6 @@ class Liveness:
         return None
 
     def overdue(self) -> list[Worker]:
-        """The workers whose run is to be ended by a restart; safe from any thread."""
+        """Workers whose run should be ended by a restart; safe from any thread."""
         since = self._since
         return [worker for worker in self._outside.workers if since.of(("overdue", worker), worker.started) is not None]
