@@ -1,1 +1,1 @@
-"""The analysis of a journal on Spark: skew, tail, lag, and what would have been with other numbers."""
+"""Analysis of journals and topics on Spark: skew, tail, lag, arrivals, and the reports that show them."""

@@ -1,4 +1,4 @@
-"""When the records of topics came, as their timestamps say, and how far behind that leaves who processes them."""
+"""Arrival times of a topic's records, from their timestamps, and the backlog they cause at a given processing rate."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,60 +12,60 @@ __all__ = ["Arrivals", "ArrivalsOf", "Backlog", "backlog_at", "find_arrivals"]
 
 
 class ArrivalsOf(NamedTuple):
-    """When the records of one partition came."""
+    """Arrivals in one partition."""
 
     partition: str
     records: int
     bytes: int
     records_at: tuple[int, ...]
-    """How many came in each step."""
+    """Number of records that arrived in each step."""
     bytes_at: tuple[int, ...]
     most: int
-    """How many came in the step with the most."""
+    """Number of records that arrived in the busiest step."""
     most_at_us: int
-    """When that step began, after the oldest record."""
+    """When that step began, in microseconds after the oldest record."""
     late: int
-    """Records with an earlier timestamp than one before them in the partition."""
+    """Records with an earlier timestamp than a record before them in the partition."""
 
 
 class Backlog(NamedTuple):
-    """How far behind an app would be that begins with the oldest record and processes so many records a second."""
+    """The backlog of an app that starts with the oldest record and processes *rate* records per second."""
 
     rate: float
     behind_at: tuple[int, ...]
-    """Records that had come and were not processed, at the end of each step."""
+    """Records that had arrived but were not processed at the end of each step."""
     most: int
     most_at_us: int
-    """When that was, after the oldest record."""
+    """When the backlog was largest, in microseconds after the oldest record."""
     left_us: int
-    """How much longer than the topic's own time the app would take."""
+    """Microseconds that the app needs beyond the latest record of the topic."""
 
 
 class Arrivals(NamedTuple):
-    """When the records of topics came.
+    """Arrival times of the records of some topics.
 
-    A topic says when its records came, not when they were processed. And a timestamp that the producer made up, its own
-    clock or the time of some event, is believed.
+    A topic shows when its records arrived, not when they were processed. Timestamps are trusted even if the producer
+    set them, from its own clock or from the time of an event.
     """
 
     topics: tuple[str, ...]
     start_us: int
     """The oldest timestamp, in microseconds since the epoch."""
     wall_us: int
-    """From the oldest timestamp to the latest."""
+    """Microseconds from the oldest timestamp to the latest."""
     step_us: int
     partitions: tuple[ArrivalsOf, ...]
     backlog: Backlog | None
-    """Where a rate was asked about."""
+    """None without a requested rate."""
 
 
 def find_arrivals(topics: Topics, moments: int = 60, rate: float | None = None) -> Arrivals:
-    """Count the records that came in equal steps of time.
+    """Count the records that arrived in equal steps of time.
 
     Args:
-        topics: What to look at.
-        moments: How many steps.
-        rate: Records a second of an app, to say how far behind it would be; None asks nothing.
+        topics: The topics to analyze.
+        moments: Number of steps.
+        rate: Records per second that an app processes, to compute its backlog; None computes no backlog.
     """
     step = topics.wall // moments + 1  # so that the latest record is in the last step
     in_offset_order = Window.partitionBy("topic", "partition").orderBy("offset")
@@ -98,14 +98,14 @@ def find_arrivals(topics: Topics, moments: int = 60, rate: float | None = None) 
 
 
 def backlog_at(arrivals: Sequence[int], step_us: int, rate: float) -> Backlog:
-    """How far behind who processes *rate* records a second would have been.
+    """Compute the backlog of an app that processes *rate* records per second.
 
-    Within a step, records count as coming evenly.
+    The records of a step are assumed to arrive evenly.
 
     Args:
-        arrivals: How many records came in each step.
-        step_us: How long a step is, in microseconds.
-        rate: Records a second; above 0.
+        arrivals: Number of records that arrived in each step.
+        step_us: Length of a step, in microseconds.
+        rate: Records per second; above 0.
 
     Example:
         >>> backlog_at([30, 0, 0, 10], 1_000_000, 10.0).behind_at

@@ -1,4 +1,4 @@
-"""A journal as Spark reads it, and what its files say of the app that wrote it."""
+"""A journal as Spark reads it, and the metadata in its files about the app that wrote it."""
 
 import json
 import re
@@ -24,29 +24,30 @@ _COLUMNS = frozenset(SCHEMA.names) - {"error_type", "error", "result"}
 _FORMAT = 1
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _MEMBER = r"Z-(.+)-[0-9a-f]{8}\.parquet$"
-"""Of a file's name: group, host and process."""
+"""The part of a file's name with group, host and process."""
 
 
 class RecordedHandler(NamedTuple):
-    """What a journal's files say of a handler; None where they do not."""
+    """A handler as described by the journal's files; None for facts they do not contain."""
 
     name: str
     shards: int | None
-    """None also for shards on demand."""
+    """None also means shards on demand."""
 
 
 class Journal:
-    """The rows of a journal, ready to be asked.
+    """The rows of a journal, ready for queries.
 
     Attributes:
-        path: Where it is.
-        rows: Its rows, with the columns that analyses ask for in whole microseconds: `arrived_us`, `started_us`,
-            `finished_us`, `service_us`, `wait_us`, `total_us` (the last four null for what never ran), `produced_us`
-            (the record's timestamp), and `member`, the process that wrote the row. Kept in memory as Spark sees fit.
-        start: When its first record arrived, in microseconds since the epoch.
-        end: When its last record was finished.
-        records: How many rows there are.
-        handlers: How many have rows.
+        path: Location of the journal.
+        rows: Its rows, with the columns that analyses need in whole microseconds: `arrived_us`, `started_us`,
+            `finished_us`, `service_us`, `wait_us`, `total_us` (for records that never ran, `wait_us` is 0 and the
+            others but `arrived_us` are null), `produced_us` (the record's timestamp), and `member`, the process that
+            wrote the row. Cached by Spark.
+        start: Arrival of its first record, in microseconds since the epoch.
+        end: Completion of its last record, in microseconds since the epoch.
+        records: Number of rows.
+        handlers: Number of handlers with rows.
     """
 
     def __init__(self, path: str, rows: "DataFrame", metadata: Iterable[Mapping[str, Any]]) -> None:
@@ -67,25 +68,25 @@ class Journal:
         self.end: int = found[1] if found[1] is not None else found[0]
         self.records: int = found[2]
         self.members: int = found[3]
-        """Processes that wrote it."""
+        """Number of processes that wrote it."""
         self.handlers: int = found[4]
 
     @property
     def wall(self) -> int:
-        """Microseconds from the first arrival to the last end."""
+        """Microseconds from the first arrival to the last completion."""
         return max(self.end - self.start, 1)
 
     @property
     def cpu(self) -> float | None:
-        """What share of one core a process took while it wrote the journal, on average; None where no file says."""
+        """Average share of one core that a process used while it wrote the journal; None if the files do not say."""
         told = [one["cpu_seconds"] for one in self._metadata if "cpu_seconds" in one]
         return sum(told) * 1_000_000 / (self.wall * max(self.members, 1)) if told else None
 
     def handler(self, name: str | None) -> RecordedHandler:
-        """What is known of a handler; without *name*, of the one with the most records.
+        """Return the facts about a handler; without *name*, about the one with the most records.
 
         Raises:
-            SettingsError: It has no rows here.
+            SettingsError: The handler has no rows in the journal.
         """
         counts = {row["handler"]: row["count"] for row in self.rows.groupBy("handler").count().collect()}
         if name is None:
@@ -98,15 +99,15 @@ class Journal:
         return RecordedHandler(str(name), _number(told.get("shards")))
 
     def of_handler(self, name: str) -> "DataFrame":
-        """The rows of a handler that ran."""
+        """Return the rows of a handler that have a run."""
         return self.rows.where((sql.col("handler") == name) & sql.col("service_us").isNotNull())
 
 
 def check_journal(path: str) -> None:
-    """Find out, without Spark, whether there is a journal.
+    """Check, without Spark, that a journal exists.
 
     Raises:
-        SettingsError: There is nothing, or it is no journal.
+        SettingsError: The path does not exist, has no Parquet files, or is not a journal.
     """
     files, filesystem = _files(path)
     for name in files:
@@ -117,11 +118,11 @@ def read_journal(spark: "SparkSession", path: str) -> Journal:
     """Read a journal.
 
     Args:
-        spark: A session that reaches *path*.
-        path: A directory of Parquet files, or one file; a local path, or a URI that Spark and Arrow read.
+        spark: A session that can read *path*.
+        path: A directory of Parquet files, or one file; a local path, or a URI that Spark and Arrow support.
 
     Raises:
-        SettingsError: There is nothing, it is no journal, or it is empty.
+        SettingsError: The path does not exist, is not a journal, or the journal is empty.
     """
     files, filesystem = _files(path)
     metadata = [_checked(path, name, filesystem) for name in files]
@@ -132,7 +133,7 @@ def read_journal(spark: "SparkSession", path: str) -> Journal:
 
 
 def microseconds(seconds: "Column") -> "Column":
-    """Seconds as whole microseconds: what is added up then is exact, in whatever order."""
+    """Convert seconds to whole microseconds, whose sum is exact in any order."""
     return sql.round(seconds * 1_000_000).cast("bigint")
 
 
@@ -156,7 +157,7 @@ def _with_times(rows: "DataFrame") -> "DataFrame":
 
 
 def _files(path: str) -> tuple[list[str], fs.FileSystem]:
-    """The journal's files, oldest first, and the file system that has them."""
+    """Return the journal's files, oldest first, and their file system."""
     try:
         filesystem, inside = (
             fs.FileSystem.from_uri(path) if _SCHEME.match(path) else (fs.LocalFileSystem(), str(Path(path).absolute()))
@@ -181,13 +182,13 @@ def _files(path: str) -> tuple[list[str], fs.FileSystem]:
 
 
 def _is_shown(path: str, inside: str) -> bool:
-    """Whether Spark reads it too: what begins with a dot or an underscore is being written, or no data."""
+    """Return whether Spark also reads it; names with a leading dot or underscore are unfinished files or not data."""
     parts = path.removeprefix(inside).strip("/").split("/")
     return parts[-1].endswith(".parquet") and not any(part[:1] in {".", "_"} for part in parts)
 
 
 def _checked(path: str, name: str, filesystem: fs.FileSystem) -> Mapping[str, Any]:
-    """What a file says of the app that wrote it, once it is a journal's."""
+    """Check that a file belongs to a journal, and return its metadata about the app that wrote it."""
     try:
         footer = parquet.read_metadata(name, filesystem=filesystem)
     except (OSError, pa.ArrowInvalid) as error:

@@ -1,4 +1,4 @@
-"""How far behind each partition was, as far as a journal can tell."""
+"""The lag of each partition over time, reconstructed from a journal."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,14 +14,14 @@ __all__ = ["Lag", "LagOf", "Moment", "find_lag"]
 
 
 class Moment(NamedTuple):
-    """How it stood at one moment."""
+    """The lag at one moment."""
 
     at_us: int
-    """After the start of the journal."""
+    """Microseconds after the start of the journal."""
     unfinished: int
-    """Records that existed, as their timestamps say, and were not finished."""
+    """Records that existed, according to their timestamps, and were not finished."""
     in_hand: int
-    """Of them, those that the app had taken in; the others were still with the broker."""
+    """Records among these that the app had received; the others were still at the broker."""
 
 
 class LagOf(NamedTuple):
@@ -30,37 +30,37 @@ class LagOf(NamedTuple):
     partition: str
     moments: tuple[Moment, ...]
     most: Moment
-    """When the most were unfinished, of these moments."""
+    """The one of these moments with the most unfinished records."""
 
 
 class Lag(NamedTuple):
     """The lag of every partition over time.
 
-    A journal knows only what was finished. So what was produced and never finished is missing towards the end, what
-    was finished before the journal began is missing from its start, and a timestamp that the producer made up (its own
-    clock, or the time of some event) is believed.
+    A journal contains only finished records. Towards its end, records that were produced but never finished are
+    missing; at its start, records that finished earlier are. Timestamps are trusted even if the producer set them, from
+    its own clock or from the time of an event.
     """
 
     handler: str
     step_us: int
     partitions: tuple[LagOf, ...]
     made_up: int
-    """Records with a timestamp later than their arrival: a clock, or a producer, is wrong about these."""
+    """Records with a timestamp later than their arrival: a clock or the producer is wrong about them."""
 
 
 def find_lag(journal: Journal, handler: str | None = None, moments: int = 60) -> Lag:
-    """Count what was not finished, at equal distances in time.
+    """Count the unfinished records at equal intervals.
 
     Args:
-        journal: What to look at.
-        handler: By default the one with the most records.
-        moments: How many; the last one is the end of the journal.
+        journal: The journal to analyze.
+        handler: Name of a handler; by default the one with the most records.
+        moments: Number of intervals; the last one ends with the journal.
     """
     name = journal.handler(handler).name
     rows = journal.of_handler(name)
     step = max(-(-journal.wall // moments), 1)
     made_up = rows.where(sql.col("produced_us") > sql.col("arrived_us")).count()
-    # Each record changes two counts, three times: what counts at a moment is what has happened up to it.
+    # A record changes the counts when it is produced, arrives and finishes; running sums give the counts at a moment.
     produced = sql.least("produced_us", "arrived_us")
     changes = rows.select(
         sql.concat_ws("/", "topic", "partition").alias("name"),
@@ -86,7 +86,7 @@ def find_lag(journal: Journal, handler: str | None = None, moments: int = 60) ->
 
 
 def _change(journal: Journal, moment: "Column", step: int, *, unfinished: int, in_hand: int) -> "Column":
-    """A change, and the first moment at which it counts: moment k is k steps after the start."""
+    """Return a change and the first moment at which it counts; moment k is k steps after the start."""
     slot = sql.greatest(sql.ceil((moment - sql.lit(journal.start)) / sql.lit(step)), sql.lit(0)).cast("int")
     return sql.struct(slot.alias("slot"), sql.lit(unfinished).alias("unfinished"), sql.lit(in_hand).alias("in_hand"))
 

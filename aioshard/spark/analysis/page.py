@@ -1,4 +1,4 @@
-"""The page that reports are written on: plots within it, nothing fetched, readable at night and on a phone."""
+"""The HTML page of reports: plots are embedded, nothing is fetched, with a dark mode and a layout for phones."""
 
 import html
 import importlib.util
@@ -10,7 +10,7 @@ __all__ = ["check_plots", "escaped", "page_of", "paragraphs", "table", "tiles"]
 
 
 def check_plots() -> None:
-    """Find out whether plots can be drawn, before anything takes long.
+    """Check that plots can be drawn before any slow work starts.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -20,26 +20,26 @@ def check_plots() -> None:
 
 
 def page_of(title: str, sections: Iterable[str]) -> str:
-    """A whole page; its only addresses are the names of XML's own vocabularies.
+    """Return a complete page; its only URLs are the names of XML namespaces.
 
     Args:
-        title: As text.
-        sections: As HTML.
+        title: Plain text.
+        sections: HTML.
     """
     return _PAGE.format(title=escaped(title), body="\n".join(sections))
 
 
 def paragraphs(told: Iterable[str]) -> str:
-    """A paragraph for each sentence."""
+    """Return one paragraph per sentence."""
     return "\n".join(f"<p>{escaped(one)}</p>" for one in told)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls by itself where the page is too narrow.
+    """Return a table that scrolls on its own if the page is too narrow.
 
     Args:
-        headings: Of its columns.
-        rows: As text.
+        headings: Column headings.
+        rows: Cells as plain text.
     """
     head = "".join(f"<th>{escaped(one)}</th>" for one in headings)
     cells = ("".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows)
@@ -48,12 +48,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Figures to see first: what it is, and how much."""
+    """Return the key figures for the top of a page, as pairs of name and value."""
     return '<div class="tiles">' + "".join(f"<div><b>{value}</b>{name}</div>" for name, value in figures) + "</div>"
 
 
 def escaped(text: str) -> str:
-    """Safe to show: keys are whatever somebody has sent."""
+    """Escape text for HTML and make it printable; keys can contain anything."""
     shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
     return html.escape(shown)
 

@@ -1,4 +1,4 @@
-"""The plots of a report: matplotlib's SVG, in the colours of the page, with nothing that is fetched."""
+"""The plots of a report: matplotlib's SVG in the colours of the page; nothing is fetched."""
 
 import io
 import re
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_arrivals", "plot_lag", "plot_shares", "plot_skew", "plot_tail"]
 
-# Colours that no data has: the page replaces each with one of its own, which is another by night.
+# Placeholders for the page's colours, which depend on light or dark mode; data never has these colours.
 _TEXT = "#010203"
 _FAINT = "#010204"
 _SERIES = ("#010205", "#010206", "#010207")
 _NAMES = {_TEXT: "--text", _FAINT: "--faint", **dict(zip(_SERIES, ("--one", "--two", "--three"), strict=True))}
 
 _SETTINGS: Any = {
-    "svg.fonttype": "none",  # text stays text: it is searched, and takes the page's font
-    "svg.hashsalt": "aioshard",  # the same report is the same file
+    "svg.fonttype": "none",  # keep text as text: searchable, and in the page's font
+    "svg.hashsalt": "aioshard",  # the same report gives the same file
     "font.size": 11,
     "font.family": "sans-serif",
     "text.color": _TEXT,
@@ -44,7 +44,7 @@ _LONGEST_NAME = 18
 
 
 def plot_skew(skewed: Skewed) -> str:
-    """The shares that the hottest groups have of the records, and of the work."""
+    """Plot the hottest groups' shares of the records and of the work."""
     shares = [
         (one.name, one.records / max(skewed.records, 1), one.work_us / max(skewed.work_us, 1)) for one in skewed.top
     ]
@@ -53,7 +53,7 @@ def plot_skew(skewed: Skewed) -> str:
 
 @mpl.rc_context(_SETTINGS)
 def plot_shares(shares: Sequence[tuple[str, float, float]], amount: str, title: str) -> str:
-    """The shares, from 0 to 1, that named groups have of the records, and of an *amount* of something."""
+    """Plot the shares, from 0 to 1, that named groups have of the records and of another *amount*."""
     groups = shares[::-1]
     figure, axes = _figure(0.9 + 0.36 * len(groups))
     for shift, colour, label, values in (
@@ -69,7 +69,7 @@ def plot_shares(shares: Sequence[tuple[str, float, float]], amount: str, title: 
 
 @mpl.rc_context(_SETTINGS)
 def plot_tail(tail: Tail) -> str:
-    """How long so many of the records took at most."""
+    """Plot the percentiles of wait, service and total time."""
     figure, axes = _figure(3.2)
     names = [f"{100 * level:g} %" for level in LEVELS]
     for colour, one in zip(_SERIES, tail.percentiles, strict=False):
@@ -83,7 +83,7 @@ def plot_tail(tail: Tail) -> str:
 
 @mpl.rc_context(_SETTINGS)
 def plot_lag(lag: Lag) -> str:
-    """What was not finished over time, of all partitions together."""
+    """Plot the unfinished records of all partitions together over time."""
     figure, axes = _figure(3.0)
     moments = list(zip(*(one.moments for one in lag.partitions), strict=True))
     seconds = [slot * lag.step_us / 1e6 for slot in range(len(moments))]
@@ -102,10 +102,10 @@ def plot_lag(lag: Lag) -> str:
 
 @mpl.rc_context(_SETTINGS)
 def plot_arrivals(found: Arrivals) -> str:
-    """How many records a second came over time, of all partitions together."""
+    """Plot the records per second that arrived in all partitions together over time."""
     figure, axes = _figure(3.0)
     rates = [sum(at) * 1e6 / found.step_us for at in zip(*(one.records_at for one in found.partitions), strict=True)]
-    # A step holds from one moment to the next; the last rate is drawn to the end of its step.
+    # A rate applies to a whole step, so there is one boundary more than there are rates.
     seconds = [slot * found.step_us / 1e6 for slot in range(len(rates) + 1)]
     axes.stairs(rates, seconds, color=_SERIES[0], fill=True, alpha=0.5)
     axes.set_xlabel("seconds after the oldest record")
@@ -128,7 +128,7 @@ def _figure(height: float) -> "tuple[Figure, Axes]":
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as an element of a page."""
+    """Return the figure as an SVG element for a page."""
     written = io.StringIO()
     figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = written.getvalue()

@@ -1,4 +1,4 @@
-"""All that a journal says as one page: plots within it, nothing fetched, readable at night and on a phone."""
+"""The report of a journal as one HTML page."""
 
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -14,7 +14,7 @@ __all__ = ["Findings", "as_page", "find_all"]
 
 
 class Findings(NamedTuple):
-    """What a page shows."""
+    """The content of a page."""
 
     title: str
     begin: float
@@ -24,16 +24,16 @@ class Findings(NamedTuple):
     tail: Tail
     lag: Lag
     cpu: float | None
-    """Of one core, what the process took while it wrote the journal; None where the journal does not say."""
+    """Share of one core that a process used while it wrote the journal; None if the journal does not say."""
 
 
 def find_all(journal: Journal, handler: str | None = None, *, title: str | None = None) -> Findings:
-    """Ask a journal everything.
+    """Run all analyses of a journal.
 
     Args:
-        journal: What to look at.
-        handler: By default the one with the most records.
-        title: Of the page; without it, it names the handler.
+        journal: The journal to analyze.
+        handler: Name of a handler; by default the one with the most records.
+        title: Title of the page; by default it names the handler.
     """
     name = journal.handler(handler).name
     return Findings(
@@ -48,7 +48,7 @@ def find_all(journal: Journal, handler: str | None = None, *, title: str | None 
 
 
 def as_page(found: Findings) -> str:
-    """The page; its only addresses are the names of XML's own vocabularies.
+    """Return the page; its only URLs are the names of XML namespaces.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -79,7 +79,7 @@ def as_page(found: Findings) -> str:
     return page_of(found.title, sections)
 
 
-# Parts ----------------------------------------------------------------------------------
+# Sections -------------------------------------------------------------------------------
 
 
 def _tiles(found: Findings) -> str:

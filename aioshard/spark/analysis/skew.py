@@ -1,4 +1,4 @@
-"""How unequal keys, partitions and shards are: in records, and in work."""
+"""Skew of keys, partitions and shards, in records and in work."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,51 +19,51 @@ class Group(NamedTuple):
     name: str
     records: int
     work_us: int
-    """How long the handler ran for its records: the sum of the latest attempts, in microseconds."""
+    """Run time of the handler for its records: the sum of their latest attempts, in microseconds."""
 
 
 class Skewed(NamedTuple):
-    """How records and work are spread over the groups of one kind."""
+    """The distribution of records and work over the groups of one kind."""
 
     by: str
     """`key`, `partition` or `shard`."""
     groups: int
     records: int
-    """Those that belong to a group. A record without a key belongs to none."""
+    """Records that belong to a group; a record without a key does not."""
     work_us: int
     records_gini: float
-    """0: all groups have as much; towards 1: one has it all."""
+    """0: all groups are equal; towards 1: one group has everything."""
     work_gini: float
     most_records_share: float
-    """Of the group with the most records, from 0 to 1."""
+    """Share of the group with the most records, from 0 to 1."""
     most_work_share: float
     top: tuple[Group, ...]
-    """Those with the most work, the most first."""
+    """Groups with the most work, the largest first."""
 
 
 class Skew(NamedTuple):
-    """Where the records and the work of a handler are."""
+    """The distribution of a handler's records and work."""
 
     handler: str
     records: int
-    """All of the handler's, also those that never ran."""
+    """All records of the handler, including those that never ran."""
     ran: int
     work_us: int
     retried: int
-    """Records with more than one attempt: the journal has the latest, so their work is more than is said here."""
+    """Records with more than one attempt. The journal has only the latest, so their real work is higher."""
     without_key: int
     spread: tuple[Skewed, ...]
 
 
 def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Skew:
-    """Add up the records and the work of a handler by key, partition and shard.
+    """Sum the records and the work of a handler by key, partition and shard.
 
-    Totals are exact: durations are added up as whole microseconds.
+    Totals are exact: durations are summed as whole microseconds.
 
     Args:
-        journal: What to look at.
-        handler: By default the one with the most records.
-        top: How many groups to name of each kind.
+        journal: The journal to analyze.
+        handler: Name of a handler; by default the one with the most records.
+        top: Number of groups of each kind to name.
     """
     told = journal.handler(handler)
     name = told.name
@@ -102,12 +102,12 @@ def find_skew(journal: Journal, handler: str | None = None, top: int = 10) -> Sk
 
 
 def key_name() -> "Column":
-    """A key as text: itself where the journal has it, else its hash."""
+    """Return the text of a key if the journal has it, otherwise its hash."""
     return sql.coalesce(key_as_text(), _hash_as_text("key_hash"))
 
 
 def key_as_text() -> "Column":
-    """The column `key` where it is UTF-8, else its bytes in hexadecimal digits; null for none."""
+    """Return the column `key` as text if it is UTF-8, otherwise as hexadecimal digits; null without a key."""
     return sql.coalesce(sql.try_validate_utf8(sql.col("key")), sql.concat(sql.lit("0x"), sql.hex("key")))
 
 
@@ -120,32 +120,32 @@ def _partition_name() -> "Column":
 
 
 def _shard_name(*, fixed: bool) -> "Column":
-    """The number of a fixed shard; one that is made on demand has the hash of its key."""
+    """Return the number of a fixed shard, or the key hash of a shard on demand."""
     return sql.col("shard").cast("string") if fixed else _hash_as_text("shard")
 
 
 class Spread(NamedTuple):
-    """How records, and an amount of something that each has, are spread over groups."""
+    """The distribution of records, and of another amount, over groups."""
 
     groups: int
     records: int
     amount: int
     records_gini: float
-    """0: all groups have as much; towards 1: one has it all."""
+    """0: all groups are equal; towards 1: one group has everything."""
     amount_gini: float
     most_records_share: float
-    """Of the group with the most records, from 0 to 1."""
+    """Share of the group with the most records, from 0 to 1."""
     most_amount_share: float
     top: tuple[tuple[str, int, int], ...]
-    """Name, records and amount of those with the largest amount, the largest first."""
+    """Name, records and amount of the groups with the largest amounts, the largest first."""
 
 
 def spread_of(grouped: "DataFrame", top: int) -> Spread:
     """Measure how unequal groups are.
 
     Args:
-        grouped: A row for each group: `name`, `records`, `amount`.
-        top: How many groups to name.
+        grouped: One row per group: `name`, `records`, `amount`.
+        top: Number of groups to name.
     """
     grouped = grouped.cache()
     totals = grouped.agg(
@@ -187,7 +187,7 @@ def _skewed(by: str, spread: Spread) -> Skewed:
 
 
 def _gini(grouped: "DataFrame", column: str) -> float:
-    """The Gini coefficient: twice the area between equality and what is."""
+    """Return the Gini coefficient: twice the area between the line of equality and the Lorenz curve."""
     ranked = grouped.select(
         sql.col(column).cast("double").alias("x"), sql.row_number().over(Window.orderBy(column)).alias("rank")
     )

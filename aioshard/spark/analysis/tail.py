@@ -1,4 +1,4 @@
-"""What makes a run long: the slowest records, and the partitions and keys that finish last."""
+"""Causes of a long run: the slowest records, and the partitions and keys that finish last."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,58 +13,58 @@ if TYPE_CHECKING:
 __all__ = ["LEVELS", "Last", "Percentiles", "Tail", "find_tail"]
 
 LEVELS = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
-"""Shares of the records of which percentiles are told."""
+"""The percentiles to compute, as shares of the records."""
 
 
 class Percentiles(NamedTuple):
-    """A duration, of so many of the records no longer than that; in microseconds."""
+    """Percentiles of a duration, in microseconds."""
 
     of: str
     """`wait` (arrived to started), `service` (the latest attempt) or `total`."""
     mean: float
     levels: tuple[float, ...]
-    """In the order of `LEVELS`; exact, and interpolated between two records."""
+    """In the order of `LEVELS`; exact, with interpolation between two records."""
 
 
 class Last(NamedTuple):
-    """A partition, or a key, that finishes last."""
+    """A partition or key that finishes last."""
 
     name: str
     records: int
     work_us: int
     finished_us: int
-    """After the start of the journal."""
+    """Microseconds after the start of the journal."""
 
 
 class Tail(NamedTuple):
-    """What the end of a run waited for."""
+    """The records, partitions and keys that determine the end of a run."""
 
     handler: str
     records: int
     wall_us: int
-    """From the first arrival to the last end."""
+    """Microseconds from the first arrival to the last completion."""
     percentiles: tuple[Percentiles, ...]
     wait_us: int
-    """All waits together."""
+    """Sum of all waits."""
     slowest: int
-    """How many records are the slowest 1 %, by the duration of their run; at least one."""
+    """Number of records in the slowest 1 %, by the duration of their run; at least one."""
     slowest_from_us: int
     """The shortest of their runs."""
     slowest_work_share: float
     """Their share of all work, from 0 to 1."""
     slowest_wait_share: float
-    """The share of all waits that records spent behind one of them, in the same shard, while it ran."""
+    """Share of all waits that records spent behind a running slow record of the same shard."""
     partitions: tuple[Last, ...]
     keys: tuple[Last, ...]
 
 
 def find_tail(journal: Journal, handler: str | None = None, top: int = 10) -> Tail:
-    """Find what took long, and what it kept waiting.
+    """Find the slowest records and the waits they caused.
 
     Args:
-        journal: What to look at.
-        handler: By default the one with the most records.
-        top: How many partitions and keys to name.
+        journal: The journal to analyze.
+        handler: Name of a handler; by default the one with the most records.
+        top: Number of partitions and keys to name.
     """
     name = journal.handler(handler).name
     rows = journal.of_handler(name)
@@ -103,9 +103,9 @@ def find_tail(journal: Journal, handler: str | None = None, top: int = 10) -> Ta
 
 
 def _wait_behind(rows: "DataFrame", slowest: "DataFrame") -> int:
-    """How long records waited while one of *slowest* ran in their own shard.
+    """Return how long records waited while one of *slowest* ran in the same shard.
 
-    Two runs of one shard never overlap, so no microsecond of a record's wait is counted twice.
+    Runs of the same shard never overlap, so no microsecond of a record's wait is counted twice.
     """
     slow = slowest.where(sql.col("shard").isNotNull()).select(
         sql.col("shard"),

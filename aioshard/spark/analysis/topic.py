@@ -1,4 +1,4 @@
-"""Topics as Spark reads them, for what can be said of records that nobody has processed."""
+"""Topics as Spark reads them, for analyses that do not need processed records."""
 
 import datetime as dt
 import json
@@ -33,34 +33,34 @@ __all__ = ["Topics", "TopicsAsked", "ask_for_topics", "partition_name", "read_to
 
 
 class TopicsAsked(NamedTuple):
-    """Ranges of topics, frozen; nothing is read yet."""
+    """Frozen ranges of topics; nothing is read yet."""
 
     bootstrap_servers: str
-    """What else it takes to connect, such as credentials, is in the environment of Spark's executors."""
+    """Other connection settings, such as credentials, are in the environment of Spark's executors."""
     isolation_level: str
     ranges: Mapping[TopicPartition, LogRange]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The topics."""
+        """The names of the topics."""
         return tuple(sorted({one.topic for one in self.ranges}))
 
     @property
     def offsets(self) -> int:
-        """How many there are; some may have no record, after compaction and transactions."""
+        """Number of offsets; compaction and transactions can leave some without a record."""
         return sum(one.end - one.start for one in self.ranges.values())
 
 
 class Topics:
-    """The records of some topics, ready to be asked.
+    """The records of some topics, ready for queries.
 
     Attributes:
-        names: Of the topics.
-        rows: A row for each record: `topic`, `partition`, `offset`, `key`, `bytes` (those of key and value), and
-            `produced_us`, its timestamp in microseconds since the epoch. Kept in memory as Spark sees fit.
-        records: How many there are.
+        names: Names of the topics.
+        rows: One row per record: `topic`, `partition`, `offset`, `key`, `bytes` (size of key and value), and
+            `produced_us` (timestamp in microseconds since the epoch). Cached by Spark.
+        records: Number of records.
         start: The earliest timestamp, in microseconds since the epoch.
-        end: The latest one.
+        end: The latest timestamp, in microseconds since the epoch.
     """
 
     def __init__(self, names: Sequence[str], rows: "DataFrame") -> None:
@@ -89,18 +89,18 @@ async def ask_for_topics(
     start: dt.datetime | float | Offsets | str = "earliest",
     end: End = "latest",
 ) -> TopicsAsked:
-    """Freeze the ranges to look at; asks the brokers, without Spark.
+    """Freeze the ranges to analyze; contacts the brokers but does not need Spark.
 
     Args:
-        settings: The brokers, and what of transactions is read.
-        topics: Their names.
-        start: `earliest`, a time (the first record not older), or offsets of every partition.
+        settings: The brokers and the isolation level.
+        topics: Names of the topics.
+        start: `earliest`, a time (the first record that is not older), or offsets of every partition.
         end: `latest`, a time, or offsets.
 
     Raises:
-        PlanError: Offsets name what is not there.
-        DataLossError: Offsets begin before what is left of the log.
-        TransportError: The brokers do not answer, or have no such topic.
+        PlanError: The offsets do not match the partitions of the topics, or the time is invalid.
+        DataLossError: The offsets begin before the start of the log.
+        TransportError: The brokers do not answer, or do not have the topic.
     """
     async with HistoryBrokers(settings) as brokers:
         partitions = [
@@ -128,10 +128,10 @@ async def ask_for_topics(
 
 
 def read_topics(spark: "SparkSession", asked: TopicsAsked) -> Topics:
-    """Read the ranges with `format("aioshard")`, without an app: keys, sizes and times are kept, values are not.
+    """Read the ranges with `format("aioshard")`, without an app; keeps keys, sizes and times, but not values.
 
     Raises:
-        SettingsError: There are no records in them.
+        SettingsError: The ranges contain no records.
     """
     register(spark)
     options = {
@@ -146,7 +146,7 @@ def read_topics(spark: "SparkSession", asked: TopicsAsked) -> Topics:
 
 
 def partition_name() -> "Column":
-    """A partition as text."""
+    """Return the name of a partition as text."""
     return sql.concat_ws("/", "topic", "partition")
 
 

@@ -1,4 +1,4 @@
-"""What topics alone say as one page: without work and tail, which need a journal."""
+"""The report of topics as one HTML page. Work and tail are missing, because they need a journal."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ __all__ = ["TopicFindings", "find_all_of_topics", "topic_page"]
 
 
 class TopicFindings(NamedTuple):
-    """What a page shows."""
+    """The content of a page."""
 
     title: str
     skew: TopicSkew
@@ -31,12 +31,12 @@ class TopicFindings(NamedTuple):
 def find_all_of_topics(
     topics: Topics, shards: Sequence[int] = (), *, title: str | None = None, rate: float | None = None
 ) -> TopicFindings:
-    """Ask topics everything that they know.
+    """Run all analyses of topics.
 
     Args:
-        topics: What to look at.
+        topics: The topics to analyze.
         shards: As for `aioshard.spark.analysis.topic_skew.find_topic_skew`.
-        title: Of the page; without it, it names the topics.
+        title: Title of the page; by default it names the topics.
         rate: As for `aioshard.spark.analysis.arrivals.find_arrivals`.
     """
     named = title or f"Records of {', '.join(topics.names)}"
@@ -44,7 +44,7 @@ def find_all_of_topics(
 
 
 def topic_page(found: TopicFindings) -> str:
-    """The page; its only addresses are the names of XML's own vocabularies.
+    """Return the page; its only URLs are the names of XML namespaces.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

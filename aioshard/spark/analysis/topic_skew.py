@@ -1,4 +1,4 @@
-"""How unequal the keys and partitions of topics are, and what fixed shards their records would have."""
+"""Skew of the keys and partitions of topics, and of the fixed shards that their records would be assigned to."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,33 +24,33 @@ class TopicGroup(NamedTuple):
     name: str
     records: int
     bytes: int
-    """Of keys and values; headers are not counted."""
+    """Size of keys and values, without headers."""
 
 
 class TopicSkewed(NamedTuple):
-    """How records and bytes are spread over the groups of one kind."""
+    """The distribution of records and bytes over the groups of one kind."""
 
     by: str
     """`key`, `partition` or `shard`."""
     of: int | None
-    """How many fixed shards there are; None for keys and partitions."""
+    """Number of fixed shards; None for keys and partitions."""
     groups: int
-    """Those with records."""
+    """Number of groups with records."""
     records: int
-    """Those that belong to a group. A record without a key belongs to no key."""
+    """Records that belong to a group; a record without a key does not belong to any key."""
     bytes: int
     records_gini: float
-    """0: all groups with records have as many; towards 1: one has them all."""
+    """0: all groups with records have the same number; towards 1: one group has all of them."""
     bytes_gini: float
     most_records_share: float
-    """Of the group with the most records, from 0 to 1."""
+    """Share of the group with the most records, from 0 to 1."""
     most_bytes_share: float
     top: tuple[TopicGroup, ...]
-    """Those with the most bytes, the most first."""
+    """Groups with the most bytes, the largest first."""
 
 
 class TopicSkew(NamedTuple):
-    """Where the records and the bytes of topics are."""
+    """The distribution of the records and bytes of topics."""
 
     topics: tuple[str, ...]
     records: int
@@ -60,20 +60,20 @@ class TopicSkew(NamedTuple):
 
 
 def find_topic_skew(topics: Topics, shards: Sequence[int] = (), top: int = 10) -> TopicSkew:
-    """Add up records and bytes by key, by partition, and by fixed shard.
+    """Sum records and bytes by key, by partition, and by fixed shard.
 
     Args:
-        topics: What to look at.
-        shards: Numbers of fixed shards to look at: which of them serves a key is what a handler with `shards=N` and
-            `shard_by="key"` does. Records without a key take turns there, and here by their offsets.
-        top: How many groups to name of each kind.
+        topics: The topics to analyze.
+        shards: Numbers of fixed shards to simulate. Keys go to the same shards as with a handler that has `shards=N`
+            and `shard_by="key"`. Such a handler distributes records without a key in turn; here their offset decides.
+        top: Number of groups of each kind to name.
     """
     rows = topics.rows
     totals = rows.agg(sql.coalesce(sql.sum("bytes"), sql.lit(0)), sql.count_if(sql.col("key").isNull())).first()
     assert totals is not None  # noqa: S101 - an aggregate without groups has one row
     keyed = rows.where(sql.col("key").isNotNull())
     several = len(topics.names) > 1
-    # A key is one within its topic, as it is for a handler.
+    # Keys are distinct per topic, as they are for a handler.
     name = sql.concat_ws("/", sql.col("topic"), key_as_text()) if several else key_as_text()
     spread = [
         _skewed("key", None, _grouped(keyed, ("topic", "key"), name), top),
@@ -86,7 +86,7 @@ def find_topic_skew(topics: Topics, shards: Sequence[int] = (), top: int = 10) -
 
 
 def shard_of_key(key: str, shards: int) -> "Column":
-    """The SQL twin of `aioshard.core.sharding.shard_number` for a key of bytes."""
+    """Compute `aioshard.core.sharding.shard_number` of a bytes key in SQL."""
     mixed = (sql.crc32(key) * sql.lit(_MULTIPLIER)).bitwiseAND(sql.lit(_LOW_BITS))
     return sql.shiftright(mixed * shards, SHARD_BITS)
 

@@ -1,4 +1,4 @@
-"""Findings in words, the same in a terminal and on a page."""
+"""Findings as sentences, identical in a terminal and on a page."""
 
 from aioshard.spark.analysis.arrivals import Arrivals
 from aioshard.spark.analysis.tail import Tail
@@ -18,11 +18,11 @@ __all__ = [
 _STEPS = ((10_000, 1e3, "{:.2f} ms"), (1_000_000, 1e3, "{:.1f} ms"), (100_000_000, 1e6, "{:.2f} s"))
 _KIBI = 1024
 _FEW = 10
-"""Records a second, below which parts of one are told."""
+"""Rates below this many records per second are shown with decimals."""
 
 
 def duration_as_text(microseconds: float) -> str:
-    """A duration with three digits or four.
+    """Format a duration with three or four digits.
 
     Example:
         >>> [duration_as_text(one) for one in (0, 850, 45_000, 12_300_000, 400_000_000)]
@@ -37,7 +37,7 @@ def duration_as_text(microseconds: float) -> str:
 
 
 def share_as_text(share: float) -> str:
-    """A share from 0 to 1.
+    """Format a share from 0 to 1 as a percentage.
 
     Example:
         >>> share_as_text(0.125)
@@ -47,7 +47,7 @@ def share_as_text(share: float) -> str:
 
 
 def about_slowest(tail: Tail) -> str:
-    """How much of the work, and of the waiting, is due to the slowest records."""
+    """Describe the slowest records' share of the work and of the waiting."""
     return (
         f"The slowest 1 % ({tail.slowest:,} records, {duration_as_text(tail.slowest_from_us)} and longer) are "
         f"{share_as_text(tail.slowest_work_share)} of the work. {share_as_text(tail.slowest_wait_share)} of all "
@@ -56,7 +56,7 @@ def about_slowest(tail: Tail) -> str:
 
 
 def size_as_text(size: int) -> str:
-    """A number of bytes with three digits or four.
+    """Format a number of bytes with three or four digits.
 
     Example:
         >>> [size_as_text(one) for one in (0, 850, 45_000, 12_300_000, 400_000_000_000)]
@@ -73,7 +73,7 @@ def size_as_text(size: int) -> str:
 
 
 def rate_as_text(records: int, microseconds: int) -> str:
-    """Records a second.
+    """Format records per second.
 
     Example:
         >>> rate_as_text(3_000, 2_000_000), rate_as_text(1, 4_000_000)
@@ -84,7 +84,7 @@ def rate_as_text(records: int, microseconds: int) -> str:
 
 
 def about_topic_skew(one: TopicSkewed) -> str:
-    """How unequal the groups of one kind are."""
+    """Describe how unequal the groups of one kind are."""
     kind = f"{one.by}s" if one.of is None else f"of {one.of:,} fixed shards"
     gini = f"Gini {one.records_gini:.2f} of the records, {one.bytes_gini:.2f} of the bytes"
     most = f"{share_as_text(one.most_records_share)} of the records, {share_as_text(one.most_bytes_share)} of the bytes"
@@ -95,7 +95,7 @@ def about_topic_skew(one: TopicSkewed) -> str:
 
 
 def about_arrivals(found: Arrivals) -> list[str]:
-    """When records came, what an app of some rate would have made of it, and what timestamps do not say."""
+    """Describe the arrivals, the backlog at the requested rate, and the limits of timestamps."""
     records = sum(one.records for one in found.partitions)
     totals = [sum(at) for at in zip(*(one.records_at for one in found.partitions), strict=True)]
     took, average = duration_as_text(found.wall_us), rate_as_text(records, found.wall_us)
@@ -119,7 +119,7 @@ def about_arrivals(found: Arrivals) -> list[str]:
 
 
 def needs_journal(what: str) -> str:
-    """That a topic does not have *what*, and how to get it."""
+    """Explain that a topic does not show *what*, and how to get a journal that does."""
     return (
         f"{what} needs a journal: have the app write one, with App(journal=PATH) or AIOSHARD_JOURNAL=PATH, and give "
         "its directory in place of --topic."
