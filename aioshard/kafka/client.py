@@ -49,7 +49,7 @@ class AiokafkaTransport(Questions):
     """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. With manual
-    assignment (`assign`), it takes its partitions at the start, never joins the group, and keeps them until it is closed.
+    assignment (`assign`), it never joins the group: it takes its partitions at the start and keeps them until closed.
 
     Invariants:
         * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while

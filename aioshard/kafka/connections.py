@@ -43,7 +43,7 @@ _ANSWERED_AT_ONCE = (
     MetadataRequest,
     OffsetFetchRequest,
 )
-"""Requests that brokers answer without delay, unlike joins (wait for members), fetches (records), commits (replicas)."""
+"""Requests that brokers answer without delay. Joins wait for members, fetches for records, commits for replicas."""
 
 _HUNG_PAUSE = 1.0
 """Seconds to leave a broker alone after a connection attempt timed out: other brokers come first."""

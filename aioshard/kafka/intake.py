@@ -1,4 +1,4 @@
-"""From what the client has fetched to batches: whose turn it is, how much of it, and what went wrong."""
+"""Turn fetched data into batches: which partition is next, how much of it, and which errors to report."""
 
 import asyncio
 from collections.abc import Collection
@@ -16,16 +16,16 @@ from aioshard.records import TopicPartition
 __all__ = ["Found", "Intake"]
 
 _RECORDS_PER_POLL = 500
-"""Records that one poll hands out at most. With more alive at once than the garbage collector's first
-threshold of 700, each record costs a quarter more."""
+"""Maximum records per poll. If more records are alive than the garbage collector's first threshold of 700, each
+record costs a quarter more."""
 _ACTIVE = 1.0
-"""Seconds for which a partition that something was taken from counts as one that more will be taken from."""
+"""Seconds after a take during which we expect to take more from the same partition."""
 _FAULT_INTERVAL = 1.0
-"""Seconds until a partition that cannot be read is tried, and reported, again."""
+"""Seconds until an unreadable partition is tried, and reported, again."""
 
 
 class Found:
-    """What one look into the client's buffer found."""
+    """The result of one pass over the client's buffer."""
 
     __slots__ = ("at", "bytes", "left_over", "most", "new", "records", "repeated")
 
@@ -33,13 +33,13 @@ class Found:
         self.at = at
         self.new: list[FetchedBatch | Fault | Oversized] = []
         self.repeated: list[FetchedBatch | Fault | Oversized] = []
-        """Records that did not fit when they were reported, and still do not."""
+        """Reported records that still do not fit."""
         self.records = 0
         self.bytes = 0
         self.most = 0
-        """The most that any partition was allowed."""
+        """The largest record limit of any partition."""
         self.left_over = False
-        """Whether something stays behind that will be taken soon, by all appearances."""
+        """Whether fetched records stay behind that will probably be taken soon."""
 
 
 class _Partition:
@@ -51,24 +51,24 @@ class _Partition:
         self.name = name
         self.state = state
         self.placed = False
-        """Whether the engine has given it a position."""
+        """Whether the engine has set a position."""
         self.chunk: Chunk | None = None
         self.taken_at = 0.0
-        """When something was last taken, or the engine has chosen the position; loop time."""
+        """When something was last taken, or the engine last set the position; loop time."""
         self.reported: Any = None
-        """The fetch error that was handed out last."""
+        """The fetch error that was reported last."""
 
 
 class Intake:
-    """The positions of our partitions, and the records that the client holds of them.
+    """The positions of our partitions and the records fetched for them.
 
-    Owned by the transport. Has partitions between `begin` and `end` only; everything is a no-op for others.
+    Owned by the transport. Has partitions only between `begin` and `end`; for others, every method is a no-op.
     """
 
     def __init__(
         self, internals: Internals, group_id: str, *, read_committed: bool, may_wait_longer: bool = False
     ) -> None:
-        """Take over what the client fetches; *may_wait_longer* allows fetches of idle partitions to."""
+        """Read the client's fetches; *may_wait_longer* allows longer waits in fetches of idle partitions."""
         self._internals = internals
         self._may_wait_longer = may_wait_longer
         self._fetched_at = 0.0
@@ -81,7 +81,7 @@ class Intake:
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
-        """What is assigned to us."""
+        """The assigned partitions."""
         return tuple(self._partitions)
 
     def __contains__(self, topic_partition: object) -> bool:
@@ -90,11 +90,11 @@ class Intake:
     # The assignment -------------------------------------------------------------------
 
     def begin(self, assignment: Any) -> None:
-        """Take over an assignment: every partition is paused and waits for its position."""
+        """Start an assignment: pause every partition until it gets its position."""
         self.end()
         self._assignment = assignment
         for name, state in self._internals.states(assignment).items():
-            # A paused partition with a position, any position, is neither fetched nor reset by the client.
+            # The client neither fetches nor resets a partition that is paused and has a position, even a dummy one.
             state.pause()
             state.seek(0)
             self._internals.discard(name)
@@ -112,12 +112,12 @@ class Intake:
     # Positions ------------------------------------------------------------------------
 
     def position(self, topic_partition: TopicPartition) -> int | None:
-        """The next offset to hand out; None before the first `seek`."""
+        """The next offset to return; None before the first `seek`."""
         partition = self._partitions.get(topic_partition)
         return int(partition.state.position) if partition is not None and partition.placed else None
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """The end of the log that the latest fetch told."""
+        """The end of the log according to the latest fetch."""
         partition = self._partitions.get(topic_partition)
         if partition is None:
             return None
@@ -125,7 +125,7 @@ class Intake:
         return end
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """Fetch and hand out nothing of these."""
+        """Stop fetching and returning these partitions."""
         for name in partitions:
             partition = self._partitions.get(name)
             if partition is not None:
@@ -133,10 +133,10 @@ class Intake:
         self._internals.hold_fetches(len(self._partitions))
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """Go on with these.
+        """Resume these partitions.
 
         Raises:
-            StateError: One has no position yet.
+            StateError: A partition has no position yet.
         """
         for name in partitions:
             partition = self._partitions.get(name)
@@ -159,10 +159,9 @@ class Intake:
     # Records --------------------------------------------------------------------------
 
     def take(self, allowance_of: AllowanceOf) -> Found:
-        """Take what is there, as far as allowances go, and advance the positions in the same step.
+        """Take fetched records, as many as the allowances permit, and advance the positions in the same step.
 
-        Allowances are those of the start of this call: what is taken of one partition counts against
-        those of the others.
+        Allowances are those at the start of this call: records taken from one partition count against the others.
         """
         found = Found(asyncio.get_running_loop().time())
         internals = self._internals
@@ -181,7 +180,7 @@ class Intake:
                     chunk = partition.chunk = Chunk(partition.name, entry)
                 self._take_from(partition, chunk, allowance_of, found)
                 if found.records and found.records >= found.most:
-                    break  # Nobody may take more now; asking for an allowance costs more than a record.
+                    break  # The limit is reached for all; calling `allowance_of` costs more than a record.
             elif partition.reported is not entry:
                 self._report_error(partition, entry, found)
         if found.new or internals.buffered:
@@ -192,7 +191,7 @@ class Intake:
         return found
 
     def _is_idle(self, now: float) -> bool:
-        """Whether all partitions are being fetched, and had nothing for a while."""
+        """Whether all partitions are being fetched, and had no records for a while."""
         return self._fetched_at < now - _ACTIVE and not any(
             partition.state.paused for partition in self._partitions.values()
         )
@@ -240,7 +239,7 @@ class Intake:
         partition.reported = None
         self._internals.discard(partition.name)
 
-    # What cannot be read --------------------------------------------------------------
+    # Read errors ----------------------------------------------------------------------
 
     def _report_corrupt(self, partition: _Partition, chunk: Chunk, found: Found) -> None:
         if chunk.reported or chunk.error is None:
@@ -260,7 +259,7 @@ class Intake:
             return OffsetOutOfRangeError(name, partition.state.position)
         if isinstance(error, kafka.RecordTooLargeError):
             offset = error.args[2]
-            partition.state.seek(offset)  # aiokafka has stepped over the record, which would lose it.
+            partition.state.seek(offset)  # aiokafka has stepped over the record; without this it would be lost.
             return TransportError(
                 f"the record at offset {offset} of {name} is larger than the broker returns in one fetch: "
                 "raise max_buffered_bytes, or the broker's limits for a fetch"
@@ -268,7 +267,7 @@ class Intake:
         return request_error(error, f"the records of {name}", self._group_id)
 
     def _retry_later(self, partition: _Partition, entry: Any) -> None:
-        """Keep what failed for a while: as long as it is there, nothing is fetched of the partition."""
+        """Keep a failed entry for a while: until it is dropped, the client does not fetch the partition."""
 
         def retry() -> None:
             self._retries.discard(timer)

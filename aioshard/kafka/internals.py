@@ -1,12 +1,12 @@
-"""What we touch of aiokafka that is private, each attribute guarded by a canary test (`chunk` is the rest of it).
+"""All uses of aiokafka's private attributes by the consumer, except those in `chunk`. Canary tests guard each of them.
 
-The version is pinned (`aiokafka>=0.14,<0.15`). What is used, and why the public way does not do:
+The version is pinned (`aiokafka>=0.14,<0.15`). The private parts, and why the public API is not enough:
 
-* records are taken from the fetcher's buffer, because `getmany` builds a slow record class, cannot be
-  bounded per partition, does not keep its time-out and blocks while the group rebalances;
-* commits, the generation and the member id come from the coordinator, because the public `commit`
-  retries for ever and sends whatever generation is current;
-* stopping is done part by part, because the public `stop` hangs or breaks off when brokers are gone.
+* We take records from the fetcher's buffer. `getmany` builds a slow record class, cannot be bounded per partition,
+  overruns its time-out, and blocks while the group rebalances.
+* Commits, generation and member id come from the coordinator. The public `commit` retries forever, and sends the
+  current generation even if it is a newer one.
+* We stop the parts one at a time. The public `stop` hangs or fails halfway when brokers are gone.
 """
 
 import asyncio
@@ -43,29 +43,29 @@ __all__ = ["FetchError", "FetchResult", "Internals", "Rebalances", "fetch_wait"]
 
 _HURRIED_WAIT_MS = 10
 _IDLE_WAIT_MS = 500
-"""Kafka's own default of `fetch.max.wait.ms`."""
+"""Kafka's default of `fetch.max.wait.ms`."""
 _TICK = 0.05
 _NO_LEADER = (None, -1)
 _REPLICATION_LAG = 2.0
-"""Seconds after which a new coordinator knows what is committed: replicas ask it every 0.5 s, at the most, by default.
-On Kafka 4.1.1 answers were up to 1 s behind in 5 of 6 moves right after a commit, and in none of 6 after 2 s."""
+"""Seconds until a new coordinator knows all commits: by default, replicas ask it at least every 0.5 s. On Kafka 4.1.1,
+answers right after a commit were up to 1 s out of date in 5 of 6 moves, and in none of 6 after 2 s."""
 _COORDINATOR_AWAY = (
     kafka.GroupCoordinatorNotAvailableError,
     kafka.NotCoordinatorForGroupError,
     kafka.RequestTimedOutError,
 )
-"""Answers of a broker that does not coordinate the group, or cannot now."""
+"""Errors from a broker that does not coordinate the group, or cannot do so now."""
 
 
 class Internals:
-    """The parts of one started consumer, and what we do with them."""
+    """The parts of one consumer, and our operations on them."""
 
     def __init__(self, consumer: AIOKafkaConsumer, group_id: str, patience: float = 10.0) -> None:
-        """Take a consumer apart; *group_id* is empty for one that has no group.
+        """Take a consumer apart.
 
         Args:
             consumer: Not started yet.
-            group_id: The group, or nothing.
+            group_id: The group; empty for a consumer without one.
             patience: See `refuse_useless_connections`.
         """
         self.group_id = group_id
@@ -77,23 +77,23 @@ class Internals:
         self._lost: Callable[[], None] = lambda: None
         self._session_timeout = 0.0
         self._believed: asyncio.Future[None] | None = None
-        """The time in office of the coordinator that knows all commits: what ends when that is looked for anew."""
+        """Tenure of the coordinator known to have all commits: a future that ends when we look for a new one."""
         self._doubted: tuple[asyncio.Future[None] | None, float] = (None, 0.0)
-        """That of one which has taken over since, and until when it may not know them; loop time."""
+        """Tenure of a coordinator that took over since, and the loop time until which it may lack commits."""
         refuse_useless_connections(self.client, patience)
 
     async def start(self) -> bool:
-        """Connect, and begin to look up topics; true, since a `KafkaError` says when no broker answers."""
+        """Connect and start to look up topics. Always true: a `KafkaError` reports that no broker answers."""
         await self.consumer.start()
         return True
 
     # The session ----------------------------------------------------------------------
 
     def watch_session(self, timeout: float, lost: Callable[[], None]) -> None:
-        """Call *lost* as soon as the group may have given our partitions away; to be called once, before we join.
+        """Call *lost* as soon as the group may have reassigned our partitions; call this once, before we join.
 
-        That is when a broker no longer knows us, or *timeout* seconds after the last answered heartbeat was sent. The
-        client by itself revokes what we have only when it joins again, for which it needs a coordinator first.
+        That is when a broker no longer knows us, or *timeout* seconds after sending the last heartbeat that was
+        answered. The client itself revokes our partitions only when it rejoins, which needs a coordinator first.
         """
         coordinator = self.coordinator
         beat, reset = coordinator._do_heartbeat, coordinator.reset_generation
@@ -114,18 +114,18 @@ class Internals:
         coordinator._do_heartbeat, coordinator.reset_generation = do_heartbeat, reset_generation
 
     def joined(self, generation: int) -> None:
-        """Start the session; a coordinator that has stored our assignment knows all earlier commits."""
+        """Start the session. The coordinator stored our assignment, so it knows all earlier commits."""
         self._tell_generation(generation)
         self._believed = self.coordinator._coordinator_dead_fut
         self.begin_session(asyncio.get_running_loop().time())
 
     def begin_session(self, at: float) -> None:
-        """Count a session from *at*, by loop time, when we became a member or were one still."""
+        """Restart the session timer from *at*, the loop time at which we were known to be a member."""
         self.end_session()
         self._session_over = asyncio.get_running_loop().call_at(at + self._session_timeout, self._lose_session)
 
     def end_session(self) -> None:
-        """Stop counting: we have no partitions."""
+        """Stop the session timer: we have no partitions."""
         if self._session_over is not None:
             self._session_over.cancel()
             self._session_over = None
@@ -134,7 +134,7 @@ class Internals:
         self.coordinator.request_rejoin()
         self._lost()
 
-    # What there is --------------------------------------------------------------------
+    # State ----------------------------------------------------------------------------
 
     @property
     def fetcher(self) -> Any:
@@ -148,12 +148,12 @@ class Internals:
 
     @property
     def buffered(self) -> dict[Any, Any]:
-        """What was fetched and not yet taken: `FetchResult` or `FetchError` by partition."""
+        """Fetched and not yet taken: a `FetchResult` or `FetchError` per partition."""
         return self.fetcher._records  # type: ignore[no-any-return]
 
     @property
     def rebalancing(self) -> bool:
-        """Whether partitions are being taken away or given out."""
+        """Whether partitions are being revoked or assigned."""
         return bool(self.subscription.reassignment_in_progress)
 
     def assignment(self) -> Any:
@@ -162,21 +162,21 @@ class Internals:
         return None if subscribed is None else subscribed.assignment
 
     def states(self, assignment: Any) -> dict[TopicPartition, Any]:
-        """Position, marks and pause of each partition of an assignment."""
+        """Map each partition of an assignment to aiokafka's state: position, log ends and pause flag."""
         return {
             TopicPartition(partition.topic, partition.partition): assignment.state_value(partition)
             for partition in assignment.tps
         }
 
     def membership(self) -> Membership:
-        """Member id and generation as the coordinator's client side has them now."""
+        """The member id and generation that the client has now."""
         coordinator = self.coordinator
         if coordinator is None or coordinator.generation < 0:
             return NOT_A_MEMBER
         return Membership(coordinator.member_id, coordinator.generation)
 
     def background_tasks(self) -> dict[str, asyncio.Task[Any]]:
-        """The tasks without which nothing moves, by what they do."""
+        """Return the tasks without which nothing works, keyed by their purpose."""
         found = {
             "fetching": self.fetcher and self.fetcher._fetch_task,
             "group membership": self.coordinator and self.group_id and self.coordinator._coordination_task,
@@ -185,7 +185,7 @@ class Internals:
         return {name: task for name, task in found.items() if task}
 
     def take_pending_error(self) -> Exception | None:
-        """A fatal error that the coordinator wants to tell; it goes on trying once it was taken."""
+        """Return the coordinator's pending fatal error, if any; the coordinator then continues to retry."""
         coordinator = self.coordinator
         if coordinator._pending_exception is None:
             return None
@@ -202,11 +202,11 @@ class Internals:
 
     @property
     def coordinator_known(self) -> bool:
-        """Whether commits and heartbeats have somebody to go to."""
+        """Whether commits and heartbeats have a broker to go to."""
         return self.coordinator.coordinator_id is not None
 
     def _tell_generation(self, generation: int) -> None:
-        """Tell the assignor the generation of its latest assignment, which aiokafka forgets to do."""
+        """Pass the assignor the generation of its latest assignment; aiokafka forgets to do so."""
         for assignor in self.coordinator._assignors:
             told = getattr(assignor, "on_generation_assignment", None)
             if told is not None:
@@ -218,19 +218,19 @@ class Internals:
             self._joining_again.cancel()
             self._joining_again = None
         if seconds is not None:
-            # A little later: the loop's clock may be ahead of the assignor's by a tick.
+            # Slightly later, because the loop's clock may be a tick ahead of the assignor's.
             self._joining_again = asyncio.get_running_loop().call_later(
                 seconds + _TICK, self.coordinator.request_rejoin
             )
 
     def subscribed_partitions(self) -> list[TopicPartition]:
-        """All partitions of the topics that we subscribe to, as far as they are known."""
+        """Return all known partitions of the subscribed topics."""
         known = self.client.cluster.partitions_for_topic
         topics = sorted(self.consumer.subscription())
         return [TopicPartition(topic, number) for topic in topics for number in sorted(known(topic) or ())]
 
     def tell_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
-        """Tell the assignor how many records are left of each partition, for when we join again."""
+        """Pass the assignor the remaining records of each partition, for the next join."""
         for assignor in self.coordinator._assignors:
             told = getattr(assignor, "on_backlogs", None)
             if told is not None:
@@ -239,7 +239,7 @@ class Internals:
     # Fetching -------------------------------------------------------------------------
 
     def bound_prefetch(self, partition_bytes: int) -> None:
-        """Set how much one fetch may bring of one partition."""
+        """Set the maximum bytes per partition in one fetch."""
         if self.fetcher is not None:
             self.fetcher._max_partition_fetch_bytes = partition_bytes
 
@@ -249,52 +249,52 @@ class Internals:
         self.fetcher._fetch_max_wait_ms = fetch_wait(usual, partitions, left_over=left_over, idle=idle)
 
     def waiter(self) -> asyncio.Future[None]:
-        """A future that resolves when something was fetched, or raises when the group is lost."""
+        """Return a future that resolves after the next fetch, or raises when the group is lost."""
         return self.fetcher._create_fetch_waiter()  # type: ignore[no-any-return]
 
     def nudge_fetcher(self) -> None:
-        """Make the fetcher look again at what it may fetch."""
+        """Make the fetcher check again which partitions it may fetch."""
         self.fetcher._notify(self.fetcher._wait_consume_future)
 
     def release_broker(self, result: Any) -> None:
-        """Let other partitions of the same broker be fetched although *result* is not being taken."""
+        """Let the client fetch other partitions of the same broker although nobody takes *result*."""
         if result._backoff:
             result._backoff = 0
             self.nudge_fetcher()
 
     def belongs(self, result: Any, assignment: Any) -> bool:
-        """Whether a fetch was sent for *assignment* rather than for one before it."""
+        """Whether a fetch was sent for *assignment* and not for an earlier one."""
         return result._assignment is assignment
 
     def error_of(self, entry: Any) -> Exception:
-        """What a fetch failed with."""
+        """Return the error of a failed fetch."""
         return entry._error  # type: ignore[no-any-return]
 
     def serve_last(self, topic_partition: TopicPartition) -> None:
-        """Put a partition behind the others, so that each has its turn."""
+        """Move a partition behind the others, so that each one gets its turn."""
         self.fetcher._records.move_to_end(topic_partition)
 
     def discard(self, topic_partition: TopicPartition) -> None:
-        """Forget what was fetched of a partition; it is fetched again from its position."""
+        """Drop the fetched records of a partition; the client fetches it again from its position."""
         if self.buffered.pop(topic_partition, None) is not None:
             self.nudge_fetcher()
 
-    # Questions to the brokers ---------------------------------------------------------
+    # Broker requests ------------------------------------------------------------------
 
     async def find_coordinator(self) -> None:
-        """Wait until the broker that coordinates the group is known and connected; has no deadline."""
+        """Wait until the group's coordinator is known and connected; has no deadline."""
         await self.coordinator.ensure_coordinator_known()
 
     async def look_up_group(self) -> None:
-        """Ask once which broker coordinates the group; raises when the group is not allowed."""
+        """Look up the group's coordinator once; raises if the group is not authorized."""
         await self.client.coordinator_lookup(CoordinationType.GROUP, self.group_id)
 
     async def commit_once(self, offsets: Mapping[TopicPartition, Committed], retention_ms: int = -1) -> None:
-        """Send one commit request under the membership of this moment: nothing is awaited before it is built.
+        """Send one commit request under the current membership: no await before the request is built.
 
         Raises:
-            KafkaError: Not every partition is acknowledged. The client's own commit takes one that the answer leaves
-                out for acknowledged.
+            KafkaError: A partition is not acknowledged. aiokafka's own commit would treat a partition missing from
+                the response as acknowledged.
         """
         coordinator = self.coordinator
         due = by_topic({name: (name.partition, *committed) for name, committed in offsets.items()})
@@ -312,9 +312,9 @@ class Internals:
         raise error
 
     async def committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
-        """Ask once for committed offsets; partitions without one are left out.
+        """Fetch committed offsets with one request; partitions without one are left out.
 
-        The client's own reading overlooks an answer that is an error as a whole (`stored_offsets`).
+        aiokafka's own method overlooks a response with a top-level error (see `stored_offsets`).
         """
         await self._wait_for_commits()
         request = OffsetFetchRequest(self.group_id, by_topic({name: name.partition for name in partitions}))
@@ -328,13 +328,13 @@ class Internals:
         return found
 
     async def _confirm_coordinator(self) -> None:
-        """Ask the other brokers who coordinates the group, unless we are a member of it; the first answer counts.
+        """Check with the other brokers who coordinates the group, unless we are a member; the first answer counts.
 
-        A broker that was frozen answers with the offsets of that time until it learns that another has taken over.
-        Members do not ask it: the coordinator that gave them their partitions is the one that they know.
+        A broker that was frozen returns old offsets until it learns that another one took over. Members skip the check:
+        they use the coordinator that gave them their partitions.
 
         Raises:
-            KafkaError: Another broker names another coordinator, or none.
+            KafkaError: Another broker names a different coordinator, or none.
         """
         ours = self.coordinator.coordinator_id
         if self.membership() != NOT_A_MEMBER:
@@ -359,10 +359,10 @@ class Internals:
             await end_tasks(asking)
 
     async def _wait_for_commits(self) -> None:
-        """Wait until the coordinator of now knows all commits: the one that gave us our partitions does.
+        """Wait until the current coordinator knows all commits; the one that assigned our partitions does.
 
-        One that has taken over since answers with older offsets, and no error, until it has learnt how far its log is
-        replicated. Who has joined no group believes the first that it asks.
+        A coordinator that took over since returns older offsets, without an error, until it learns how far its log is
+        replicated. A client that has not joined the group trusts the first coordinator it finds.
         """
         now = asyncio.get_running_loop().time
         while (tenure := self.coordinator._coordinator_dead_fut) is not self._believed:
@@ -376,10 +376,10 @@ class Internals:
     async def log_ranges(
         self, partitions: Collection[TopicPartition], patience: float
     ) -> dict[TopicPartition, LogRange]:
-        """The bounds of logs; a partition is left out when no leader answers for it.
+        """Fetch the bounds of logs; partitions whose leader does not answer are left out.
 
-        Takes at most twice *patience* seconds: for a look at who leads, and for the leaders, all at once. The client's
-        own look-up asks for all partitions again and again until each of them has a leader that answers.
+        Takes at most twice *patience* seconds: one metadata look-up, then requests to all leaders concurrently.
+        aiokafka's own method retries all partitions until each of them has a leader that answers.
         """
         leaders = await self._leaders(partitions, patience)
         asked = [self._ranges_at(leader, names, patience) for leader, names in leaders.items() if leader is not None]
@@ -391,7 +391,7 @@ class Internals:
     async def _leaders(
         self, partitions: Collection[TopicPartition], patience: float
     ) -> dict[int | None, list[TopicPartition]]:
-        """The partitions by the broker that leads them, None for those without; looked up where one is unknown."""
+        """Group partitions by leader, with None for partitions without one; look up unknown leaders first."""
         leader_of = self.client.cluster.leader_for_partition
         unknown = [name for name in partitions if leader_of(name) in _NO_LEADER]
         if unknown:
@@ -411,7 +411,7 @@ class Internals:
     ) -> dict[TopicPartition, LogRange]:
         try:
             async with asyncio.timeout(patience):
-                # One after the other: a start never lies behind an end that was asked for before it.
+                # In this order, so that no end is older than its start.
                 starts = await self._offsets_at(leader, partitions, OffsetResetStrategy.EARLIEST)
                 ends = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST)
         except (kafka.KafkaError, TimeoutError) as error:
@@ -427,35 +427,35 @@ class Internals:
         return led_offsets(await self.client.send(leader, OffsetRequest(-1, self.fetcher._isolation_level, asked)))
 
     async def look_up_topic(self, topic: str) -> frozenset[int]:
-        """The partitions of a topic, asked now; neither follows the topic from here on nor creates it."""
+        """Fetch the current partitions of a topic; does not subscribe to metadata updates or create the topic."""
         node = self.client.get_random_node()
         answer = await self.client.send(node, MetadataRequest([topic], allow_auto_topic_creation=False))
         return frozenset(topic_leaders(answer, topic))
 
     async def look_up_topics(self) -> frozenset[str]:
-        """The topics that we may see, asked now, without the brokers' own."""
+        """Fetch the current topics that this user may see, without internal topics."""
         return existing_topics(await self.client.send(self.client.get_random_node(), MetadataRequest(None)))
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """The first offset that is not older than *timestamp*, or None; retries what passes and has no deadline."""
-        # The client's public method takes a log that the answer leaves out for one without newer records.
+        """Return the first offset not older than *timestamp*, or None. Retries transient errors; has no deadline."""
+        # The public method treats a partition missing from the response as one without newer records.
         found = await self.fetcher._retrieve_offsets({topic_partition: round(timestamp * 1000)})
         if topic_partition not in found:
             raise IncompleteAnswerError(f"{topic_partition} was not searched by time")
         offset, _ = found[topic_partition]
         return None if offset < 0 else int(offset)
 
-    # The end --------------------------------------------------------------------------
+    # Shutdown -------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """Stop taking part in the group, and say so unless the member is static."""
+        """Leave the group; tells the coordinator unless the member is static."""
         coordinator = self.coordinator
         if coordinator is None:
             return
         if not coordinator._closing.done():
             coordinator._closing.set_result(None)
         joining = bool(coordinator._performed_join_prepare)
-        # Cancelled, not awaited: a join in progress lasts as long as the slowest member drains.
+        # Do not wait for the join itself: it lasts until the slowest member has drained.
         await end_tasks(
             task for task in (coordinator._coordination_task, coordinator._heartbeat_task) if task is not None
         )
@@ -463,7 +463,7 @@ class Internals:
         if not coordinator.member_id or coordinator._group_instance_id is not None or node is None:
             return
         if joining:
-            # The broker reads nothing more from a connection whose join it has not answered.
+            # While a join is unanswered, the broker reads nothing else from that connection.
             connection = self.client._conns.pop((node, ConnectionGroup.COORDINATION), None)
             if connection is not None:
                 connection.close(reason=CloseReason.SHUTDOWN)
@@ -472,7 +472,7 @@ class Internals:
         raise_for(answer.error_code)
 
     async def tear_down(self) -> None:
-        """End every task and connection, whatever state they are in; takes at most 2 s."""
+        """End every task and connection, in any state; takes at most 2 s."""
         self._join_again_in(None)
         self.end_session()
         self.consumer._closed = True
@@ -492,16 +492,16 @@ class Internals:
 def fetch_wait(usual: int, partitions: int, *, left_over: bool, idle: bool) -> int:
     """Return for how many milliseconds brokers may hold a fetch that has nothing to return.
 
-    A broker is asked for nothing else meanwhile: a partition that is drained or resumed while the fetch of its idle
-    neighbours waits stands still that long. So while one is being drained, fetches hardly wait. A fetch names every
-    partition, which costs 10 µs each: when all partitions are idle, and all are named, fetches of many wait longer.
-    Records that arrive end the wait.
+    A broker gets only one fetch at a time. A partition that is drained or resumed while the fetch of its idle
+    neighbours is held must wait for that fetch. So while a partition is being drained, fetches are held only briefly.
+    Each partition in a fetch costs 10 µs: if all partitions are idle, every fetch contains all of them, so with many
+    partitions the wait is longer. Arriving records end the wait.
 
     Args:
         usual: The setting `fetch_max_wait`.
-        partitions: How many are assigned.
+        partitions: The number of assigned partitions.
         left_over: Whether a fetched partition is still being drained.
-        idle: Whether no partition is paused, and none had records lately.
+        idle: Whether no partition is paused and none had records lately.
 
     Example:
         >>> [fetch_wait(100, 2_000, left_over=left_over, idle=not left_over) for left_over in (True, False)]
@@ -513,16 +513,16 @@ def fetch_wait(usual: int, partitions: int, *, left_over: bool, idle: bool) -> i
 
 
 class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
-    """What aiokafka calls when the group rebalances. What it says of the partitions, we know better."""
+    """aiokafka's rebalance callbacks. They ignore the partition lists, because the transport knows better."""
 
     def __init__(self, revoked: Callable[[], Awaitable[None]], assigned: Callable[[], None]) -> None:
         self._revoked = revoked
         self._assigned = assigned
 
     async def on_partitions_revoked(self, revoked: Collection[Any]) -> None:  # noqa: ARG002
-        """The group waits until this returns."""
+        """Run the callback; the group waits until it returns."""
         await self._revoked()
 
     def on_partitions_assigned(self, assigned: Collection[Any]) -> None:  # noqa: ARG002
-        """A plain function, so that nothing can run before it is done."""
+        """Run the callback. A plain function, so that nothing else can run before it is done."""
         self._assigned()

@@ -1,4 +1,4 @@
-"""Commits of somebody who is no member of the group, and partitions given by hand, which are committed like that."""
+"""Commits without a group member, and manual assignment, which commits that way."""
 
 import asyncio
 import itertools
@@ -29,10 +29,10 @@ _NAMED = 5
 
 
 def by_hand() -> Membership:
-    """Who somebody is whose partitions are given by hand: no member, and each life of a client another generation.
+    """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
 
-    Brokers are sent neither. Without a member id nothing is ever continued in place; and an answer that was asked for
-    in one life of the client is never taken for one of the next.
+    Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
+    keeps an answer requested in one life of the client from being used in the next.
     """
     return Membership("", next(_LIVES))
 
@@ -40,16 +40,16 @@ def by_hand() -> Membership:
 async def partitions_by_hand(
     settings: "Settings", group_id: str, partitions_of: Callable[[str], Awaitable[Collection[int]]]
 ) -> list[TopicPartition]:
-    """The partitions of `assign`, after a look whether they can be had.
+    """Return the partitions in `assign`, after checking that they exist and the group is inactive.
 
     Args:
         settings: With `assign`.
-        group_id: Its members, if any, are looked for. Where the brokers do not tell of them, the first commit will.
-        partitions_of: Tells the partitions of a topic.
+        group_id: Checked for members. If the brokers do not list them, the first commit finds out.
+        partitions_of: Returns the partitions of a topic.
 
     Raises:
         GroupHasMembersError: The group has members.
-        TransportError: A topic has no such partition; not retriable.
+        TransportError: A topic does not have such a partition; not retriable.
     """
     assign = settings.assign or {}
     for topic, numbers in assign.items():
@@ -84,14 +84,14 @@ def _missing(topic: str, missing: list[int], there: Collection[int]) -> Transpor
 
 
 async def commit_by_hand(internals: "Internals", offsets: Mapping[TopicPartition, Committed]) -> None:
-    """Send one commit of somebody who is no member, once; brokers take it while the group has none.
+    """Send one commit without a member, once; brokers accept it while the group has no members.
 
-    What is stored is kept for a year: a group without members is empty however much is read with it, and the offset of
-    a quiet partition would be deleted after `offsets.retention.minutes`, a week by default, while its app runs.
+    Brokers keep the offsets for a year. A group without members counts as empty even while an app reads with it, so
+    the offset of a quiet partition would be deleted after `offsets.retention.minutes`, a week by default.
 
     Raises:
         GroupHasMembersError: The group has members. Nothing was stored.
-        TransportError: Not acknowledged; it may have been stored, also in part.
+        TransportError: The commit was not acknowledged; all or part of it may have been stored.
     """
     try:
         await internals.find_coordinator()

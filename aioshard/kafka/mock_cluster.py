@@ -1,13 +1,13 @@
 """The process behind the embedded broker: librdkafka's mock cluster, called through ctypes.
 
-Run as a script by `aioshard.kafka.embedded`, never imported by it: an assertion in the C code ends the
-process that runs it. It talks JSON, one object per line:
+`aioshard.kafka.embedded` runs it as a script and never imports it, because a failed assertion in the C code kills the
+process. It exchanges JSON, one object per line:
 
-* first it writes `{"bootstrap_servers": "127.0.0.1:…", "librdkafka": "2.16.0", "missing": []}`, or
-  `{"error": "…"}` and ends;
-* each line that it reads is a command, `{"create_topic": "orders", "partitions": 8}`, and is answered by
-  `{}` or `{"error": "…"}`, in order;
-* it ends when its standard input ends, and so never outlives whoever started it.
+* first it writes `{"bootstrap_servers": "127.0.0.1:…", "librdkafka": "2.16.0", "missing": []}`, or it writes
+  `{"error": "…"}` and exits;
+* each line it reads is a command, `{"create_topic": "orders", "partitions": 8}`; it answers `{}` or
+  `{"error": "…"}`, in order;
+* it exits at the end of its standard input, so it never outlives its parent process.
 """
 
 import ctypes
@@ -42,8 +42,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int],
     ),
 }
-"""Result and arguments of each function that we call. The mock is declared experimental and its functions
-come and go with versions, so each is looked up before it is called."""
+"""Result and argument types of the functions we call. The mock is experimental and its functions come and go with
+versions, so we look up each one before the call."""
 
 
 class MockCluster:
@@ -54,10 +54,10 @@ class MockCluster:
 
         Args:
             library: Path of a shared library that offers librdkafka's functions.
-            advertised_port: The port on 127.0.0.1 that clients are told; None is the broker's own.
+            advertised_port: The port on 127.0.0.1 that clients see; None means the broker's own port.
 
         Raises:
-            OSError: The library cannot be loaded, or lacks what cannot be done without.
+            OSError: The library cannot be loaded, or lacks a required function.
         """
         self._library = ctypes.CDLL(library)
         self.missing = tuple(name for name in _SIGNATURES if not self._declare(name))
@@ -68,7 +68,7 @@ class MockCluster:
         error = ctypes.create_string_buffer(_ERROR_SIZE)
         configuration = self._library.rd_kafka_conf_new()
         if "rd_kafka_conf_set" not in self.missing:
-            # Warnings and worse: at its default it remarks that it was given no brokers.
+            # Warnings and above: the default level also logs that no brokers are configured.
             self._library.rd_kafka_conf_set(configuration, b"log_level", b"4", error, _ERROR_SIZE)
         handle = self._library.rd_kafka_new(_PRODUCER, configuration, error, _ERROR_SIZE)
         self._cluster = self._library.rd_kafka_mock_cluster_new(handle, 1) if handle else None
@@ -93,7 +93,7 @@ class MockCluster:
 
     @property
     def bootstrap_servers(self) -> str:
-        """Where the broker itself listens."""
+        """The address that the broker itself listens on."""
         servers: bytes = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster)
         return servers.decode()
 
@@ -106,7 +106,7 @@ class MockCluster:
         """Create a topic.
 
         Raises:
-            OSError: It exists, or this version cannot create topics.
+            OSError: The topic exists, or this version cannot create topics.
         """
         if "rd_kafka_mock_topic_create" in self.missing:
             raise OSError(
@@ -127,9 +127,9 @@ def main(library: str, advertised_port: int | None) -> int:
         advertised_port: As for `MockCluster`.
 
     Returns:
-        The exit code: 0, or 1 when the broker did not start.
+        The exit code: 0, or 1 if the broker did not start.
     """
-    # A Ctrl-C in the terminal reaches every process of the group; the one that started us decides what follows.
+    # Ctrl-C in the terminal reaches the whole process group; our parent decides when we exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         cluster = MockCluster(library, advertised_port)
@@ -151,7 +151,7 @@ def _answer(cluster: MockCluster, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)  # noqa: T201 - the other side reads it
+    print(json.dumps(message), flush=True)  # noqa: T201 - the parent process reads it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings as the options of aiokafka's consumer, producer and client."""
+"""Translate settings into options of aiokafka's consumer, producer and client."""
 
 import inspect
 from collections.abc import Callable
@@ -20,30 +20,30 @@ Compression = Literal["none", "gzip", "lz4", "snappy", "zstd"]
 _LEAST_PREFETCH = 16 * 1024
 _MOST_PREFETCH = 1024 * 1024
 _NEVER_MS = 10**15
-"""The client leaves the group when nobody calls `getmany` for so long; we never do."""
+"""Disables a rule of the client: it leaves the group if nobody calls `getmany` for this long, and we never call it."""
 
 _BATCH_BYTES = 64 * 1024
 _MOST_REQUEST_BYTES = 100 * 1024 * 1024
-"""What a broker reads as one request (`socket.request.max.bytes`). It closes the connection on a larger one without a
-word, and the producer would send it again, for ever; what is smaller is refused in words, by the topic's own limit."""
+"""The largest request that brokers read (`socket.request.max.bytes`). They close the connection on a larger one without
+an error, and the producer would resend it forever. Below this, the topic's own limit refuses it with an error."""
 _REQUEST_TIMEOUT_MS = 30_000
-"""After which a broker that took a request and does not answer counts as gone; Kafka's own default."""
+"""Milliseconds without a response after which a broker counts as gone; Kafka's own default."""
 
 
 def partition_share(partitions: int, max_bytes: int) -> int:
-    """What one fetch may bring of each partition when all together may bring *max_bytes*.
+    """Return the maximum bytes per partition in a fetch, for *max_bytes* over all partitions.
 
-    At least 16 KiB, because smaller fetches cost more than they save; at most 1 MiB. A broker returns at
-    least one batch, whatever its size.
+    At least 16 KiB, because smaller fetches cost more than they save, and at most 1 MiB. A broker returns at
+    least one batch, of any size.
     """
     return min(max(max_bytes // max(partitions, 1), _LEAST_PREFETCH), _MOST_PREFETCH)
 
 
 def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
-    """Everything that aiokafka's consumer is told; which of it a user may set, the settings have checked.
+    """Build all options of aiokafka's consumer. `Settings` has checked which of them users may override.
 
     Raises:
-        SettingsError: Certificates or keys cannot be used, or the SASL mechanism needs what is not installed.
+        SettingsError: Certificates or keys cannot be used, or the SASL mechanism needs a missing package.
     """
     half = settings.max_buffered_bytes // 2
     return {
@@ -61,7 +61,7 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         "heartbeat_interval_ms": _milliseconds(settings.heartbeat_interval),
         "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
         "fetch_max_wait_ms": _milliseconds(settings.fetch_max_wait),
-        # A response is in memory twice while it is decoded, beside what the client still holds of the one before.
+        # While a response is decoded it is in memory twice, in addition to the rest of the previous response.
         "fetch_max_bytes": max(half // 2, 1),
         "max_partition_fetch_bytes": partition_share(1, half),
         "partition_assignment_strategy": (
@@ -75,12 +75,12 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
 def producer_options(
     settings: "Settings", *, compression: Compression = "none", request_timeout: float = _REQUEST_TIMEOUT_MS / 1000
 ) -> dict[str, Any]:
-    """Everything that aiokafka's producer is told: idempotent, so acknowledged by all in-sync replicas.
+    """Build all options of aiokafka's producer: idempotent, so all in-sync replicas acknowledge.
 
     Args:
-        settings: Of `client_options` it takes what a producer knows.
-        compression: Of whole batches.
-        request_timeout: Seconds after which a broker that took a request and does not answer counts as gone.
+        settings: Options in `client_options` that producers do not know are ignored.
+        compression: Applies to whole batches.
+        request_timeout: Seconds without a response after which a broker counts as gone.
 
     Raises:
         SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
@@ -95,11 +95,11 @@ def producer_options(
 
 
 def client_options(settings: "Settings", *, request_timeout: float) -> dict[str, Any]:
-    """Everything that aiokafka's bare client is told, and its admin client.
+    """Build all options of aiokafka's bare client and of its admin client.
 
     Args:
-        settings: Of `client_options` it takes what a client knows.
-        request_timeout: Seconds after which a broker that took a request and does not answer counts as gone.
+        settings: Options in `client_options` that this client does not know are ignored.
+        request_timeout: Seconds without a response after which a broker counts as gone.
 
     Raises:
         SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
@@ -115,7 +115,7 @@ def _common_options(settings: "Settings", client: Callable[..., Any], request_ti
         "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
         "request_timeout_ms": _milliseconds(request_timeout),
         **security_options(settings),
-        # What is for consumers, such as fetch_min_bytes, has no meaning here.
+        # Consumer options, such as fetch_min_bytes, have no meaning here.
         **{name: value for name, value in settings.client_options.items() if name in known},
     }
 

@@ -1,4 +1,4 @@
-"""Publishing for an app: the producer port on aiokafka's idempotent producer."""
+"""The producer port on aiokafka's idempotent producer."""
 
 import asyncio
 import copy
@@ -26,15 +26,15 @@ __all__ = ["KafkaProducer"]
 logger = logging.getLogger("aioshard.kafka.producer")
 
 _PATIENCE = 30.0
-"""Seconds after which a message that was not acknowledged is given up. The client itself would try for ever."""
+"""Seconds after which an unacknowledged message fails. The client itself would retry forever."""
 _REQUEST_TIMEOUT = 10.0
-"""Seconds after which a broker that does not answer counts as gone; a few attempts fit into `_PATIENCE`."""
+"""Seconds without a response after which a broker counts as gone; a few attempts fit into `_PATIENCE`."""
 _QUIET = 5.0
-"""Seconds that a message waits until that is trouble."""
+"""Seconds that a message may wait before `trouble` reports it."""
 _TOPIC_TIMEOUT = 5.0
-"""Seconds for a topic to appear that the brokers do not know."""
+"""Seconds to wait until an unknown topic appears."""
 _SAME_PARTITION = 100
-"""Messages without a key that go to one partition before another is chosen: they share batches."""
+"""Messages without a key that go to the same partition in a row, so that they share batches."""
 _REMEMBERED_KEYS = 10_000
 
 _OF_THE_WHOLE_BATCH = (
@@ -45,25 +45,25 @@ _OF_THE_WHOLE_BATCH = (
     kafka.InvalidProducerIdMapping,
     kafka.UnknownProducerId,
 )
-"""Refusals that no single record of a batch is the reason of."""
+"""Errors that no single record of a batch can cause."""
 _TOO_LARGE = (kafka.MessageSizeTooLargeError, kafka.RecordListTooLargeError)
 _FINAL = frozenset({17, 32, 43, 44, 76, 87})
-"""Codes of refusals that stay as they are: the topic's name, the timestamp, the format, a policy, the compression, the
-record itself (a topic that is compacted takes none without a key)."""
+"""Error codes that are never transient. They concern the topic's name, the timestamp, the format, a policy, the
+compression, or the record itself (a compacted topic rejects records without a key)."""
 
 
 class _Topic:
-    """A topic that something was published to."""
+    """A topic that the app has published to."""
 
     __slots__ = ("failed_at", "failure", "line", "lines", "partitions", "same", "same_left")
 
     def __init__(self) -> None:
         self.line = asyncio.Lock()
-        """Whoever publishes waits here, in the order of the calls, until it is known where to."""
+        """Keeps callers in order until the partition of their message is known."""
         self.lines: dict[int, asyncio.Lock] = {}
-        """The same for each partition, until the message is in a batch."""
+        """The same per partition, until the message is in a batch."""
         self.partitions = 0
-        """How many; 0 is not known."""
+        """The number of partitions; 0 if unknown."""
         self.same = 0
         self.same_left = 0
         self.failure: TransportError | None = None
@@ -71,7 +71,7 @@ class _Topic:
 
 
 class _Waiting:
-    """A message that is not acknowledged."""
+    """A message that is not acknowledged yet."""
 
     __slots__ = ("since", "topic")
 
@@ -83,15 +83,16 @@ class _Waiting:
 class KafkaProducer:
     """Publishes through aiokafka's idempotent producer; implements `aioshard.ports.Producer`.
 
-    The first message connects; so does the first one after the client was lost or nothing was acknowledged for 30 s.
+    The first message connects. So does the next one after the client was lost or no broker acknowledged anything for
+    30 s.
 
     Invariants:
-        * A message that the brokers refuse does not keep later ones of its partition from being stored.
-        * Nothing that was given up is tried again behind the back of its caller.
+        * A message that the brokers reject does not keep later ones of its partition from being stored.
+        * A message that was given up is never sent later without its caller's knowledge.
     """
 
     def __init__(self, settings: "Settings") -> None:
-        """Check the options; connects to nothing.
+        """Check the options; connects to nothing yet.
 
         Raises:
             SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
@@ -100,15 +101,15 @@ class KafkaProducer:
         self._options = producer_options(settings, request_timeout=_REQUEST_TIMEOUT)
         self._shared = SharedClient("producer", self._connect)
         self._asking = ""
-        """The topic of whoever asked for a client last; for a sentence."""
+        """The topic of the latest caller that needed a client; for the error message."""
         self._topics: dict[str, _Topic] = {}
         self._waiting: dict[_Waiting, None] = {}
-        """What is not acknowledged, the oldest first."""
+        """The unacknowledged messages, oldest first."""
         self._acknowledged_at = 0.0
 
     @property
     def trouble(self) -> str | None:
-        """See `Producer.trouble`; a message has waited for 5 s."""
+        """See `Producer.trouble`; reports messages that have waited for 5 s."""
         oldest = next(iter(self._waiting), None)
         if oldest is None or (waited := time.monotonic() - oldest.since) < _QUIET:
             return None
@@ -124,15 +125,15 @@ class KafkaProducer:
         return f"{told}; others were acknowledged meanwhile: are enough replicas of its partition in sync?"
 
     async def publish(self, message: Message) -> int:
-        """See `Producer.publish`. Gives up after 30 s, and on a topic that does not exist after 5 s.
+        """See `Producer.publish`. Gives up after 30 s, or after 5 s if the topic does not exist.
 
         Raises:
-            ClientLostError: The producer is closed, or its client ended by itself.
+            ClientLostError: The producer is closed, or its client failed.
             ConnectError: No broker could be reached.
-            AuthenticationError: The brokers refused our credentials, or we their certificate.
-            AuthorizationError: The brokers do not allow the topic.
-            MessageTooLargeError: Its topic does not take a message of this size.
-            TransportError: Not acknowledged for another reason; see `retriable`.
+            AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+            AuthorizationError: This user may not write to the topic.
+            MessageTooLargeError: The message is larger than its topic allows.
+            TransportError: The message was not acknowledged for another reason; see `retriable`.
         """
         waiting = _Waiting(message.topic, time.monotonic())
         self._waiting[waiting] = None
@@ -167,13 +168,13 @@ class KafkaProducer:
             except RefusedError as refusal:
                 if refusal.records == 1 or refusal.error in _OF_THE_WHOLE_BATCH:
                     raise _refused(refusal, message) from refusal
-                # It may be another record of its batch that the broker does not take, or the batch as a whole.
+                # The broker may have rejected another record of the batch, or the batch as a whole.
                 alone = True
             except kafka.KafkaError as error:
                 raise self._failed(client, error, message.topic) from error
 
     async def _send(self, message: Message, since: float, *, alone: bool) -> tuple[SendingClient, asyncio.Future[Any]]:
-        """Put a message into a batch, behind all that were published before it; returns its acknowledgement."""
+        """Add a message to a batch, after all messages published before it; return its acknowledgement."""
         topic = self._topics.get(message.topic)
         if topic is None:
             topic = self._topics[message.topic] = _Topic()
@@ -183,7 +184,7 @@ class KafkaProducer:
             line = topic.lines.get(partition)
             if line is None:
                 line = topic.lines[partition] = asyncio.Lock()
-        # Nothing is awaited between the two lines, so nobody overtakes.
+        # No await between the two locks, so nobody overtakes.
         async with line:
             try:
                 acknowledgement = await client.add(message, partition, alone=alone)
@@ -216,7 +217,7 @@ class KafkaProducer:
         return topic.same
 
     async def _look_up(self, client: SendingClient, topic: _Topic, name: str, since: float) -> int:
-        """Ask how many partitions a topic has; who waited while others found out that it is not there need not ask."""
+        """Look up the number of partitions. Callers that waited meanwhile share the error of a missing topic."""
         if topic.failure is not None and topic.failed_at >= since:
             raise copy.copy(topic.failure)
         give_up: float | None = None
@@ -255,21 +256,21 @@ class KafkaProducer:
         return client
 
     def _forget_partitions(self, _cluster: object = None) -> None:
-        """After each look-up: topics may have got partitions, or have gone."""
+        """Forget partition counts after each metadata update: topics may have new partitions, or be gone."""
         for topic in self._topics.values():
             topic.partitions = 0
 
     def _discard(self, client: SendingClient, error: TransportError) -> None:
-        """Fail what waits for a client with *error* and close it; the next message connects."""
+        """Close a client and fail its pending messages with *error*; the next message connects."""
         client.give_up(error)
         if client is self._shared.client:
             logger.warning("%s; the producer connects anew", error)
             self._shared.drop(client)
 
-    # What goes wrong --------------------------------------------------------------------
+    # Errors -----------------------------------------------------------------------------
 
     def _given_up(self, waiting: _Waiting) -> TransportError:
-        """What a message ends with that was not acknowledged in time."""
+        """Return the error of a message that was not acknowledged in time."""
         if self._acknowledged_at > waiting.since:
             return TransportError(
                 f"a message for topic {waiting.topic!r} was not acknowledged within {_PATIENCE:g} s, while others "
@@ -277,17 +278,17 @@ class KafkaProducer:
             )
         error = nothing_acknowledged(self._settings.bootstrap_servers, _PATIENCE)
         if self._shared.client is not None:
-            # What it still has would be sent when the brokers are back, beside what is then published again.
+            # Otherwise, once brokers are back, it would send its old messages in addition to those published again.
             self._discard(self._shared.client, error)
         return error
 
     def _failed(self, client: SendingClient, error: kafka.KafkaError, topic: str) -> TransportError:
-        """What a message ends with whose batch did not come to a broker."""
+        """Return the error of a message whose batch did not reach a broker."""
         if client.lost is not None:
             lost = _lost(client, topic)
             self._discard(client, lost)
             return lost
-        # Its number was used up all the same.
+        # The batch used up its sequence numbers anyway.
         client.forget_producer_id()
         if not client.partition_count(topic):
             return missing_topic(topic, _REQUEST_TIMEOUT)
@@ -313,13 +314,13 @@ def _lost(client: SendingClient, topic: str) -> TransportError:
 
 
 def _size(message: Message) -> int:
-    """Bytes of a message as a broker counts them, but for a few."""
+    """Return roughly the size of a message in bytes, as brokers count it."""
     headers = sum(len(name) + len(content or b"") for name, content in message.headers)
     return len(message.key or b"") + len(message.value or b"") + headers
 
 
 @functools.lru_cache(maxsize=_REMEMBERED_KEYS)
 def _hash(key: bytes) -> int:
-    """What Java's partitioner makes of a key; in Python it takes as long as the rest of publishing."""
+    """Hash a key as Java's partitioner does. Cached: in Python, hashing takes as long as the rest of publishing."""
     hashed: int = murmur2(key) & 0x7FFFFFFF
     return hashed

@@ -1,4 +1,4 @@
-"""What a transport on aiokafka asks of the brokers beside reading: positions, bounds, topics."""
+"""Broker queries of an aiokafka transport: positions, log bounds, topics."""
 
 import asyncio
 from abc import abstractmethod
@@ -22,21 +22,21 @@ __all__ = ["Questions", "refuse_what_is_not_ours"]
 T = TypeVar("T")
 
 _RETRY_BACKOFF = 0.1
-"""Seconds between two attempts of a question to the brokers."""
+"""Seconds between two attempts of a query."""
 
 
 class Questions:
-    """The part of a transport that only asks."""
+    """The query methods of a transport."""
 
     _group_id: str
     _settings: "Settings"
 
     @abstractmethod
     def _running(self) -> tuple[Internals, Intake]:
-        """The client, while the transport is open; raises `ClientLostError` when it is not."""
+        """Return the client; raises `ClientLostError` unless the transport is open."""
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
+        """See `Transport.committed`. Has no deadline; retries transient errors."""
         while partitions:
             internals, _ = self._running()
             try:
@@ -52,13 +52,13 @@ class Questions:
         return {}
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`. It takes at most two thirds of `commit_timeout`."""
+        """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""
         internals, _ = self._running()
         asking = internals.log_ranges(partitions, self._settings.commit_timeout / 3)
         return await self._told(asking, f"the bounds of {', '.join(map(str, partitions))}")
 
     async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
+        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
         internals, _ = self._running()
         known = internals.client.cluster.partitions_for_topic(topic)
         if known:
@@ -71,7 +71,7 @@ class Questions:
         return await self._told(internals.look_up_topics(), "the topics")
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
+        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
         internals, _ = self._running()
         asking = internals.offset_at(topic_partition, timestamp)
         return await self._told(asking, f"the offsets of {topic_partition} by time")
@@ -90,7 +90,14 @@ def refuse_what_is_not_ours(
     membership: Membership,
     current: Membership,
 ) -> None:
-    """Refuse a commit before it is sent: it was meant for *membership*, and now we have *ours* as *current*.
+    """Refuse a commit before it is sent if we no longer have *membership* or its partitions.
+
+    Args:
+        group_id: For the error message.
+        partitions: The partitions to commit.
+        ours: The partitions that we have now.
+        membership: The membership that the commit was made for.
+        current: Our membership now.
 
     Raises:
         CommitRefusedError: The group has moved on since.

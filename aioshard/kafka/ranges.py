@@ -1,4 +1,4 @@
-"""The transport over history: ranges of offsets, read once, without a group and without commits."""
+"""The backfill transport: reads ranges of offsets once, without a group and without commits."""
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -34,12 +34,12 @@ __all__ = ["RangeTransport"]
 class RangeTransport(Groupless):
     """Reads ranges of offsets as if they were whole logs; implements `aioshard.ports.Transport`.
 
-    All partitions are assigned at the start and stay so. A commit is kept here and nowhere else: whoever planned the
-    ranges takes note of how far they were done. One instance is one life of the client.
+    All partitions are assigned at the start and never revoked. Commits stay in this object: the planner of the ranges
+    records their progress. One instance is one life of the client.
 
     Invariants:
-        * Nothing outside a range is handed out, nor an offset that counts as finished already.
-        * A range whose start retention has deleted is an error: its records are not silently left out.
+        * `poll` returns no record outside its range and no offset that already counts as finished.
+        * If retention has deleted the start of a range, that is an error: records are never skipped silently.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class RangeTransport(Groupless):
         ranges: Mapping[TopicPartition, LogRange],
         finished: Mapping[TopicPartition, Collection[int]] | None = None,
     ) -> None:
-        """Check the options; connects to nothing.
+        """Check the options; connects to nothing yet.
 
         Args:
-            settings: The brokers, sizes, and what of transactions is read.
-            ranges: From each start up to, and without, its end.
-            finished: Offsets that are not handed out, as if the log did not have them.
+            settings: The brokers, sizes and isolation level.
+            ranges: The start (inclusive) and end (exclusive) of each range.
+            finished: Offsets to skip, as if the log did not contain them.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
@@ -80,7 +80,7 @@ class RangeTransport(Groupless):
     # Life -----------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
-        """See `Transport.start`; what is read are the ranges, whatever the handlers take."""
+        """See `Transport.start`; reads the ranges, regardless of *topics* and *pattern*."""
         if self._internals is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
         internals = self._internals = await connected(
@@ -116,7 +116,7 @@ class RangeTransport(Groupless):
         """See `Transport.poll`.
 
         Raises:
-            DataLossError: Retention has deleted the start of what is left of a range.
+            DataLossError: Retention has deleted records of a range before they were read.
         """
         found = await self._waiting.until_new(functools.partial(self._look, allowance), timeout)
         _, intake = self._running()
@@ -133,7 +133,7 @@ class RangeTransport(Groupless):
         return self._internals, self._intake
 
     def _within(self, found: FetchedBatch | Fault | Oversized, intake: Intake) -> FetchedBatch | Fault | Oversized:
-        """What of a batch is in its range and not finished; behind the end, the partition is read no further."""
+        """Trim a batch to its range, without finished offsets; pause the partition at the end of the range."""
         name = found.topic_partition
         if isinstance(found, Fault) and isinstance(found.error, OffsetOutOfRangeError):
             bounds = self._ranges[name]
@@ -176,7 +176,7 @@ class RangeTransport(Groupless):
             self._intake.pause(partitions)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """See `Transport.resume`; a partition whose range was read stays paused."""
+        """See `Transport.resume`; a partition stays paused once its range is read."""
         if self._intake is not None:
             left = [name for name in partitions if (self.position(name) or 0) < self._ranges[name].end]
             self._intake.resume(left)
@@ -192,10 +192,10 @@ class RangeTransport(Groupless):
         if self._internals is not None:
             self._internals.bound_prefetch(partition_share(partitions, max_bytes))
 
-    # The group that there is not --------------------------------------------------------
+    # Queries --------------------------------------------------------------------------
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`: the ranges are all that there is."""
+        """See `Transport.log_ranges`: the ranges themselves."""
         return {name: self._ranges[name] for name in partitions}
 
     async def partitions(self, topic: str) -> frozenset[int]:
@@ -203,5 +203,5 @@ class RangeTransport(Groupless):
         return frozenset(name.partition for name in self._ranges if name.topic == topic)
 
     async def topics(self) -> frozenset[str]:
-        """See `Transport.topics`: those of the ranges."""
+        """See `Transport.topics`: the topics of the ranges."""
         return frozenset(name.topic for name in self._ranges)

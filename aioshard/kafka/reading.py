@@ -1,8 +1,8 @@
-"""Single fetches from partitions, outside of any group and without a consumer's state, on aiokafka's bare client.
+"""Single fetches from partitions on aiokafka's bare client, without a group and without a consumer's state.
 
-aiokafka's consumer is not used here. With each change of its partitions it throws away what it has fetched of all of
-them, it creates the topics that it looks for, and it does not tell that a log has nothing more up to its end, which
-who restores something has to know.
+aiokafka's consumer does not fit. Each change of its partitions discards everything it has fetched, it creates the
+topics that it looks up, and it does not report that nothing is left up to the end of a log. Callers that restore
+state need to know that.
 """
 
 import contextlib
@@ -32,36 +32,36 @@ if TYPE_CHECKING:
 __all__ = ["Fetched", "ReadingClient", "connect"]
 
 _MOST_BYTES = 1024 * 1024
-"""What one response brings at most, unless a single batch is larger: decoding it holds up the event loop."""
+"""Maximum bytes per response, unless a single batch is larger; decoding a response blocks the event loop."""
 _EVERYTHING = 1 << 62
 _PREFERRED_REPLICA = 11
-"""The version of a response from which on each partition names one."""
+"""The fetch response version from which on each partition names a preferred replica."""
 
 
 class Fetched(NamedTuple):
-    """What one fetch brought of one partition.
+    """The result of one fetch for one partition.
 
     Invariants:
-        * All that is readable from the offset that was asked for up to `next_offset` is in `records`.
-        * No records, no error and `next_offset` where it was: there is nothing up to `end`, or it is not known.
+        * `records` contains everything readable from the requested offset up to `next_offset`.
+        * No records, no error and an unchanged `next_offset`: nothing is left up to `end`, or that is unknown.
     """
 
     records: list[Record]
     next_offset: int
     end: int
-    """The last stable offset; -1 where there is an error."""
+    """The last stable offset; -1 if there is an error."""
     error: TransportError | kafka.KafkaError | None = None
-    """What came after the records and cannot be read, or why nothing was."""
+    """Why nothing, or nothing after the records, can be read."""
 
 
 class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
-    """One life of a client that reads; creates no topics. After `tear_down` it is gone."""
+    """One life of a client that reads and never creates topics. Unusable after `tear_down`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Make a client; nothing connects yet.
+        """Make a client; connects to nothing yet.
 
         Raises:
-            ValueError: An option has a value that aiokafka does not take.
+            ValueError: aiokafka rejects the value of an option.
         """
         super().__init__(**options)
         refuse_useless_connections(self)
@@ -74,41 +74,41 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
 
     @property
     def lost(self) -> BaseException | None:
-        """Why it is of no use any more; None while it lives."""
+        """Why the client is no longer usable; None while it is."""
         if self._sync_task is None or not self._sync_task.done():
             return None
         error: BaseException | None = None if self._sync_task.cancelled() else self._sync_task.exception()
         return error or kafka.KafkaConnectionError("closed")
 
     async def tear_down(self) -> None:
-        """End every task and connection, whatever state they are in; takes at most 2 s."""
+        """End every task and connection, in any state; takes at most 2 s."""
         await close_client(self, [])
 
-    # Where partitions are ---------------------------------------------------------------
+    # Metadata ---------------------------------------------------------------------------
 
     def leader(self, topic_partition: TopicPartition) -> int | None:
-        """The broker that leads a partition, as last told; None when it is not known."""
+        """Return the last known leader of a partition; None if unknown."""
         node: int | None = self.cluster.leader_for_partition(topic_partition)
         return None if node == -1 else node
 
     def may_not_see(self, topic: str) -> bool:
-        """Whether the brokers refused to tell of a topic when they were last asked."""
+        """Whether the brokers refused access to a topic in the latest look-up."""
         return topic in self.cluster.unauthorized_topics
 
     def follow(self, topic: str) -> None:
-        """Ask for a topic too with each look-up from now on."""
+        """Include a topic in every look-up from now on."""
         self._topics.add(topic)
 
     async def look_up(self, topic: str) -> bool:
-        """Ask the brokers for a topic, and for all others that are followed; whether they answered."""
+        """Look up a topic, and all followed ones; return whether the brokers answered."""
         self.follow(topic)
         return bool(await self.force_metadata_update())
 
     async def partition_count(self, topic: str) -> int:
-        """How many partitions a topic has now; 0 when there is none of that name, or we may not see it.
+        """Fetch the current number of partitions; 0 if the topic does not exist or this user may not see it.
 
         Raises:
-            KafkaError: The broker did not tell.
+            KafkaError: The broker did not answer.
         """
         request = MetadataRequest([topic], allow_auto_topic_creation=False)
         answer = await self.send(self.get_random_node(), request)
@@ -117,7 +117,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         return 0
 
     async def _metadata_update(self, cluster_metadata: Any, topics: Any) -> bool:
-        """In place of aiokafka's, which creates the topics that it asks for, and asks for all when it has none."""
+        """Replace aiokafka's version, which creates the requested topics, and without any requests all topics."""
         request = MetadataRequest(sorted(topics), allow_auto_topic_creation=False)
         nodes = [broker.nodeId for broker in self.cluster.brokers()]
         for node in random.sample(nodes, len(nodes)):
@@ -135,24 +135,24 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         cluster_metadata.failed_update(None)
         return False
 
-    # What is in them --------------------------------------------------------------------
+    # Offsets and records ----------------------------------------------------------------
 
     async def end_offset(self, node: int, topic_partition: TopicPartition) -> int:
-        """The last stable offset of a partition; the same errors as `start_offset`."""
+        """Fetch the last stable offset of a partition; raises the same errors as `start_offset`."""
         return await self._offset(node, topic_partition, -1)
 
     async def start_offset(self, node: int, topic_partition: TopicPartition) -> int:
-        """The first offset of a partition's log.
+        """Fetch the first offset of a partition's log.
 
         Raises:
-            KafkaError: The broker did not tell.
+            KafkaError: The broker did not answer.
         """
         return await self._offset(node, topic_partition, -2)
 
     async def _offset(self, node: int, topic_partition: TopicPartition, which: int) -> int:
         topic, partition = topic_partition
         request = OffsetRequest(-1, READ_COMMITTED, [(topic, [(partition, which)])])
-        # Through a connection of its own: on the other one it would wait for the fetch in progress.
+        # On a separate connection: on the other one, the request would wait for the fetch in progress.
         answer = await self.send(node, request, group=ConnectionGroup.COORDINATION)
         return log_offsets(answer, [topic_partition])[topic_partition]
 
@@ -161,17 +161,18 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
     ) -> dict[TopicPartition, Fetched]:
         """Fetch from each partition once.
 
-        An offset below the log goes on at its start, and so does one beyond its end, since the log is another one then.
+        An offset before the log continues at the log's start. So does one beyond its end: the log must be a new one.
 
         Args:
-            node: The broker that leads them all.
-            offsets: Where to read. What comes first is found out for certain: when nothing is returned of it,
-                nothing is there up to its end. Of the others that is known only as long as nothing is returned at all.
+            node: The broker that leads all the partitions.
+            offsets: The offset to fetch from, per partition. If nothing is returned for the first partition, it
+                certainly has no records up to its end. For a later partition, that is certain only if those before
+                it returned nothing either.
             wait: Seconds that the broker may wait for something to return.
-            aside: Whether it takes the connection that no waiting fetch is on.
+            aside: Whether to use the connection that carries no waiting fetch.
 
         Raises:
-            KafkaError: The broker did not answer, or with an error.
+            KafkaError: The broker did not answer, or answered with an error.
         """
         by_topic: dict[str, list[tuple[int, int, int]]] = {}
         for (topic, partition), offset in offsets.items():
@@ -203,7 +204,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
 
 
 def _decoded(at: TopicPartition, offset: int, end: int, aborted: Any, data: bytes | None, *, certain: bool) -> Fetched:
-    """The records in the bytes that a broker returned of one partition from *offset* on."""
+    """Decode the bytes that a broker returned for one partition from *offset* on."""
     memory = MemoryRecords(data or b"")
     if not memory.has_next():
         if not data:
@@ -219,15 +220,15 @@ def _decoded(at: TopicPartition, offset: int, end: int, aborted: Any, data: byte
 
 
 async def connect(settings: "Settings", options: Mapping[str, Any]) -> ReadingClient:
-    """A client that is connected; takes at most three times `CONNECT_TIMEOUT`.
+    """Return a connected client; takes at most three times `CONNECT_TIMEOUT`.
 
     Args:
-        settings: Names for the sentences.
-        options: The client's.
+        settings: For the error messages.
+        options: The client's options.
 
     Raises:
         ConnectError: No broker could be reached.
-        AuthenticationError: The brokers refused our credentials, or we their certificate.
+        AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
         SettingsError: The client refused an option.
     """
 

@@ -1,4 +1,4 @@
-"""TLS and SASL settings as aiokafka takes them, checked so that a mistake becomes a sentence."""
+"""Translate TLS and SASL settings for aiokafka, and turn mistakes in them into readable errors."""
 
 import importlib.util
 import logging
@@ -14,12 +14,12 @@ __all__ = ["keep_secrets_out_of_logs", "security_options"]
 
 
 def security_options(settings: "Settings") -> dict[str, Any]:
-    """The options for TLS and SASL that aiokafka's consumer, producer and admin client all take.
+    """Build the TLS and SASL options that aiokafka's consumer, producer and admin client have in common.
 
-    Which settings go together has been checked; here is what only trying tells.
+    `Settings` has checked their combination; this finds mistakes that only show when the files are used.
 
     Raises:
-        SettingsError: A file is not what it should be, its password is wrong, or a package is missing.
+        SettingsError: A file is invalid, its password is wrong, or a package is missing.
     """
     options: dict[str, Any] = {"security_protocol": settings.security_protocol}
     if settings.security_protocol.endswith("SSL"):
@@ -68,7 +68,7 @@ def _short(error: Exception) -> str:
 
 
 class _HideCredentials(logging.Filter):
-    """Replaces the bytes of a SASL exchange, which aiokafka logs at level DEBUG, with three dots."""
+    """Replaces the bytes of a SASL exchange, which aiokafka logs at DEBUG level, with three dots."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -83,5 +83,5 @@ _hide_credentials = _HideCredentials()
 
 
 def keep_secrets_out_of_logs() -> None:
-    """Make aiokafka's debug log show no credentials; calling it again changes nothing."""
+    """Remove credentials from aiokafka's debug log; calling it again changes nothing."""
     logging.getLogger("aiokafka.conn").addFilter(_hide_credentials)

@@ -1,15 +1,15 @@
-"""aiokafka's idempotent producer, with what it lacks to live on after a refusal; its private attributes stay in here.
+"""aiokafka's idempotent producer, fixed so that it survives a rejected batch; contains its private attributes.
 
-What it does by itself, seen on a real broker, and what is done here instead:
+aiokafka's behaviour, observed on a real broker, and how it is fixed here:
 
-* a batch that the broker refuses (too large, not allowed) has used up its sequence numbers, and every later batch
-  of its partition fails with OutOfOrderSequenceNumber, for ever: here it asks for a new producer id;
-* a refusal does not say whether it is meant for one record, or for all that happened to be in the same batch;
-* a broker is sent nothing while a batch for it waits to be sent again, or a partition anywhere has no leader;
-* a batch whose callers have all given up is sent again and again, for ever: here it is dropped;
-* a batch that fails while it waits to be sent again is looked for where it no longer is: a KeyError in the log;
-* a key and a value that are both None, which Kafka stores, are refused by an assertion;
-* stopping waits for brokers that are gone.
+* A rejected batch (too large, not authorized) has used up its sequence numbers, so every later batch of its partition
+  fails with OutOfOrderSequenceNumber, forever. Here, the client requests a new producer id.
+* An error does not say whether it is about one record or about everything that happened to be in the same batch.
+* A broker receives nothing while a batch for it waits for a retry, or while any partition has no leader.
+* A batch whose callers have all given up is retried forever. Here, it is dropped.
+* A batch that fails while it waits for a retry is removed from a set that no longer has it: a KeyError in the log.
+* An assertion rejects messages whose key and value are both None, although Kafka stores them.
+* `stop` waits for brokers that are gone.
 """
 # ruff: noqa: SLF001 - see above; the canary tests say when one of them changes
 
@@ -39,22 +39,22 @@ __all__ = ["RefusedError", "SendingClient", "connect"]
 logger = logging.getLogger("aioshard.kafka.sending")
 
 _LONG = 86_400.0
-"""Seconds without end, for a time-out that must be a number; who waits has one of its own."""
+"""Seconds, practically infinite, where aiokafka requires a time-out; callers have their own deadlines."""
 _EXPLAINED = {
     76: "UNSUPPORTED_COMPRESSION_TYPE: The broker does not know the compression",
     87: "INVALID_RECORD: The record itself is not taken; a topic that is compacted takes none without a key",
     89: "THROTTLING_QUOTA_EXCEEDED: The quota is used up",
 }
-"""Codes that aiokafka does not know."""
+"""Error codes that aiokafka does not know."""
 
 
 class RefusedError(Exception):
-    """What a broker answered to a batch that it did not take.
+    """A broker's error for a batch that it rejected.
 
     Attributes:
-        error: aiokafka's class for the answer; `UnknownError` for what it has none for.
-        code: The broker's number for it.
-        records: How many records were in the batch.
+        error: aiokafka's class for the error; `UnknownError` if it has none.
+        code: The broker's error code.
+        records: The number of records in the batch.
     """
 
     def __init__(self, error: type[kafka.KafkaError], code: int, records: int) -> None:
@@ -70,20 +70,20 @@ class RefusedError(Exception):
 
 
 class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
-    """One life of aiokafka's producer, connected by `start`; after `tear_down` it is gone.
+    """One life of aiokafka's producer, connected by `start`; unusable after `tear_down`.
 
     Used from one event loop.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Make a client; nothing connects yet.
+        """Make a client; connects to nothing yet.
 
         Args:
-            options: aiokafka's, with `enable_idempotence`.
+            options: aiokafka's options, with `enable_idempotence`.
 
         Raises:
-            ValueError: An option has a value that aiokafka does not take.
-            RuntimeError: A compression needs a package that is missing.
+            ValueError: aiokafka rejects the value of an option.
+            RuntimeError: The compression needs a missing package.
         """
         super().__init__(**options)
         backoff: float = self.client._retry_backoff
@@ -102,7 +102,7 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         pace_look_ups(self.client, backoff)
 
     def _drain_and_look_up(self, *arguments: Any, **options: Any) -> tuple[Any, bool]:
-        """Look for leaders that are not known while what has one is sent; aiokafka would wait for the answer."""
+        """Look up missing leaders while sending to known ones; aiokafka would first wait for the look-up."""
         batches, leaders_missing = self._drain_by_nodes(*arguments, **options)
         if leaders_missing:
             waiter = self._message_accumulator.waiter()
@@ -116,7 +116,7 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
 
     @property
     def lost(self) -> BaseException | None:
-        """Why nothing is sent any more, whatever the brokers do; None while the client lives."""
+        """Why the client can no longer send, even if the brokers are fine; None while it can."""
         for task in (self._sender.sender_task, self.client._sync_task):
             if task is not None and task.done():
                 error: BaseException | None = None if task.cancelled() else task.exception()
@@ -124,39 +124,39 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         return None
 
     def partition_count(self, topic: str) -> int:
-        """How many partitions a topic has, as last told; 0 when it is not known."""
+        """Return the last known number of partitions; 0 if unknown."""
         return len(self.client.cluster.partitions_for_topic(topic) or ())
 
     def led_partitions(self, topic: str) -> list[int]:
-        """The partitions of a topic that have a leader now, as last told."""
+        """Return the partitions that, as last known, have a leader."""
         return sorted(self.client.cluster.available_partitions_for_topic(topic) or ())
 
     def may_not_see(self, topic: str) -> bool:
-        """Whether the brokers refused to tell of a topic when they were last asked."""
+        """Whether the brokers refused access to a topic in the latest look-up."""
         return topic in self.client.cluster.unauthorized_topics
 
     async def look_up(self, topic: str) -> bool:
-        """Ask the brokers for a topic, and for all others in use; whether they answered."""
+        """Look up a topic, and all others in use; return whether the brokers answered."""
         self.client.add_topic(topic)
         return bool(await self.client.force_metadata_update())
 
     def forget_topic(self, topic: str) -> None:
-        """Ask no more for a topic that is not there; without any topic aiokafka would ask for all there are."""
+        """Stop looking up a missing topic. Keeps the last one, because without any, aiokafka looks up all topics."""
         if len(self.client._topics) > 1:
             self.client._topics.discard(topic)
 
     async def add(self, message: Message, partition: int, *, alone: bool = False) -> asyncio.Future[Any]:
-        """Add a message to the batch that is sent next to its partition, or wait until there is one with room.
+        """Add a message to the next batch of its partition; wait until a batch has room.
 
-        Waits without a deadline. Cancelling the future that is returned does no harm.
+        Waits without a deadline. You can safely cancel the returned future.
 
         Args:
-            message: Its own partition is not looked at.
-            partition: Where to, which exists.
-            alone: Whether it gets a batch of its own. Nothing else may be added to the partition meanwhile.
+            message: Its `partition` is ignored.
+            partition: The target; must exist.
+            alone: Whether the message gets a batch to itself. Add nothing else to the partition meanwhile.
 
         Raises:
-            Exception: What `give_up` was told.
+            Exception: The error passed to `give_up`.
         """
         accumulator = self._message_accumulator
         at = TopicPartition(message.topic, partition)
@@ -173,14 +173,14 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         return added
 
     def forget_producer_id(self) -> None:
-        """Ask for a new producer id before anything else is sent, and count from 0 again.
+        """Request a new producer id before the next batch is sent, and restart its sequence numbers at 0.
 
-        Batches that are being sent keep the id they have; of each partition that is one at most, so order is kept.
+        Batches in flight keep their id; each partition has at most one of them, so records stay in order.
         """
         self._sender.forget_producer_id()
 
     def give_up(self, error: Exception) -> None:
-        """Fail everything that waits, and all that is added from now on, with *error*."""
+        """Fail all pending messages, and all added from now on, with *error*."""
         accumulator = self._message_accumulator
         waiting = [batch for batches in accumulator._batches.values() for batch in batches]
         waiting += accumulator._pending_batches
@@ -188,28 +188,28 @@ class SendingClient(AIOKafkaProducer):  # type: ignore[misc]
         for batch in waiting:
             waiter = batch._drain_waiter
             if waiter.done() and not waiter.cancelled():
-                waiter.exception()  # Retrieved, so that the loop does not complain about it.
+                waiter.exception()  # Retrieve it, so that the event loop does not log it.
 
     async def tear_down(self) -> None:
-        """End every task and connection, whatever state they are in; takes at most 2 s."""
+        """End every task and connection, in any state; takes at most 2 s."""
         self._closed = True
         await close_client(self.client, [self._sender.sender_task, *self._sender.requests])
 
 
 class _Pending(set[Any]):
-    """The batches that are being sent; one that waits to be sent again was taken out, and may end all the same."""
+    """The batches in flight. A batch that waits for a retry was removed already, but may still end."""
 
     def remove(self, batch: Any) -> None:
         self.discard(batch)
 
 
 class _Sender(Sender):  # type: ignore[misc]
-    """Sends with `_Request`, and lets a broker take more while batches wait to be sent again."""
+    """Sends with `_Request`; keeps sending to a broker while other batches wait for a retry."""
 
     def __init__(self, client: Any, **options: Any) -> None:
         super().__init__(client, **options)
         self.requests: set[asyncio.Task[Any]] = set()
-        """Those in progress, or with batches that wait to be sent again."""
+        """Requests in flight, or with batches that wait for a retry."""
 
     async def _send_produce_req(self, node_id: int, batches: Mapping[Any, Any]) -> None:
         task = asyncio.current_task()
@@ -220,21 +220,21 @@ class _Sender(Sender):  # type: ignore[misc]
             self._in_flight.remove(node_id)
             self._muted_partitions.difference_update(batches.keys() - {batch.tp for batch in again})
             if any(batch.future.done() and batch.future.exception() is not None for batch in batches.values()):
-                self.forget_producer_id()  # Before the next batch of the partition is given its number.
+                self.forget_producer_id()  # Before the partition's next batch gets its sequence number.
             if again:
                 await self._send_again(again)
         finally:
             self.requests.discard(task)
 
     async def _maybe_wait_for_pid(self) -> None:
-        """Before anything is sent: first of all drop what nobody wants any more."""
+        """Before anything is sent, drop batches that no caller waits for."""
         waiting = self._message_accumulator._batches
         for partition in list(waiting):
             batches = waiting[partition]
             while batches and not _is_wanted(batches[0]):
                 batch = batches.popleft()
                 if batch.retry_count:
-                    self.forget_producer_id()  # Its numbers are used up.
+                    self.forget_producer_id()  # Its sequence numbers are used up.
                 batch.drain_ready()
                 batch.failure(kafka.KafkaTimeoutError("given up"))
             if not batches:
@@ -242,7 +242,7 @@ class _Sender(Sender):  # type: ignore[misc]
         await super()._maybe_wait_for_pid()
 
     async def _send_again(self, batches: Sequence[Any]) -> None:
-        """Put batches back after a pause; what is behind them in their partitions waits for them."""
+        """Requeue batches after a pause; later batches of their partitions wait for them."""
         accumulator = self._message_accumulator
         accumulator._wakeup(accumulator.waiter())
         await asyncio.sleep(self._retry_backoff)
@@ -260,10 +260,10 @@ class _Sender(Sender):  # type: ignore[misc]
 
 
 class _Request(SendProduceReqHandler):  # type: ignore[misc]
-    """One request to one broker: at most one batch of each of its partitions."""
+    """One request to one broker, with at most one batch per partition."""
 
     async def ask(self, node_id: int) -> Sequence[Any]:
-        """Send it, settle the batches that were taken or refused, and return those to be sent again."""
+        """Send the request, resolve acknowledged and rejected batches, and return those to retry."""
         try:
             answer = await self._client.send(node_id, self.create_request())
         except kafka.KafkaError as error:
@@ -281,9 +281,9 @@ class _Request(SendProduceReqHandler):  # type: ignore[misc]
         return again
 
     def handle_response(self, response: Any) -> None:
-        """Let the batches that are refused fail with what we want to know, before they fail without it.
+        """Fail rejected batches with the details we need, before aiokafka fails them without.
 
-        A batch that the answer leaves out is sent again, with the sequence numbers that it has.
+        Batches missing from the response are retried with the same sequence numbers.
         """
         for topic, answers in response.topics:
             for partition, code, *_ in answers:
@@ -301,23 +301,23 @@ class _Request(SendProduceReqHandler):  # type: ignore[misc]
 
 
 def _is_wanted(batch: Any) -> bool:
-    """Whether anybody still waits for a batch; one that was handed over whole is always wanted."""
+    """Whether a caller still waits for the batch; always true for a batch that was added as a whole."""
     return not batch._msg_futures or any(not message.done() for message, _ in batch._msg_futures)
 
 
 async def connect(settings: "Settings", options: Mapping[str, Any], topic: str) -> SendingClient:
-    """A client that is connected and has a producer id; takes at most three and a half times `CONNECT_TIMEOUT`.
+    """Return a connected client with a producer id; takes at most three and a half times `CONNECT_TIMEOUT`.
 
     Args:
-        settings: Names for the sentences.
-        options: The producer's.
-        topic: What is to be published to; for the sentence when the user may write to no topic at all.
+        settings: For the error messages.
+        options: The producer's options.
+        topic: The topic to publish to; for the error message if this user may not write to any topic.
 
     Raises:
         ConnectError: No broker could be reached.
-        AuthenticationError: The brokers refused our credentials, or we their certificate.
-        AuthorizationError: The brokers do not let this user publish.
-        TransportError: They did not give us a producer id.
+        AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+        AuthorizationError: This user may not publish.
+        TransportError: The brokers did not assign a producer id.
         SettingsError: The client refused an option.
     """
 

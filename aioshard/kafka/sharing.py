@@ -1,4 +1,4 @@
-"""One client for many who need it at the same time: connected once, replaced when it is lost."""
+"""One client for many concurrent callers: connected once, replaced when it is lost."""
 
 import asyncio
 import copy
@@ -13,11 +13,11 @@ __all__ = ["ClosableClient", "SharedClient"]
 
 
 class ClosableClient(Protocol):
-    """A client that is connected."""
+    """A connected client."""
 
     @property
     def lost(self) -> BaseException | None:
-        """Why it is of no use any more; None while it is."""
+        """Why the client is no longer usable; None while it is."""
 
     async def tear_down(self) -> None:
         """End every task and connection."""
@@ -27,20 +27,20 @@ C = TypeVar("C", bound=ClosableClient)
 
 
 class SharedClient(Generic[C]):
-    """Holds a client, connects it when somebody needs it, and again after it was lost or dropped.
+    """Holds a client, connects it on demand, and reconnects after it was lost or dropped.
 
-    Owned by one port, used from one event loop. Its tasks connect and tear down; `close` ends both.
+    Owned by one port, used from one event loop. Background tasks connect and tear down; `close` ends both.
 
     Invariants:
-        * One attempt to connect at a time. Who was waiting when it failed is told how, and does not try again.
+        * Only one connection attempt at a time. If it fails, its waiters get the error and do not retry.
     """
 
     def __init__(self, what: str, connect: Callable[[], Awaitable[C]]) -> None:
-        """Hold no client yet.
+        """Start without a client.
 
         Args:
-            what: A word for it in messages, such as "producer".
-            connect: Gives a client that is connected.
+            what: The client's name in messages, such as "producer".
+            connect: Returns a connected client.
         """
         self.client: C | None = None
         self.closed = False
@@ -52,14 +52,15 @@ class SharedClient(Generic[C]):
         self._endings: set[asyncio.Task[None]] = set()
 
     async def get(self, since: float) -> C:
-        """The client; connects it when there is none.
+        """Return the client; connect it first if there is none.
 
         Args:
-            since: When the caller began to need it, as `time.monotonic` says: an attempt that failed later is its own.
+            since: When the caller first needed it, by `time.monotonic`. A connection attempt that failed later counts
+                as the caller's own.
 
         Raises:
-            ClientLostError: It is closed, or could not be made.
-            TransportError: It could not be connected.
+            ClientLostError: This object is closed, or the client could not be created.
+            TransportError: The client could not connect.
         """
         while True:
             if self.closed:
@@ -78,7 +79,7 @@ class SharedClient(Generic[C]):
     async def _connect_once(self) -> None:
         try:
             self.client = await self._connect()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what those who wait are told
+        except Exception as error:  # noqa: BLE001 - callers that wait get any error
             told = f"the Kafka {self._what} could not be started: {reason(error)}"
             self._failure = error if isinstance(error, TransportError) else ClientLostError(told)
             self._failed_at = time.monotonic()
@@ -86,7 +87,7 @@ class SharedClient(Generic[C]):
             self._connecting = None
 
     def drop(self, client: C) -> None:
-        """Close a client; whoever needs one next connects."""
+        """Close a client; the next caller reconnects."""
         if client is self.client:
             self.client = None
         ending = asyncio.create_task(client.tear_down(), name=f"close a {self._what}")
@@ -94,11 +95,11 @@ class SharedClient(Generic[C]):
         ending.add_done_callback(self._endings.discard)
 
     def closed_error(self) -> ClientLostError:
-        """What is raised after `close`."""
+        """Return the error to raise after `close`."""
         return ClientLostError(f"the Kafka {self._what} is closed")
 
     async def close(self) -> None:
-        """Close the client and wait until it is, for 2 s at most; nothing connects any more."""
+        """Close the client and wait for it, at most 2 s; nothing connects afterwards."""
         self.closed = True
         if self._connecting is not None:
             self._connecting.cancel()
