@@ -162,7 +162,7 @@ class Admission:
         return Allowance(epoch.probe_room, max(free, 0), alone=not self._buffer.records)
 
     def _waits_for_room(self) -> _Waiting | None:
-        """The record that others leave room for; None if its partition cannot advance, as it might never fit then."""
+        """The record that others leave room for; None if its partition cannot advance, as it might wait forever."""
         waiting = self._waiting
         return waiting if waiting is not None and waiting.lasts and not self.stuck(waiting.epoch) else None
 

@@ -43,7 +43,7 @@ class Committer:
     membership and from the epochs owned at that moment: no request is ever sent again unchanged (I9).
 
     Invariants:
-        * An epoch's `acknowledged` changes only when the broker acknowledged, or at its start.
+        * An epoch's `acknowledged` changes only when the broker acknowledged a commit, or when the epoch starts.
         * A commit of an epoch carries its committable offset together with the records finished beyond it, both from
           the same moment (I1).
     """

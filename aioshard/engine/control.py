@@ -43,7 +43,7 @@ SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
 
 
 def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
-    """Resume a record now that is halted or waits for its next attempt.
+    """Release a record that is halted or waits for its next attempt: it runs now.
 
     Args:
         engine: The engine of this process.

@@ -6,7 +6,7 @@ from aioshard.engine.outcomes import Outcome
 __all__ = ["Counters", "TopicCounts"]
 
 _WARNING_INTERVAL = 1.0
-"""Seconds for which failed attempts of a handler give one warning; the others are logged at DEBUG."""
+"""Seconds between warnings about failed attempts of a handler; the others are logged at DEBUG."""
 
 
 class TopicCounts:
@@ -37,7 +37,7 @@ class TopicCounts:
         self.durations = Histogram()
         """Durations in seconds of runs of the handler, failed ones included and cancelled ones left out."""
         self.waits = Histogram()
-        """Seconds from the arrival of records to the begin of their first run."""
+        """Seconds from the arrival of records to the start of their first run."""
         self.noted = 0
         """How many of `processed` are in `durations`; see `RunTimes`."""
         self.waited = 0

@@ -56,7 +56,7 @@ class Delivery(Untroubled):
         """How often a worker has started it."""
 
     run: tuple[float, float, object]
-    """Begin and end in loop time, and the handler's result, of the latest attempt, if outcomes are observed.
+    """Start and end in loop time, and the handler's result, of the latest attempt, if outcomes are observed.
 
     Missing before the first attempt, and always without an observer."""
 
@@ -92,7 +92,7 @@ class Epoch:
     awaits.
 
     Invariants:
-        * `buffered_bytes` is the sum of the sizes of the incomplete records.
+        * `buffered_bytes` is the sum of the sizes of the incomplete records that are not evicted.
         * A record of this epoch starts freely only while the gate is open. While it is paused, only the probe and
           deliveries with a detour start; while it is closed, only those that the drain waits for.
         * After `end`, nothing changes any more.

@@ -23,7 +23,7 @@ _ENOUGH_BATCHES = 2
 
 
 class Aside(Protocol):
-    """A store besides the topic whose records the same shards process: parked records."""
+    """A store of further records of a handler's partitions, which the same shards process: parked records."""
 
     async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
         """Find out what is stored for a partition, before any of its records is handed out."""
@@ -87,7 +87,7 @@ class Feed:
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
     def serve(self, workers: int) -> None:
-        """Adapt to a changed number of workers."""
+        """Set how many workers serve the shards."""
         self._enough = max(_ENOUGH, _ENOUGH_PER_WORKER * workers, _ENOUGH_BATCHES * self._at_once)
         if self._ahead is not None:
             self._enough = min(self._enough, self._ahead * self._at_once)
@@ -201,7 +201,7 @@ class Feed:
             self._aside.believe(epoch)
 
     def with_side(self, epoch: Epoch) -> list[Epoch]:
-        """An epoch, and the one of its parked records if there is one."""
+        """An epoch, followed by the epoch of its parked records if there is one."""
         side = self._aside.side_of(epoch) if self._aside is not None else None
         return [epoch] if side is None else [epoch, side]
 
@@ -222,7 +222,7 @@ class Feed:
         return self.shards[key] if self._fixed and isinstance(key, int) else self.shards[0]
 
     def unblock(self, delivery: Delivery) -> None:
-        """Run a delivery now that is halted or waits for its next attempt."""
+        """Release a delivery that is halted or waits for its next attempt."""
         any(shards.unblock(delivery) for shards in self.shards)
 
     def reopen(self, epoch: Epoch) -> None:

@@ -20,13 +20,13 @@ BLOCKED_AFTER = 1.0
 _INTERVAL = 0.25
 """Seconds between two ticks."""
 _NOTED_FROM = BLOCKED_AFTER / 2
-"""Delay in seconds from which a late tick may be the end of a block that the thread has seen."""
+"""A tick more than this many seconds late may end a block that the thread has seen."""
 _GLANCE = 0.05
 """Seconds between checks whether a blocked loop runs again."""
 _SLEPT_IN = 0.5
 """If the watching thread wakes this many seconds late, it was itself kept from running."""
 _COMPUTED = 0.2
-"""Share of a time that a process spends computing unless it was stopped or starved."""
+"""A process that used less than this share of CPU time during a block was stopped or starved."""
 _AGAIN_AFTER = 60.0
 """Seconds before the log names the same place again: a handler that blocks may do so for each record."""
 _DELAY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -39,19 +39,19 @@ class Holder(NamedTuple):
     """The code that blocks an event loop."""
 
     sentence: str
-    """Which code does something, with which record, at which line."""
+    """Names the code, its record and its line."""
     place: str | None
     """Key of the place, the same for every record; None if the loop's thread executes nothing and waits to run."""
 
 
 class _Stand(NamedTuple):
-    """A time for which a loop was blocked, as seen afterwards."""
+    """A block of a loop, as measured afterwards."""
 
     since: float
     """The last tick before it; monotonic."""
     seconds: float
     cpu: float
-    """Seconds for which the process computed meanwhile."""
+    """Seconds of CPU time that the process used meanwhile."""
 
 
 class LoopWatch:
@@ -78,7 +78,7 @@ class LoopWatch:
         self.ticked: float | None = None
         """Time of the last tick; monotonic. None while the loop is not watched."""
         self.stand: _Stand | None = None
-        """The latest time for which the loop was blocked."""
+        """The latest block."""
         self.find_holder = find_holder
         self._cpu = 0.0
 
@@ -91,7 +91,7 @@ class LoopWatch:
         due = self.ticked
         try:
             while True:
-                self.runner = _runner(sys._getframe())  # noqa: SLF001 - documented in spite of its name
+                self.runner = _runner(sys._getframe())  # noqa: SLF001 - documented despite its name
                 due = time.monotonic() + _INTERVAL
                 await asyncio.sleep(_INTERVAL)
                 self._tick(due)

@@ -78,7 +78,7 @@ class Notes:
         )
 
     def room(self, epoch: Epoch) -> int | None:
-        """How many more records a partition may take in with all completions still fitting; None for any number."""
+        """How many more records a partition may take in so that all completions can be noted; None for any number."""
         if not self.most_units or epoch.one_way:
             return None
         tracker, inherited = epoch.tracker, epoch.inherited

@@ -1,7 +1,7 @@
-"""Run and wait times, measured off the hot path: one comparison per record.
+"""Run and wait times, measured almost without work on the hot path: one comparison per record.
 
 The first bucket of the histogram ends at 5 ms. A worker that runs one record after another reads the clock at the
-begin of each run anyway. If less than 5 ms have passed since some earlier begin, every run in between took less than
+start of each run anyway. If less than 5 ms have passed since some earlier start, every run in between took less than
 5 ms, so only their number and their total time matter. Once 5 ms have passed, the worker must call `RunTimes.turn`,
 at most two hundred times a second: the latest run may have been slow, and is then measured exactly.
 """
@@ -17,7 +17,7 @@ from aioshard.engine.epoch import Delivery, Epoch
 __all__ = ["AT_ONCE", "RunTimes", "precise", "waited"]
 
 AT_ONCE: Final = float("-inf")
-"""A time that makes `RunTimes.turn` due at the next begin."""
+"""A time that makes `RunTimes.turn` due at the start of the next run."""
 
 _QUICK = DURATION_BOUNDS[0]
 _THE_SAME = 0.01
@@ -67,10 +67,10 @@ class RunTimes:
             ran: Epoch of the record that ran.
             started: When that run began.
             now: The current time.
-            delivery: The delivery that is about to begin.
+            delivery: The delivery that is about to run.
 
         Returns:
-            When to call this again: at the first begin from then on.
+            When to call this again: at the first start of a run from then on.
         """
         self.close(ran, started, now)
         self._counts = delivery.epoch.counts
@@ -115,7 +115,7 @@ class RunTimes:
 
 
 def _add_quick(counts: TopicCounts, seconds: float) -> None:
-    """Record as quick the runs processed since the last check and not noted yet, by any worker."""
+    """Count the processed runs that are not noted yet as quick, by any worker."""
     runs = counts.processed - counts.noted
     if runs > 0:
         counts.noted += runs

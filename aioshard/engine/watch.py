@@ -19,7 +19,7 @@ __all__ = ["Liveness", "Outside", "SinceWatch", "StuckWatch", "TimeoutWatch", "T
 logger = logging.getLogger("aioshard.engine.watch")
 
 _CHECKS = 4
-"""Checks within `stuck_after`: a record is reported late by at most a quarter of it."""
+"""Checks per `stuck_after`: a record is reported late by at most a quarter of it."""
 
 _LEAST_WINDOW = 100
 _HELD_UP = 0.9
@@ -32,7 +32,7 @@ _LOOK_INTERVAL = 1.0
 _TIMEOUT_CHECKS = 20
 _SHORTEST_CHECK = 0.005
 _LONGEST_CHECK = 0.5
-"""Timeouts are checked twenty times within one, but at most every 5 ms and at least every half second."""
+"""Attempts are checked twenty times per timeout, but at most every 5 ms and at least every half second."""
 _LETS_GO = 1.0
 """Seconds after a timeout within which a cancelled handler should have ended."""
 
@@ -261,7 +261,7 @@ class StuckWatch:
         self._episodes = episodes
 
     def _look_at(self, epoch: Epoch, episode: _Episode) -> None:
-        # A record that waited long behind another one does not hold up its partition as soon as it is the oldest.
+        # A record that has waited long behind another one is not to blame the moment it becomes the oldest.
         blocked = episode.checks > 0 or episode.oldest.block is not None
         if not episode.stuck and blocked and epoch.stuck(self._clock(), self._stuck_after):
             fields = record_fields("stuck", episode.oldest)
