@@ -30,17 +30,17 @@ class RecordWorker(Worker):
         timeout: float | None = None,
         divert: Divert | None = None,
     ) -> None:
-        """Make a worker; `run` is its task.
+        """Create a worker; `run` is its task.
 
         Args:
-            name: For logs and explanations.
-            shards: Where the deliveries are.
-            call: The handler itself where it takes nothing but the record, which spares a call; else None.
+            name: Name in logs and explanations.
+            shards: Shards to serve.
+            call: The handler itself if it takes only the record, which saves a call; else None.
             invoke: Runs an attempt in every other case.
-            settlement: What follows a failed attempt.
-            clock: Loop time.
-            timeout: Seconds that an attempt may take; somebody else watches them (`overdue`).
-            divert: Looks at each delivery first; None where nothing can be diverted before it has failed.
+            settlement: Handles failed attempts.
+            clock: Returns the loop time.
+            timeout: Seconds that an attempt may take; checked from outside through `overdue`.
+            divert: Inspects each delivery first; None if nothing can be diverted before it has failed.
         """
         super().__init__(name, settlement=settlement, clock=clock, timeout=timeout)
         self._shards = shards
@@ -50,7 +50,7 @@ class RecordWorker(Worker):
         self._times = RunTimes()
 
     async def run(self) -> None:  # noqa: C901, PLR0912, PLR0915 - the hot path: no calls
-        """Serve until cancelled, or retired."""
+        """Serve until cancelled or retired."""
         self._task = asyncio.current_task()
         shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
         take, next_after, times = shards.take, shards.next_after, self._times
@@ -62,7 +62,7 @@ class RecordWorker(Worker):
         while True:
             if delivery is None:
                 due = times.close(epoch, self.started, clock())
-                if self.asked:  # to retire: between two runs, nothing else is asked
+                if self.asked:  # between two runs, only `retire` can set it
                     return
                 await shards.wait()
                 delivery = self._take()
@@ -88,7 +88,7 @@ class RecordWorker(Worker):
             try:
                 self.running = running = call(delivery.record) if call is not None else invoke(delivery)
                 await running
-            except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+            except BaseException as error:  # noqa: BLE001 - _judge tells cancellation and exit apart
                 due, delivery = AT_ONCE, self._ended_badly(delivery, error)
                 continue
             if self.asked:
@@ -111,14 +111,14 @@ class RecordWorker(Worker):
                     due += self._back_after(now)
 
     def _back_after(self, now: float) -> float:
-        """Seconds since the worker let the loop turn: as if the last run had begun later, they are none of its time."""
+        """Return the seconds since the worker yielded, and exclude them from the last run: shift its start by them."""
         away = self._clock() - now
         self._times.since += away
         self.started += away
         return away
 
     async def _let_the_loop_turn(self, delivery: Delivery) -> Delivery | None:
-        """Yield with a delivery in hand, and give it back if its epoch closed meanwhile."""
+        """Yield to the event loop before *delivery* runs; requeue it if its gate closed meanwhile."""
         self._shards.yielding += 1
         try:
             await asyncio.sleep(0)
@@ -133,15 +133,15 @@ class RecordWorker(Worker):
         return delivery
 
     async def _take_aside(self, delivery: Delivery) -> Delivery | None:
-        """Do what is not just running the handler, and return what the worker does next."""
+        """Process a delivery that needs more than a handler run; return the worker's next delivery."""
         if delivery.detour is not None:
             return await self._take_detour(delivery)
-        assert delivery.then is not None  # noqa: S101 - why it is still aside
+        assert delivery.then is not None  # noqa: S101 - the only other reason to be aside
         return await self._run_and_then(delivery, delivery.then)
 
     async def _take_detour(self, delivery: Delivery) -> Delivery | None:
-        """Do what comes in place of the handler, and return what the worker does next."""
-        assert delivery.detour is not None  # noqa: S101 - why we are here
+        """Take a delivery's detour in place of running the handler; return the worker's next delivery."""
+        assert delivery.detour is not None  # noqa: S101 - checked by the caller
         settlement = self._settlement
         if not settlement.begin_detour(delivery):
             settlement.hold_back(delivery, self._shards)
@@ -151,7 +151,7 @@ class RecordWorker(Worker):
         try:
             self.running = running = delivery.detour.take(delivery)
             outcome = await running
-        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+        except BaseException as error:  # noqa: BLE001 - _judge tells cancellation and exit apart
             settlement.end_detour(delivery, succeeded=False)
             return self._ended_badly(delivery, error)
         settlement.end_detour(delivery, succeeded=True)
@@ -160,13 +160,13 @@ class RecordWorker(Worker):
         return self._completed(delivery, outcome)
 
     async def _run_and_then(self, delivery: Delivery, then: Detour) -> Delivery | None:
-        """Run the handler of a delivery that is complete only after a detour, and return what comes next: that."""
+        """Run the handler of a delivery that completes only after a detour; return it again to take that detour."""
         self.delivery = delivery
         self.started = self._clock()
         try:
             self.running = running = self._invoke(delivery)
             await running
-        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+        except BaseException as error:  # noqa: BLE001 - _judge tells cancellation and exit apart
             return self._ended_badly(delivery, error)
         if self.asked & (Asked.INTERRUPT | Asked.TIME_OUT):
             return self._returned_although_asked(delivery)
@@ -192,14 +192,13 @@ class RecordWorker(Worker):
         self._shards.release(delivery)
         return None
 
-    # What is not success --------------------------------------------------------
+    # Failures and cancellations -------------------------------------------------
 
     def _ended_badly(self, delivery: Delivery, error: BaseException) -> Delivery | None:
-        """The handler raised: settle it, and return what the worker does next.
+        """Settle a run that raised; return the worker's next delivery.
 
         Raises:
-            BaseException: *error* itself, when it is the worker that is being cancelled, or the
-                interpreter that is asked to exit.
+            BaseException: *error* itself, if the worker is being cancelled or the interpreter is exiting.
         """
         self.delivery = self.running = None
         self._times.cut(self.started)
@@ -221,7 +220,7 @@ class RecordWorker(Worker):
         return self._completed(delivery, Outcome.PROCESSED)
 
     def _swallowed_cancellation(self, delivery: Delivery) -> Delivery | None:
-        """The handler returned although its run was cancelled: that completes nothing (I8)."""
+        """Requeue a delivery whose handler returned although its run was cancelled: it is not complete (I8)."""
         self._times.cut(self.started)
         self.delivery = self.running = None
         ending = self._take_back_requests()
@@ -233,7 +232,7 @@ class RecordWorker(Worker):
         return self._take()
 
     def _swallowed_time_out(self, delivery: Delivery) -> Delivery | None:
-        """The handler returned although its attempt had timed out: nobody knows what it did, so the shard halts."""
+        """Halt a delivery whose handler returned although its attempt had timed out: its effects are unknown."""
         self._times.cut(self.started)
         self._note_failed(delivery)
         self.delivery = self.running = None
@@ -253,7 +252,7 @@ class RecordWorker(Worker):
         delivery.aside = delivery.then is not None
 
     def _failed(self, delivery: Delivery, error: BaseException) -> Delivery | None:
-        """An attempt failed: another one later, or a detour, or the shard halts."""
+        """Settle a failed attempt (retry, detour or halt); return the worker's next delivery."""
         if delivery.detour is None:
             self._note_failed(delivery)
         if delivery.epoch.gate is Gate.ENDED:

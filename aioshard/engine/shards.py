@@ -1,4 +1,4 @@
-"""The shards of one handler: which delivery starts next, and what waits behind which."""
+"""The shards of one handler: which delivery starts next, and which ones wait behind it."""
 
 import asyncio
 import heapq
@@ -14,26 +14,25 @@ __all__ = ["Shards"]
 
 
 class Shards:
-    """Shards on demand, served oldest head record first, by any number of workers.
+    """Shards created on demand. Any number of workers serve them, oldest head record first.
 
-    Deliveries wait in arrival order. A worker that is free takes the first one whose shard is not
-    occupied; one whose shard is, it moves behind the record that occupies it. A worker that ends a run goes on
-    with what waits in the same shard: that was passed over before, so it is older than everything that
-    has not been looked at. So the oldest head starts first without a heap, in constant time, however
-    many shards there are. Only deliveries that come back (after a retry, or a rebalance) need sorting.
+    Deliveries wait in arrival order. A free worker takes the first delivery whose shard is not occupied. On the way
+    it moves each delivery of an occupied shard behind the record that occupies it. A worker that finishes a run
+    continues with the next delivery of the same shard. That one was passed over before, so it is older than all
+    deliveries that no worker has looked at. The oldest head therefore starts first without a heap, in constant time,
+    however many shards there are. Only deliveries that come back (after a retry or a rebalance) need sorting.
 
-    With a *bound* this is one fixed shard: a bounded queue, and the single key that all its
-    deliveries carry is occupied as long as its worker is busy.
+    With a *bound*, this is one fixed shard: a bounded queue. All its deliveries carry the same key, which is occupied
+    while its worker is busy.
 
-    Owned by the event loop: workers call `take`, `next_after` and what follows a failure, fetch tasks
-    `put`, the rebalance `reopen` and `purge`.
+    Owned by the event loop: workers call `take`, `next_after` and the methods for failures, fetch tasks call `put`,
+    and the rebalance calls `reopen` and `purge`.
 
     Invariants:
-        * Of one shard key at most one delivery runs, and none that arrived later has started (I4).
-        * A key is in `_occupied` iff a delivery of it runs, waits for a retry, is halted, or is about to
-          go on.
+        * At most one delivery per shard key runs, and no later arrival of that key has started (I4).
+        * A key is in `_occupied` iff one of its deliveries is running, waiting for a retry, halted or about to resume.
         * A delivery is in exactly one place: arrivals, front, behind an occupied key, returning, blocked,
-          held (its gate is closed, it owns no shard), or with a worker.
+          held (its gate is not open, and it owns no shard), or with a worker.
     """
 
     def __init__(self, bound: int | None = None) -> None:
@@ -50,18 +49,18 @@ class Shards:
         self._waking = False
         self._burst = 1
         self.yielding = 0
-        """Workers that let the loop turn although they have more to do."""
+        """Number of workers that are yielding to the event loop although they have more to do."""
         self.on_idle: Callable[[], None] | None = None
-        """Called once, when a worker finds nothing to do."""
+        """Called once when a worker finds nothing to do."""
 
     def __len__(self) -> int:
-        """How many shards are occupied."""
+        """Number of occupied shards."""
         return len(self._occupied)
 
     # Feeding ------------------------------------------------------------------
 
     async def put(self, deliveries: Sequence[Delivery]) -> None:
-        """Queue deliveries in order; a bounded shard makes its feeder wait while it is full."""
+        """Queue deliveries in order; wait while a bounded shard is full."""
         if self._bounded is None:
             self._arrivals.extend(deliveries)
             self.notify()
@@ -71,14 +70,14 @@ class Shards:
             self.notify()
 
     def put_first(self, deliveries: Sequence[Delivery]) -> None:
-        """Queue deliveries before everything that no worker has looked at, whatever the bound."""
+        """Queue deliveries ahead of all that no worker has looked at, even beyond the bound."""
         self._front.extendleft(reversed(deliveries))
         self.notify()
 
     # Serving ------------------------------------------------------------------
 
     def take(self) -> Delivery | None:
-        """The delivery to run next, or None when nothing may start now."""
+        """Return the delivery to run next, or None if nothing may start now."""
         if self._returning and (delivery := self._take_returning()) is not None:
             return delivery
         if self._bounded is not None and self._occupied:
@@ -107,7 +106,7 @@ class Shards:
             waiting.append(delivery)
 
     def next_after(self, delivery: Delivery) -> Delivery | None:
-        """A run ended for good: the next delivery for the same worker, its own shard first."""
+        """Return a worker's next delivery after a run ended for good; the shard of that run comes first."""
         key = delivery.key
         if key is not None:
             waiting = self._occupied[key]
@@ -120,7 +119,7 @@ class Shards:
         return self.take()
 
     def release(self, delivery: Delivery) -> None:
-        """A delivery leaves its shard: the shard goes on with the first one behind it that may start."""
+        """Release a delivery's shard; it resumes with the first delivery behind it that may start."""
         key = delivery.key
         if key is None:
             return
@@ -141,7 +140,7 @@ class Shards:
         self.notify()
 
     def _hold(self, delivery: Delivery) -> None:
-        """Set a delivery aside, without a shard, until its epoch's gate opens; forget it if that has ended."""
+        """Hold a delivery, without a shard, until its epoch's gate opens; drop it if the epoch has ended."""
         if delivery.epoch.gate is not Gate.ENDED:
             self._held.setdefault(delivery.epoch, []).append(delivery)
 
@@ -158,26 +157,26 @@ class Shards:
     # Failing ------------------------------------------------------------------
 
     def again(self, delivery: Delivery) -> None:
-        """A run was cancelled, or its next attempt is due: it runs again, first in its shard, if it may."""
+        """Run a delivery again, first in its shard, if it may start: it was cancelled, or its next attempt is due."""
         epoch = delivery.epoch
         if not epoch.gate or (epoch.gate is Gate.PAUSED and epoch.may_start(delivery)):
             self._return(delivery)
         else:
             epoch.settle(delivery)
-            epoch.block(delivery.key)  # what is behind it in its partition must not overtake it
+            epoch.block(delivery.key)  # later records of its shard and partition must not overtake it
             self._hold(delivery)
             self.release(delivery)
 
     def retry(self, delivery: Delivery, block: Block, delay: float) -> None:
-        """A run failed: its shard waits for *delay* seconds, its neighbours do not."""
+        """Run a failed delivery again after *delay* seconds; its shard waits, other shards do not."""
         self._block(delivery, block, asyncio.get_running_loop().call_later(delay, self._due, delivery))
 
     def halt(self, delivery: Delivery, block: Block) -> None:
-        """A record's attempts are used up: it keeps its shard until its epoch ends, or somebody releases it."""
+        """Halt a delivery whose attempts are used up: it keeps its shard until its epoch ends or it is released."""
         self._block(delivery, block, None)
 
     def unblock(self, delivery: Delivery) -> bool:
-        """Let a delivery that is halted, or waits for its next attempt, run now; returns whether it was one."""
+        """Run a halted delivery, or one that waits for its next attempt, now; return whether it was such a delivery."""
         if delivery not in self._blocked:
             return False
         timer = self._blocked[delivery]
@@ -200,55 +199,55 @@ class Shards:
 
     @property
     def halted(self) -> list[Delivery]:
-        """The deliveries that hold their shard because their attempts are used up."""
+        """Deliveries that hold their shard because their attempts are used up."""
         return [d for d in tuple(self._blocked) if d.block is not None and d.block.halted]
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing will start unless something arrives: what is left is halted, or behind it."""
+        """Whether nothing will start until something arrives: all that is left is halted or behind a halted record."""
         return not self._has_work and not self.yielding and not self._held and len(self.halted) == len(self._blocked)
 
-    # For explanations, from any thread ------------------------------------------
+    # Explanations; safe from any thread -----------------------------------------
 
     @property
     def owning(self) -> list[Delivery]:
-        """The deliveries that occupy a shard and are in no worker's hands: blocked, or about to go on."""
+        """Deliveries that occupy a shard without a worker running them: blocked, or about to resume."""
         return [*tuple(self._blocked), *(delivery for *_, delivery in tuple(self._returning))]
 
     @property
     def blocked(self) -> list[Delivery]:
-        """The deliveries that are halted, or wait for their next attempt."""
+        """Deliveries that are halted or wait for their next attempt."""
         return list(self._blocked)
 
     @property
     def depth(self) -> int:
-        """How many deliveries wait in the fullest shard; of a fixed shard, in it. Safe from any thread."""
+        """Number of deliveries waiting in the fullest shard, or in this fixed shard. Safe from any thread."""
         if self._bounded is not None:
             return self.unseen
         return max((len(waiting) for waiting in tuple(self._occupied.values()) if waiting), default=0)
 
     def depths(self) -> list[tuple[int, Hashable]]:
-        """How many deliveries wait behind each key that is occupied, and the key."""
+        """Return the number of deliveries waiting behind each occupied key, with the key."""
         return [(len(waiting) if waiting else 0, key) for key, waiting in tuple(self._occupied.items())]
 
     def behind(self, delivery: Delivery) -> int:
-        """How many deliveries of its partition wait in the shard of one; of a fixed shard, of whichever partition."""
+        """Count the deliveries of the same partition waiting in its shard; in a fixed shard, of all partitions."""
         if self._bounded is not None:
             return self.unseen
         return sum(1 for waiting in tuple(self._occupied.get(delivery.key) or ()) if waiting.epoch is delivery.epoch)
 
     def due(self, delivery: Delivery) -> float | None:
-        """Loop time of the next attempt of a delivery; None when it waits for none."""
+        """Return the loop time of a delivery's next attempt, or None if none is scheduled."""
         timer = self._blocked.get(delivery)
         return None if timer is None else timer.when()
 
     # Probing --------------------------------------------------------------------
 
     def probe(self, epoch: Epoch) -> Delivery | None:
-        """Let one delivery of a paused epoch start, rather one that has not failed yet; the oldest of its shard.
+        """Start one delivery of a paused epoch: the oldest of its shard, preferably one that has not failed yet.
 
         Returns:
-            It, or None when there is none.
+            The delivery, or None if there is none.
         """
         heads: dict[Hashable, Delivery] = {}
         for delivery in sorted(self._held.get(epoch, ()), key=lambda held: held.offset):
@@ -272,7 +271,7 @@ class Shards:
     # Rebalancing --------------------------------------------------------------
 
     def close(self, epoch: Epoch) -> None:
-        """The gate of *epoch* has closed: tell it which shards will not go on while it drains."""
+        """Tell *epoch*, whose gate has closed, which shards will not resume while it drains."""
         self._closed.add(epoch)
         for delivery in self._held.get(epoch, ()):
             epoch.settle(delivery)
@@ -282,22 +281,22 @@ class Shards:
                 epoch.settle(delivery)
 
     def reopen(self, epoch: Epoch) -> None:
-        """Put back what was set aside while the gate of *epoch* was closed, before all that came later."""
+        """Requeue the deliveries held while the gate of *epoch* was not open, ahead of all that came later."""
         self._closed.discard(epoch)
         held = self._held.pop(epoch, [])
         for key in {delivery.key for delivery in held}:
-            # What is set aside leaves its shard, which may have gone on with another partition; what is younger waits
-            # there still, and must come after it.
+            # A held delivery has left its shard, which may have continued with another partition. Younger deliveries
+            # still wait there and must come after it.
             waiting = self._occupied.get(key)
             if waiting:
                 held += [delivery for delivery in waiting if delivery.epoch is epoch]
                 self._occupied[key] = deque(delivery for delivery in waiting if delivery.epoch is not epoch)
-        # Sorted, because what waited in a shard is older than what was met in the arrivals before it.
+        # Sort: a delivery that waited in a shard may be older than one held earlier, straight from the arrivals.
         self._front.extendleft(sorted(held, key=lambda delivery: delivery.offset, reverse=True))
         self.notify()
 
     def purge(self, epoch: Epoch) -> None:
-        """Forget the deliveries of an epoch that ended, except those that still run."""
+        """Drop the deliveries of an ended epoch, except those still running."""
         self._closed.discard(epoch)
         self._held.pop(epoch, None)
         self._remove(lambda delivery: delivery.epoch is epoch)
@@ -309,7 +308,7 @@ class Shards:
         self.notify()
 
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
-        """Remove and return what is queued of an epoch that is open or paused, from offset *first* on."""
+        """Remove and return the queued deliveries of an open or paused epoch, from offset *first* on."""
         removed = self._remove(lambda delivery: delivery.epoch is epoch and delivery.offset >= first)
         if epoch in self._held:
             removed += [delivery for delivery in self._held[epoch] if delivery.offset >= first]
@@ -317,7 +316,7 @@ class Shards:
         return removed
 
     def _remove(self, unwanted: Callable[[Delivery], bool]) -> list[Delivery]:
-        """Take queued deliveries out, wherever they wait in order."""
+        """Remove unwanted deliveries from all queues, and return them."""
         removed: list[Delivery] = []
 
         def kept(deliveries: Iterable[Delivery]) -> deque[Delivery]:
@@ -333,7 +332,7 @@ class Shards:
         if isinstance(self._arrivals, deque):
             self._arrivals = kept(self._arrivals)
         else:
-            # Through the queue's own methods, so that a feeder that waits for room is woken.
+            # Use the queue's own methods, so that a feeder waiting for room wakes up.
             self._front.extend(kept([self._arrivals.popleft() for _ in range(len(self._arrivals))]))
         return removed
 
@@ -342,9 +341,9 @@ class Shards:
     def notify(self) -> None:
         """Wake a worker if one is idle and something may start; more follow while handlers suspend.
 
-        One worker runs ahead. Only when the loop turns and nobody is running ahead any more, because
-        its handler waits for something, the next ones are woken, twice as many each time. A handler that
-        never suspends so costs no wake-ups, and one that does fills all workers within a few turns.
+        One worker runs ahead. More are woken only when it stops running ahead because its handler suspends, so that
+        the event loop runs again; each time, twice as many. A handler that never suspends costs no wake-ups, and one
+        that does fills all workers within a few iterations of the event loop.
         """
         if self._idle and not self._waking:
             self._waking = True
@@ -366,23 +365,23 @@ class Shards:
     def _has_work(self) -> bool:
         if self._returning:
             return True
-        # A fixed shard whose head is blocked starts nothing, whatever waits behind it.
+        # A fixed shard whose head is blocked starts nothing, even if deliveries wait behind it.
         return bool(self._front or self._arrivals) and not (self._bounded is not None and self._occupied)
 
     @property
     def unseen(self) -> int:
-        """How many deliveries no worker has looked at yet."""
+        """Number of deliveries that no worker has looked at yet."""
         return len(self._front) + len(self._arrivals)
 
     def wake(self, workers: int | None = None) -> None:
-        """Wake so many idle workers, or all of them, to look at what there is and what is asked of them."""
+        """Wake up to *workers* idle workers, or all of them, to check for deliveries and requests."""
         for _ in range(len(self._idle) if workers is None else min(workers, len(self._idle))):
             idle = self._idle.popleft()
             if not idle.done():
                 idle.set_result(None)
 
     async def wait(self) -> None:
-        """Wait until `take` may have something."""
+        """Wait until `take` may return a delivery."""
         if self.on_idle is not None and not self._has_work:
             on_idle, self.on_idle = self.on_idle, None
             on_idle()
@@ -394,5 +393,5 @@ class Shards:
             if idle in self._idle:
                 self._idle.remove(idle)
             else:
-                self.notify()  # woken and cancelled at once: hand the turn on
+                self.notify()  # woken and cancelled at the same time: wake another worker
             raise

@@ -1,4 +1,4 @@
-"""N coroutines that take deliveries, run the handler and settle the outcome."""
+"""Base of the workers: coroutines that take deliveries, run the handler and settle the outcome."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -15,19 +15,20 @@ Invoke = Callable[[Delivery], Awaitable[object]]
 """Runs one attempt."""
 
 Divert = Callable[[Delivery], None]
-"""Looks at each delivery before it starts, and may give it a detour."""
+"""Inspects each delivery before it starts, and may assign it a detour."""
 
 RUN_AHEAD = 128
-"""Records that workers process without letting the loop turn, while handlers never suspend. Heartbeats
-and other tasks wait for as long as that many handlers take."""
+"""Number of records that workers process without yielding to the event loop, if handlers never suspend.
+
+Heartbeats and other tasks wait for that many handler runs."""
 
 _EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class Asked:
-    """What somebody wants of a worker, as bits; 0 is nothing, so that the hot path has one question for all.
+    """Requests to a worker, as bits; 0 means none, so the hot path checks all of them with one test.
 
-    Plain numbers: asking an `enum.Flag` whether it is anything costs a call per record.
+    Plain integers: testing an `enum.Flag` costs a call per record.
     """
 
     NOTHING: Final = 0
@@ -36,29 +37,29 @@ class Asked:
     TIME_OUT: Final = 2
     """End the run; the attempt has failed."""
     RETIRE: Final = 4
-    """End the worker when its run has ended, or at once when there is none."""
+    """End the worker after its current run, or immediately if there is none."""
 
 
 class Ending(NamedTuple):
-    """What a run that raised has come to."""
+    """Verdict on a run that raised."""
 
     failure: BaseException | None
-    """Why its attempt failed; None when it was cancelled, and was no attempt."""
+    """Why its attempt failed; None if it was cancelled and does not count as an attempt."""
     interrupted: bool
-    """Whether its cancellation was asked for, so that the next run is a repetition."""
+    """Whether its cancellation was requested, so that the next run is a repetition."""
     fatal: bool
-    """Whether the worker ends too: it is being cancelled, or the interpreter is asked to exit."""
+    """Whether the worker ends too: it is being cancelled, or the interpreter is exiting."""
 
 
 class Worker(ABC):
-    """One coroutine that serves the shards of a handler.
+    """Coroutine that serves the shards of a handler.
 
-    Cancelling the run (`interrupt`, `time_out`) is not cancelling the worker: the handler sees a
-    `CancelledError`, the record stays incomplete (I8), the worker lives on. A handler that swallows the
-    cancellation keeps its worker and its shard until it returns, and its result counts for nothing.
+    Cancelling the run (`interrupt`, `time_out`) does not cancel the worker: the handler sees a `CancelledError`, the
+    record stays incomplete (I8), and the worker lives on. A handler that swallows the cancellation keeps its worker
+    and its shard until it returns, and its result is ignored.
 
     Invariants:
-        * A record completes only when its handler returned and nobody had asked for its run to end.
+        * A record completes only if its handler returned and its run had not been cancelled.
         * While `delivery` is set, its shard key is occupied.
     """
 
@@ -67,13 +68,13 @@ class Worker(ABC):
     ) -> None:
         self.name = name
         self.delivery: Delivery | None = None
-        """What it runs; of a batch, the first."""
+        """The delivery it runs; the first one of a batch."""
         self.running: Awaitable[object] | None = None
-        """What the worker awaits; shows where a handler hangs."""
+        """The awaitable of the current run; shows where a handler hangs."""
         self.started = 0.0
         """Loop time at which the current attempt began."""
         self.asked: int = Asked.NOTHING
-        """What is wanted of the worker, by its current run or for good."""
+        """Pending requests (see `Asked`), to the current run or to the worker itself."""
         self.timeout = timeout
         self._task: asyncio.Task[object] | None = None
         self._asked_before = 0
@@ -83,41 +84,41 @@ class Worker(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Serve until cancelled, or retired."""
+        """Serve until cancelled or retired."""
 
     @property
     def deliveries(self) -> Sequence[Delivery]:
-        """What the worker runs now."""
+        """Deliveries that the worker runs now."""
         return () if self.delivery is None else (self.delivery,)
 
     def _note_failed(self, delivery: Delivery) -> None:
-        """An attempt has failed, or all of a batch: how long it took belongs to how long runs take."""
+        """Count the duration of a failed attempt, of one record or a whole batch, among the run durations."""
         delivery.epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
 
     @property
     def cancelled(self) -> bool:
-        """Whether the current run was told to end and has not."""
+        """Whether the current run was cancelled but has not ended."""
         return self.delivery is not None and bool(self.asked & (Asked.INTERRUPT | Asked.TIME_OUT))
 
     def retire(self) -> None:
-        """Ask the worker to end after its current run; one that waits has to be woken (`Shards.wake`)."""
+        """Ask the worker to end after its current run; wake an idle worker with `Shards.wake`."""
         self.asked |= Asked.RETIRE
 
     def stay(self) -> None:
-        """Take `retire` back; too late for a worker whose task has ended."""
+        """Undo `retire`; too late for a worker whose task has ended."""
         self.asked &= ~Asked.RETIRE
 
     @property
     def retires(self) -> bool:
-        """Whether the worker ends soon, or has."""
+        """Whether the worker will end soon or has ended."""
         return bool(self.asked & Asked.RETIRE)
 
     def interrupt(self) -> None:
-        """Ask the current run to end; its record stays incomplete. Does nothing between runs."""
+        """Cancel the current run; its record stays incomplete. Does nothing between runs."""
         self._ask(Asked.INTERRUPT)
 
     def overdue(self, now: float) -> bool:
-        """Whether the handler has run for longer than its time-out, and was not told so yet."""
+        """Return whether the handler has exceeded its timeout and was not cancelled yet."""
         delivery = self.delivery
         return (
             self.timeout is not None
@@ -128,7 +129,7 @@ class Worker(ABC):
         )
 
     def time_out(self) -> None:
-        """Ask the current run to end; its attempt has failed."""
+        """Cancel the current run; its attempt has failed."""
         self._ask(Asked.TIME_OUT)
 
     def _ask(self, what: int) -> None:
@@ -141,7 +142,7 @@ class Worker(ABC):
         self._task.cancel()
 
     def _judge(self, error: BaseException) -> Ending:
-        """Find out whether a run that raised has failed, was cancelled, or takes the worker with it."""
+        """Decide whether a run that raised has failed, was cancelled, or ends the worker too."""
         task = self._task
         assert task is not None  # noqa: S101 - set by run
         asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
@@ -157,7 +158,7 @@ class Worker(ABC):
         return Ending(failure, interrupted=False, fatal=False)
 
     def _take_back_requests(self) -> bool:
-        """Take back the cancellations that were asked for; returns whether the worker is being cancelled besides."""
+        """Undo the requested cancellations; return whether the worker itself is being cancelled as well."""
         assert self._task is not None  # noqa: S101 - set by run
         self.asked &= Asked.RETIRE
         left = self._task.cancelling()
@@ -170,9 +171,9 @@ class Worker(ABC):
         return ending
 
     def _forget_what_the_handler_asked(self) -> None:
-        """Take back what a handler asked of its own task, as time-outs of older libraries do, and left so.
+        """Undo cancellations that a handler requested for its task and left pending, as old timeout libraries do.
 
-        Left in place it would make the next cancellation that a handler raises look like one of the worker.
+        Otherwise the next `CancelledError` that a handler raises would look like a cancellation of the worker.
         """
         assert self._task is not None  # noqa: S101 - set by run
         while self._task.cancelling():

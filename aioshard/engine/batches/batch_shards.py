@@ -1,4 +1,4 @@
-"""The shards of a handler that takes batches: which deliveries go to it together, and when."""
+"""The shards of a batch handler: which deliveries go to it together, and when."""
 
 import asyncio
 from collections import deque
@@ -13,31 +13,32 @@ from aioshard.ports import RECORD_OVERHEAD
 __all__ = ["BatchShards"]
 
 _FRESH = 0
-"""The level of what has not failed."""
+"""Level of deliveries that have not failed."""
 _ALONE = -1
-"""The level of what comes alone: it takes a detour, was cut out of a batch, or its attempt is one of the last."""
+"""Level of deliveries that run alone: on a detour, cut out of a batch, or on one of their last attempts."""
 
 
 class BatchShards(Shards):
-    """Shards whose deliveries start in batches; `take_batch` stands for `take`, and `end` for `next_after`.
+    """Shards whose deliveries start in batches; `take_batch` replaces `take`, and `end` replaces `next_after`.
 
-    A batch is formed here, not by a worker: what waits in it for more is queued like anything else, so that a
-    rebalance or giving back finds it. At most one batch is formed for each number of failures; a free worker adds to it
-    what has come, and takes it when it is full or has waited long enough. All idle workers so fill one batch together.
+    Batches form here, not in the workers: deliveries in an unfinished batch are queued like any others, so that a
+    rebalance or an eviction finds them. At most one batch is forming for each number of failures. A free worker adds
+    new arrivals to it, and takes it once it is full or has waited long enough. So all idle workers fill one batch
+    together.
 
     Invariants:
-        * A delivery of a batch that is being formed occupies its shard, and has not started.
-        * A batch that is being formed waits for at most `linger`; while a partition drains, or there is no room for
-          more, it does not wait at all.
+        * A delivery in a forming batch occupies its shard and has not started.
+        * A forming batch waits for at most `linger`. It does not wait at all while a partition drains or the buffer
+          is full.
     """
 
     def __init__(self, batch: Batch, attempts: int, bound: int | None = None) -> None:
-        """Make shards.
+        """Create the shards.
 
         Args:
-            batch: What one may hold, and how long it waits.
-            attempts: That each record has, for how large a batch with a record that failed may be.
-            bound: For one fixed shard: how many deliveries its queue holds.
+            batch: Maximum size of a batch, and how long it waits.
+            attempts: Attempts per record; they determine how large a batch may be after failures.
+            bound: For one fixed shard: the capacity of its queue.
         """
         super().__init__(bound)
         self._batch = batch
@@ -45,12 +46,12 @@ class BatchShards(Shards):
         self._forming: dict[int, DeliveryBatch] = {}
         self._running: set[DeliveryBatch] = set()
         self._taken_out: set[Delivery] = set()
-        """What was cut out of a batch, until it starts."""
+        """Deliveries that were cut out of a batch and have not started yet."""
 
     # Forming ------------------------------------------------------------------
 
     def take_batch(self) -> DeliveryBatch | None:
-        """The batch to run next, or None when none is ready."""
+        """Return the batch to run next, or None if none is ready."""
         while True:
             self._fill()
             level = self._ready_level()
@@ -92,11 +93,11 @@ class BatchShards(Shards):
 
     @property
     def _drains(self) -> bool:
-        """Whether a partition waits for something to end: then nothing waits for more."""
+        """Whether a drain is waiting for records to end: then no batch waits for more."""
         return any(epoch.drain is not None and not epoch.drain.done for epoch in self._closed)
 
     def _fill(self) -> None:
-        """Put what may start into the batches that are being formed, oldest first, until one is full."""
+        """Add deliveries that may start to the forming batches, oldest first, until one is full."""
         if (self._returning and not self._fill_with_returning()) or self._is_held_up:
             return
         front, arrivals, occupied = self._front, self._arrivals, self._occupied
@@ -115,7 +116,7 @@ class BatchShards(Shards):
                     return
                 fresh = self._forming.get(_FRESH)
                 continue
-            # What `_place` does with most, without its calls.
+            # The common case of `_place`, without its calls.
             size = fresh.size + delivery.size - RECORD_OVERHEAD
             if size > max_bytes or fresh.full:
                 fresh.full = True
@@ -130,7 +131,7 @@ class BatchShards(Shards):
                 return
 
     def _place(self, delivery: Delivery, level: int, batch: DeliveryBatch | None) -> bool:
-        """Put a delivery where it belongs: into *batch*, a new one, or behind its key; returns whether to go on."""
+        """Put a delivery into *batch*, into a new batch, or behind its key; return whether to continue filling."""
         key, occupied, max_bytes = delivery.key, self._occupied, self._batch.max_bytes
         if key is not None and key in occupied:
             if batch is None or key not in batch.keys or occupied[key] or not batch.has_room_for(delivery, max_bytes):
@@ -150,11 +151,11 @@ class BatchShards(Shards):
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether this is a fixed shard whose head is running, or blocked."""
+        """Whether this is a fixed shard whose head is running or blocked."""
         return self._bounded is not None and bool(self._occupied) and not self._forming
 
     def _wait_behind(self, delivery: Delivery) -> bool:
-        """Put a delivery behind the one that occupies its shard; returns whether others may go on before it."""
+        """Queue a delivery behind the one that occupies its shard; return whether later ones may start before it."""
         if self._bounded is not None:
             self._front.appendleft(delivery)
             for batch in self._forming.values():
@@ -167,7 +168,7 @@ class BatchShards(Shards):
         return True
 
     def _fill_with_returning(self) -> bool:
-        """Put what comes back into batches, with what waits behind it; returns whether none is full by that."""
+        """Add returning deliveries, and those behind them, to batches; return False as soon as a batch is full."""
         while (delivery := self._take_returning()) is not None:
             level = self._level_of(delivery)
             batch = self._forming.get(level)
@@ -186,7 +187,7 @@ class BatchShards(Shards):
         return True
 
     def _add_behind(self, batch: DeliveryBatch, level: int, key: Hashable) -> None:
-        """Add what waits behind the delivery that occupies *key*, as far as it can go with it."""
+        """Add the deliveries waiting behind *key*, up to the first that does not fit or has another level."""
         waiting = self._occupied[key]
         while waiting:
             following = waiting[0]
@@ -198,7 +199,7 @@ class BatchShards(Shards):
                 return
 
     def _level_of(self, delivery: Delivery) -> int:
-        """With which others a delivery goes: those that have failed as often."""
+        """Return the level of a delivery: batches group deliveries that have failed equally often."""
         if delivery.detour is not None or delivery in self._taken_out:
             return _ALONE
         failures = delivery.failures
@@ -213,7 +214,7 @@ class BatchShards(Shards):
         return batch
 
     def _dissolve(self) -> None:
-        """Queue again what is in batches that are being formed, before everything else."""
+        """Requeue the deliveries of all forming batches, ahead of everything else."""
         if not self._forming:
             return
         batches = list(self._forming.values())
@@ -227,20 +228,20 @@ class BatchShards(Shards):
         )
 
     def _queue_first(self, deliveries: list[Delivery], keys: Collection[Hashable]) -> None:
-        """Queue deliveries again, before everything else; their shards are free, and what waited there follows them."""
+        """Requeue deliveries ahead of everything else and free their shards; deliveries waiting there follow."""
         for key in keys:
             deliveries += self._occupied.pop(key) or ()
         self.put_first(deliveries)
 
     def no_room(self) -> None:
-        """Nothing more is taken in for now: what waits for more goes, unless what runs will make room."""
+        """Flush forming batches while no records can be taken in, unless a running batch will make room."""
         if self._forming and not self._running:
             for batch in self._forming.values():
                 batch.overdue = True
             self.notify()
 
     def position_of(self, delivery: Delivery) -> str | None:
-        """What a delivery of a batch that is being formed waits for, in words; None when it is in none."""
+        """Say in words what a delivery in a forming batch waits for; None if it is not in one."""
         for batch in tuple(self._forming.values()):
             if delivery in batch.deliveries:
                 count = len(batch.deliveries)
@@ -252,15 +253,15 @@ class BatchShards(Shards):
     # Ending -------------------------------------------------------------------
 
     def end(self, batch: DeliveryBatch, left: Sequence[Delivery] = ()) -> list[Delivery]:
-        """A batch's run has ended.
+        """Release the shards of a batch whose run has ended.
 
         Args:
-            batch: What `take_batch` gave.
-            left: Those of it that are not done with, in its order, none of an epoch that ended.
+            batch: The batch from `take_batch`.
+            left: Its deliveries that are not finished, in batch order, without those of ended epochs.
 
         Returns:
-            Those of *left* that hold their shards; whoever calls decides what becomes of them. The others wait behind
-            them. All other shards go on.
+            Those of *left* that hold their shards; the caller decides about them. The others wait behind them. All
+            other shards resume.
         """
         self._running.discard(batch)
         heads: list[Delivery] = []
@@ -275,7 +276,7 @@ class BatchShards(Shards):
             else:
                 behind[key].append(delivery)
                 delivery.epoch.settle(delivery)
-                delivery.epoch.block(key)  # or a drain would start what comes after it
+                delivery.epoch.block(key)  # otherwise a drain would start later records of its key
         occupied = self._occupied
         for key, first in batch.keys.items():
             if key in behind:
@@ -288,7 +289,7 @@ class BatchShards(Shards):
         return heads
 
     def _put_behind(self, key: Hashable, deliveries: list[Delivery]) -> None:
-        """Have deliveries wait behind the one that occupies *key*, before what waits there."""
+        """Queue deliveries behind the one that occupies *key*, ahead of those already waiting there."""
         if deliveries:
             waiting = self._occupied[key]
             if waiting is None:
@@ -296,9 +297,9 @@ class BatchShards(Shards):
             waiting.extendleft(reversed(deliveries))
 
     def cut(self, batch: DeliveryBatch, out: Callable[[Delivery], bool]) -> None:
-        """Take those for which *out* holds out of a batch that has not started, and what follows them in their shards.
+        """Remove deliveries from a batch that has not started: those matching *out*, and those behind them.
 
-        They come next, by themselves.
+        They come next; the first removed delivery of each shard runs alone.
         """
         stay: list[Delivery] = []
         leave: dict[Hashable, list[Delivery]] = {}
@@ -322,14 +323,14 @@ class BatchShards(Shards):
             self._return(deliveries[0])
 
     def go_on(self, delivery: Delivery) -> None:
-        """A delivery that holds its shard takes a detour next; a drain waits for it, if it did before."""
+        """Queue a delivery that holds its shard for its detour; a drain that waits for it keeps waiting."""
         if not delivery.epoch.gate or delivery.epoch.may_start(delivery):
             self._return(delivery)
         else:
             self.again(delivery)
 
     def put_back(self, batch: DeliveryBatch) -> None:
-        """A batch's run was cancelled: what is in it runs again, before everything else, if it may."""
+        """Requeue the deliveries of a cancelled batch ahead of everything else; hold those that may not start."""
         self._running.discard(batch)
         runs_again: list[Delivery] = []
         for delivery in batch.deliveries:
@@ -338,14 +339,14 @@ class BatchShards(Shards):
                 runs_again.append(delivery)
             else:
                 epoch.settle(delivery)
-                epoch.block(delivery.key)  # what is behind it in its partition must not overtake it
+                epoch.block(delivery.key)  # later records of its shard and partition must not overtake it
                 self._hold(delivery)
         self._queue_first(runs_again, batch.keys)
 
-    # What `Shards` does, with batches -------------------------------------------
+    # Overrides of `Shards` for batches ------------------------------------------
 
     def close(self, epoch: Epoch) -> None:
-        """See `Shards.close`; what the drain needs goes at once."""
+        """See `Shards.close`; forming batches stop waiting, so that they do not delay the drain."""
         super().close(epoch)
         self._tell_revoked(epoch)
         self._dissolve()
@@ -359,7 +360,7 @@ class BatchShards(Shards):
         super().purge(epoch)
 
     def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
-        """See `Shards.give_back`; what is in a batch that is being formed is queued."""
+        """See `Shards.give_back`; the deliveries of forming batches are requeued first."""
         self._dissolve()
         removed = super().give_back(epoch, first)
         self.notify()
@@ -372,7 +373,7 @@ class BatchShards(Shards):
 
     @property
     def owning(self) -> list[Delivery]:
-        """See `Shards.owning`; those that wait for their batch to fill are among them."""
+        """See `Shards.owning`; includes deliveries that wait for their batch to fill."""
         forming = [first for batch in tuple(self._forming.values()) for first in tuple(batch.keys.values())]
         return super().owning + forming
 

@@ -1,4 +1,4 @@
-"""Workers that run the handler for a batch of records, and settle the outcome of each."""
+"""Workers that run the handler for a batch of records and settle the outcome of each record."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -21,13 +21,13 @@ InvokeBatch = Callable[[DeliveryBatch], Awaitable[object]]
 
 
 class BatchWorker(Worker):
-    """One coroutine that runs the handler for one batch at a time.
+    """Runs the handler for one batch at a time.
 
-    A run that returns completes all records of its batch, one that raises `BatchError` all that it does not name. Any
-    other exception is one failed attempt of all: they run again in smaller batches, and nothing is given up that was
-    not alone in its batch, since nobody knows which record is to blame.
+    A run that returns completes all records of its batch. A run that raises `BatchError` completes all records that
+    the error does not name. Any other exception is one failed attempt of all records: they run again in smaller
+    batches. A record is given up only when it fails alone in its batch; otherwise any record may be to blame.
 
-    What takes a detour (a dead letter, a skip) comes alone; see `BatchShards`.
+    A delivery that takes a detour (a dead letter, a skip) comes alone; see `BatchShards`.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class BatchWorker(Worker):
         divert: Divert | None = None,
         read: Callable[[Record], Any] | None = None,
     ) -> None:
-        """Make a worker; `run` is its task.
+        """Create a worker; `run` is its task.
 
         Args:
-            name: For logs and explanations.
-            shards: Where the batches are.
+            name: Name in logs and explanations.
+            shards: Shards to serve.
             invoke: Runs an attempt.
-            settlement: What follows a failed attempt.
-            clock: Loop time.
-            timeout: Seconds that an attempt of a whole batch may take; somebody else watches them (`overdue`).
-            divert: Looks at each delivery before it starts; None where nothing can be diverted before it has failed.
-            read: What a record becomes before the handler gets it, where it does; raises for one that does not.
+            settlement: Handles failed attempts.
+            clock: Returns the loop time.
+            timeout: Seconds that an attempt of a whole batch may take; checked from outside through `overdue`.
+            divert: Inspects each delivery before it starts; None if nothing can be diverted before it has failed.
+            read: Converts a record for the handler, and raises if it cannot; None if records are not converted.
         """
         super().__init__(name, settlement=settlement, clock=clock, timeout=timeout)
         self._shards = shards
@@ -63,16 +63,16 @@ class BatchWorker(Worker):
 
     @property
     def deliveries(self) -> Sequence[Delivery]:
-        """What the worker runs now."""
+        """Deliveries that the worker runs now."""
         batch = self._batch
         return () if batch is None else batch.deliveries
 
     async def run(self) -> None:
-        """Serve until cancelled, or retired."""
+        """Serve until cancelled or retired."""
         self._task = asyncio.current_task()
         shards = self._shards
         ahead = 0
-        while not self.asked:  # between two runs that is to retire, and nothing else
+        while not self.asked:  # between two runs, only `retire` can set it
             batch = shards.take_batch()
             if batch is None:
                 await shards.wait()
@@ -91,7 +91,7 @@ class BatchWorker(Worker):
                 await self._let_the_loop_turn()
 
     async def _let_the_loop_turn(self) -> None:
-        """Yield between two batches, for handlers that never suspend."""
+        """Yield to the event loop between two batches, for handlers that never suspend."""
         self._shards.yielding += 1
         try:
             await asyncio.sleep(0)
@@ -105,7 +105,7 @@ class BatchWorker(Worker):
             self._shards.cut(batch, lambda delivery: delivery.detour is not None)
 
     def _read_all(self, batch: DeliveryBatch, read: Callable[[Record], Any]) -> None:
-        """Make what the handler gets; a record of which nothing can be made comes alone, and fails there."""
+        """Convert the records for the handler; a record that cannot be converted runs alone, and fails then."""
         if batch.deliveries and batch.deliveries[0].detour is not None:
             return
         payloads: dict[Delivery, object] = {}
@@ -114,7 +114,7 @@ class BatchWorker(Worker):
                 payloads[delivery] = read(delivery.record)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # noqa: BLE001, S112 - raised again, and judged, where it runs
+            except BaseException:  # noqa: BLE001, S112 - raised again, and judged, when it runs
                 continue
         if len(payloads) < len(batch.deliveries):
             if len(batch.deliveries) == 1:
@@ -123,7 +123,7 @@ class BatchWorker(Worker):
         batch.payloads = [payloads[delivery] for delivery in batch.deliveries]
 
     async def _run(self, batch: DeliveryBatch) -> None:
-        """Run the handler for a batch, or the detour of one that is alone, and settle what comes of it."""
+        """Run the handler for a batch, or the detour of a delivery that is alone, and settle the outcome."""
         head = batch.deliveries[0]
         if head.detour is not None and not self._settlement.begin_detour(head):
             for delivery in self._ended(batch, (head,)):
@@ -138,7 +138,7 @@ class BatchWorker(Worker):
             else:
                 self.running = running = self._invoke(batch)
                 await running
-        except BaseException as error:  # noqa: BLE001 - cancellation and exit are told apart there
+        except BaseException as error:  # noqa: BLE001 - _judge tells cancellation and exit apart
             self._ended_badly(batch, error)
             return
         asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
@@ -163,7 +163,7 @@ class BatchWorker(Worker):
         return outcome
 
     def _start(self, batch: DeliveryBatch) -> None:
-        """Take note that the deliveries of a batch start."""
+        """Record that the deliveries of a batch start."""
         runs = batch.deliveries[0].detour is None
         if runs:
             waited(batch.deliveries[0], self.started)
@@ -178,20 +178,20 @@ class BatchWorker(Worker):
                 delivery.cancelled = False
                 delivery.aside = delivery.then is not None
 
-    # How it ends ------------------------------------------------------------------
+    # Outcomes ---------------------------------------------------------------------
 
     def _ended(
         self, batch: DeliveryBatch, failed: Collection[Delivery], outcome: Outcome = Outcome.PROCESSED
     ) -> list[Delivery]:
-        """Complete what of a batch has not failed, and let its shards go on.
+        """Complete the deliveries of a batch that have not failed, and let its shards resume.
 
         Returns:
-            Those of *failed* that hold their shards: what becomes of them is still to be decided.
+            Those of *failed* that hold their shards; the caller must decide about them.
         """
         self._batch = self.delivery = self.running = None
         left: list[Delivery] = []
         if batch.plain and not failed and outcome is Outcome.PROCESSED:
-            _processed(batch.deliveries)  # for most batches that is all
+            _processed(batch.deliveries)  # most batches need nothing else
         else:
             for delivery in batch.deliveries:
                 if delivery in failed or (delivery.then is not None and delivery.detour is None):
@@ -209,11 +209,10 @@ class BatchWorker(Worker):
         return [delivery for delivery in heads if delivery in failed]
 
     def _ended_badly(self, batch: DeliveryBatch, error: BaseException) -> None:
-        """The handler raised: settle it.
+        """Settle a batch whose run raised.
 
         Raises:
-            BaseException: *error* itself, when it is the worker that is being cancelled, or the
-                interpreter that is asked to exit.
+            BaseException: *error* itself, if the worker is being cancelled or the interpreter is exiting.
         """
         ending = self._judge(error)
         if ending.failure is None:
@@ -236,7 +235,7 @@ class BatchWorker(Worker):
         self._shards.put_back(batch)
 
     def _swallowed(self, batch: DeliveryBatch, asked: int) -> None:
-        """The handler returned although its run was told to end: that completes nothing (I8)."""
+        """Settle a batch whose handler returned although its run was cancelled: nothing is complete (I8)."""
         ending = self._take_back_requests()
         if asked & Asked.INTERRUPT:
             self._settlement.outlived(batch, batch.deliveries)
@@ -253,7 +252,7 @@ class BatchWorker(Worker):
             raise asyncio.CancelledError
 
     def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
-        """An attempt of all failed, and nobody knows which of them is to blame, unless it was alone."""
+        """Settle a failed attempt of the whole batch; unless it has one delivery, any of them may be to blame."""
         if len(batch.deliveries) == 1:
             self._settle(batch, {batch.deliveries[0]: error})
             return
@@ -263,7 +262,7 @@ class BatchWorker(Worker):
             self._settlement.failed_together(alive, heads, error, self._shards)
 
     def _failed_in_part(self, batch: DeliveryBatch, error: BatchError) -> None:
-        """The handler has named what failed; the rest is complete."""
+        """Settle the deliveries that the handler has named as failed; the rest is complete."""
         by_place = {(*d.record.topic_partition, d.record.offset): d for d in batch.deliveries}
         failed: dict[Delivery, BaseException] = {}
         for record, reason in error.errors.items():
@@ -279,10 +278,10 @@ class BatchWorker(Worker):
         self._settle(batch, failed)
 
     def _settle(self, batch: DeliveryBatch, failed: Mapping[Delivery, BaseException]) -> None:
-        """Each of *failed* has failed by itself; the rest is complete.
+        """Settle each of *failed* by itself; the rest is complete.
 
-        Of one shard only the first is settled now. Those behind it run again after it, whatever they failed with:
-        it may have been the reason.
+        Of each shard, only the first failed delivery is settled now. Those behind it run again after it, regardless
+        of their own errors: the first failure may have caused them.
         """
         heads = dict.fromkeys(self._ended(batch, failed))
         for delivery, error in failed.items():
@@ -294,7 +293,7 @@ class BatchWorker(Worker):
 
 
 def _processed(deliveries: Sequence[Delivery]) -> None:
-    """Complete what a handler has processed, and count it."""
+    """Complete and count the deliveries that a handler has processed."""
     for delivery in deliveries:
         epoch = delivery.epoch
         if epoch.complete(delivery):

@@ -11,11 +11,11 @@ __all__ = ["DeliveryBatch"]
 
 
 class DeliveryBatch:
-    """Deliveries that go to the handler together, those of one shard in order.
+    """Deliveries that go to the handler together; those of one shard are in order.
 
     Invariants:
-        * It occupies the shards in `keys`: nothing else of them runs.
-        * All of them have failed equally often, so the batch has one number of attempts.
+        * The batch occupies the shards in `keys`: no other delivery of them runs.
+        * All its deliveries have failed equally often, so the batch has a single attempt number.
     """
 
     __slots__ = (
@@ -35,37 +35,37 @@ class DeliveryBatch:
     def __init__(self, limit: int, ripe_at: float) -> None:
         self.deliveries: list[Delivery] = []
         self.keys: dict[Hashable, Delivery] = {}
-        """The shard keys, and of each the first delivery."""
+        """The shard keys, each with its first delivery."""
         self.limit = limit
-        """How many there may be."""
+        """Maximum number of deliveries."""
         self.size = 0
         """Bytes of keys, values and headers."""
         self.ripe_at = ripe_at
-        """Loop time at which it waits for no more."""
+        """Loop time at which it stops waiting for more deliveries."""
         self.full = False
         self.overdue = False
-        """Whether it has waited for as long as it may."""
+        """Whether it has waited as long as it may."""
         self.plain = True
-        """Whether none of them has a past: has run before, or takes a detour now or later."""
+        """Whether none of the deliveries was cancelled before or takes a detour, now or later."""
         self.payloads: list[object] | None = None
-        """What the handler gets for the deliveries, where that was made of their records before."""
+        """The converted records for the handler; None if they are not converted before the run."""
         self.timer: asyncio.TimerHandle | None = None
-        """Set while it waits for more."""
+        """Set while it waits for more deliveries."""
         self.revoked = asyncio.Event()
-        """Set when a partition of which it has records is being taken away while it runs."""
+        """Set when one of its partitions is revoked while it runs."""
 
     def __repr__(self) -> str:
-        """As messages name it: by its first record."""
+        """Name in messages: the first record and the number of others."""
         first, *others = self.deliveries
         return f"{first!r} and {len(others)} more" if others else repr(first)
 
     @property
     def records(self) -> list[Record]:
-        """Those of its deliveries, in order; a list of its own each time."""
+        """Records of its deliveries, in order; a new list each time."""
         return [delivery.record for delivery in self.deliveries]
 
     def add(self, delivery: Delivery, max_bytes: int) -> None:
-        """Append a delivery, of a shard that the batch occupies, or that has no other."""
+        """Append a delivery that has no shard, or whose shard the batch occupies."""
         self.deliveries.append(delivery)
         self.size += delivery.size - RECORD_OVERHEAD
         if delivery.aside:
@@ -74,7 +74,7 @@ class DeliveryBatch:
             self.full = True
 
     def has_room_for(self, delivery: Delivery, max_bytes: int) -> bool:
-        """Whether one more fits; the first always does."""
+        """Return whether one more delivery fits; the first always does."""
         if self.full:
             return False
         return not self.deliveries or self.size + delivery.size - RECORD_OVERHEAD <= max_bytes

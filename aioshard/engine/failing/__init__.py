@@ -1,1 +1,1 @@
-"""What becomes of a record whose attempts fail: tried again, skipped, dead-lettered, parked, halted."""
+"""Failure handling: records whose attempts fail are retried, skipped, dead-lettered, parked or halted."""

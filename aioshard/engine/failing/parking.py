@@ -1,4 +1,4 @@
-"""`on_failure=Park(...)`: failed records and what follows them under their key wait in a side topic."""
+"""`on_failure=Park(...)`: failed records, and later records of the same key, wait in a side topic."""
 
 import asyncio
 import copy
@@ -40,14 +40,14 @@ from aioshard.serde.side_records import (
 __all__ = ["Lot", "Parking", "Replay", "Retrieval", "Shelf", "of_a_fixed_shard"]
 
 _MOST = 8
-"""Reads that are kept, of all partitions together. One brings about a megabyte."""
+"""Maximum number of cached reads, over all partitions. A read returns about a megabyte."""
 
 
 class Shelf:
-    """What the last few reads brought, less what was taken since.
+    """Cache of the last few reads, without the records that were taken out since.
 
-    What runs again comes from a few places at a time: the first record of a key after the first of another, and what
-    is behind each. With one read kept for a partition, each record would be read, and decoded, with all its neighbours.
+    Replays come from a few places at a time: the first records of several keys, and the records behind each of them.
+    With only one read cached per partition, each replay would read and decode a record and all its neighbours again.
 
     Example:
         >>> shelf, at = Shelf(), TopicPartition("parked", 0)
@@ -61,11 +61,11 @@ class Shelf:
         self._numbers = itertools.count()
 
     def __bool__(self) -> bool:
-        """Whether it holds anything."""
+        """Whether the cache holds anything."""
         return bool(self._reads)
 
     def take(self, topic_partition: TopicPartition, offset: int) -> Record | None:
-        """A record, which is not on the shelf any more then; None when it was not."""
+        """Remove a record from the cache and return it; None if it is not cached."""
         for number, (at, records) in reversed(self._reads.items()):
             if at == topic_partition and offset in records:
                 record = records.pop(offset)
@@ -76,23 +76,23 @@ class Shelf:
         return None
 
     def keep(self, topic_partition: TopicPartition, records: Iterable[Record]) -> None:
-        """Put on the shelf what was read, and take off it what was used least lately."""
+        """Cache the records of a read; if the cache is full, evict the least recently used read."""
         self._reads[next(self._numbers)] = topic_partition, {record.offset: record for record in records}
         if len(self._reads) > _MOST:
             self._reads.popitem(last=False)
 
     def clear(self) -> None:
-        """Take everything off it."""
+        """Empty the cache."""
         self._reads.clear()
 
 
 _WHO = "parking"
 _LOOKED_AT = 1_000
-"""Requests that are looked at in one go: somebody may have asked for all that is parked."""
+"""Maximum number of requests checked in one go: there may be one for every parked record."""
 
 
 class Replay(Delivery):
-    """A parked record that is run again; it belongs to the lot's own epoch, which nothing is committed for."""
+    """A parked record that runs again; it belongs to a separate epoch, for which nothing is committed."""
 
     __slots__ = ("entry", "lot")
 
@@ -104,15 +104,16 @@ class Replay(Delivery):
 
 
 class Lot:
-    """The parked records of one partition while it is ours.
+    """Parked records of one partition, for as long as we own it.
 
-    A replay is a delivery like any other, but not of the partition's epoch: its offset was committed long ago. It
-    belongs to an epoch of its own that opens, closes and ends with that of the partition, so that a drain waits for
-    it and a result that comes too late changes nothing.
+    A replay is a delivery like any other, but it is not part of the partition's epoch: its offset was committed long
+    ago. It belongs to a separate epoch, which opens, closes and ends together with the partition's. So a drain waits
+    for it, and a late result changes nothing.
 
     Invariants:
-        * What is parked is what the side topic says: of records that this process parked, what was acknowledged.
-        * A record that the partition delivers again is not parked: it comes by itself, in order.
+        * The side topic determines which records are parked. A record parked by this process counts once its write
+          is acknowledged.
+        * A record that the partition delivers again is not parked: it arrives anyway, in order.
     """
 
     def __init__(
@@ -124,55 +125,55 @@ class Lot:
         buffer: Buffer,
         shard_key: Callable[[Record], ShardKey],
     ) -> None:
-        """Make what is known of a partition's parked records; nothing is, yet."""
+        """Start without known parked records."""
         self.source = source
-        """The epoch of the partition."""
+        """Epoch of the partition."""
         self.stored_in = stored_in
-        """Where its parked records are kept."""
+        """Side-topic partition that stores its parked records."""
         self.generation = generation
-        """Of the group, when the partition became ours; what is parked here is stored under it."""
+        """Group generation in which we got the partition; records parked here are stored under it."""
         self.replays = Epoch(stored_in, source.number, 0, buffer, source.counts)
-        """The epoch of what is run again."""
+        """Epoch of the replays."""
         self.keys = ParkedKeys()
         self.writing: set[int] = set()
-        """Offsets of what is on its way to the side topic."""
+        """Offsets of the records being written to the side topic."""
         self.read_to = 0
-        """Where to go on in the side topic."""
+        """Next offset to read in the side topic."""
         self.restored = False
-        """Whether everything was read that was there when the partition became ours."""
+        """Whether the initial read is complete: all that the side topic held when we got the partition."""
         self.failures: dict[Hashable, Failure] = {}
-        """What the first record of each key failed with."""
+        """Failure of the first record of each key."""
         self._start = source.tracker.position
         self._later: dict[Place, tuple[ParkedEntry, Failure]] = {}
-        """What was parked under a later generation than ours."""
+        """Records parked under a later generation than ours."""
         self._superseded: dict[int, list[tuple[ParkedEntry, Failure]]] = {}
-        """While everything is read: what is stored under an earlier generation too than that which counts."""
+        """During the initial read: copies of records stored under an earlier generation than the one that counts."""
         self._to_write: list[Message] = []
         self._doubtful: set[int] = set()
-        """Offsets that were seen in the side topic as parked by us, and not acknowledged to us."""
+        """Offsets seen in the side topic as parked by us, but not acknowledged to us."""
         self._requests: list[Coordinates] = []
         self._asked: dict[Coordinates, Hashable] = {}
-        """Requests that are being done, each with its key."""
+        """Release requests in progress, each with its key."""
         self._shard_key = shard_key
 
     def identity(self, record: Record) -> ShardKey:
-        """The shard key of a record; None when it has none, and is parked alone."""
+        """Return the shard key of a record; None if it has none and is parked alone."""
         return identity(self._shard_key, record)
 
-    # What is read -------------------------------------------------------------------
+    # Reading the side topic ---------------------------------------------------------
 
     def read(self, record: Record) -> Message | None:
-        """Take note of a record of the side topic; returns what is to be written in answer to it, if anything."""
+        """Process a record of the side topic; return the message to write in reply, if any."""
         if not self.restored or record.offset < self.read_to:
-            return None  # it is, or was, read by `restore`
+            return None  # `restore` reads it, or has read it
         self.read_to = record.offset + 1
         return self._take_note(record)
 
     def restore(self, record: Record) -> str | None:
-        """Take note of what was there when the partition became ours.
+        """Process a record that was in the side topic when we got the partition.
 
         Returns:
-            The group that has parked it; None of what was not parked.
+            The group that parked the record; None if this is not a parked record.
         """
         found = read_parked(record)
         self._take_note(record)
@@ -191,11 +192,11 @@ class Lot:
             case ParkedRecord():
                 return self._parked(found, record.offset)
             case Removed() if found.by is not None and found.by > self.generation:
-                pass  # its next owner runs it, which we are not yet told of: what follows it must not run here
+                pass  # removed by the next owner, still unknown to us: later records of its key must not run here
             case Removed():
                 self._later.pop(found.place, None)
                 entry = self.keys.get(found.coordinates.offset)
-                # What we have parked since comes later in the side topic than this.
+                # Anything that we have parked since comes later in the side topic.
                 same = entry is not None and entry.generation == found.place.generation
                 if entry is not None and same and entry.stored_at < record.offset:
                     self.remove(entry.offset)
@@ -206,7 +207,7 @@ class Lot:
         return None
 
     def _find(self, found: ParkedRecord, stored_at: int) -> None:
-        """Take in what was there before us: as it was written last, and under the latest generation."""
+        """Add a record parked before our time: its last write, under the latest generation."""
         entry = self.entry(found.original, found.generation, stored_at, found.due, found.replays)
         known = self.keys.get(entry.offset)
         if entry.generation > self.generation:
@@ -220,7 +221,7 @@ class Lot:
             self.add(entry, found.failure)
 
     def _lose(self, place: Place) -> None:
-        """What was there before us was taken out, before us too; what is stored of it elsewhere counts then."""
+        """Drop a record that was parked and removed before our time; a copy of another generation counts then."""
         self._later.pop(place, None)
         offset = place.coordinates.offset
         others = [other for other in self._superseded.pop(offset, ()) if other[0].generation != place.generation]
@@ -235,7 +236,7 @@ class Lot:
             self._superseded[offset] = others
 
     def _parked(self, found: ParkedRecord, stored_at: int) -> Message | None:
-        """What others write now is none of the partition's any more."""
+        """Process a record that was parked since we own the partition; remove it again if a stale member parked it."""
         offset, generation = found.coordinates.offset, found.generation
         known = self.keys.get(offset)
         if known is not None and known.generation == generation:
@@ -244,19 +245,19 @@ class Lot:
             self._doubtful.add(offset)
         elif generation < self.generation:
             return self.tombstone(found.place)
-        return None  # a later generation is that of somebody who has the partition after us
+        return None  # a later generation belongs to the next owner of the partition
 
     def stale(self) -> Iterator[Message]:
-        """What takes out records whose park was not acknowledged, but stored, and that have ended otherwise since.
+        """Yield tombstones for stale copies, and replies to release requests.
 
-        And what answers requests.
+        A copy is stale if its write was stored but not acknowledged, and the record has ended otherwise since.
         """
         yield from self._answered()
         yield from self._to_write
         self._to_write.clear()
         for offset in list(self._doubtful):
             if offset in self.writing or offset in self.source.tracker:
-                continue  # its end is not known yet
+                continue  # its outcome is not known yet
             self._doubtful.discard(offset)
             if self.keys.get(offset) is None:
                 yield self.tombstone(Place(self._coordinates(offset), self.generation))
@@ -265,16 +266,16 @@ class Lot:
         return Coordinates(*self.source.topic_partition, offset)
 
     def entry(self, record: Record, generation: int, stored_at: int, due: float, replays: int) -> ParkedEntry:
-        """What is kept of a parked record."""
+        """Return the in-memory entry for a parked record."""
         key = self.identity(record)
         return ParkedEntry(record.offset, key, generation=generation, stored_at=stored_at, due=due, replays=replays)
 
     def place(self, entry: ParkedEntry) -> Place:
-        """Under which key a parked record is stored."""
+        """Return the place of a parked record; it is stored under that key."""
         return Place(self._coordinates(entry.offset), entry.generation)
 
     def tombstone(self, place: Place) -> Message:
-        """What takes a record out, in our name."""
+        """Return the message that removes a parked record, in our name."""
         return tombstone(self.stored_in.topic, place, by=self.generation)
 
     def _release(self, coordinates: Coordinates) -> Message | None:
@@ -286,23 +287,23 @@ class Lot:
         return None
 
     def _answered(self) -> Iterator[Message]:
-        """Answer what was asked for when it was done: till then the next owner would do it."""
+        """Yield replies to finished requests; the next owner would repeat an unanswered one."""
         for coordinates in list(itertools.islice(self._asked, _LOOKED_AT)):
             key = self._asked.pop(coordinates)
             if key in self.keys and not self.keys.waits_for_time(key):
-                self._asked[coordinates] = key  # behind the others
+                self._asked[coordinates] = key  # move it behind the others
             else:
                 yield released(self.stored_in.topic, coordinates)
 
     def finish_restoring(self) -> Iterator[Message]:
-        """Everything was read: what the partition delivers again is not parked, and releases are answered.
+        """Complete the initial read: drop records that the partition delivers again, and handle release requests.
 
-        What is stored under several generations is parked once, under the latest. The others were written by who
-        had lost the partition and did not know it: left there, they would be taken for parked by a later owner, and
-        run again behind records of their key that have been processed since.
+        A record stored under several generations is parked once, under the latest one. A stale member, which had lost
+        the partition without knowing it, wrote the other copies. If they stayed, a later owner would consider them
+        parked and run them again, after later records of their key were processed.
 
-        Returns:
-            What is to be written.
+        Yields:
+            The messages to write.
         """
         self.restored = True
         for entry in [entry for entry in self.keys if self._comes_again(entry.offset)]:
@@ -318,19 +319,19 @@ class Lot:
         self._requests.clear()
 
     def _comes_again(self, offset: int) -> bool:
-        """Whether the partition delivers a record that was there when it became ours."""
+        """Return whether the partition delivers again a record that was parked when we got it."""
         return offset >= self._start and not holds(self.source.inherited, offset)
 
     @property
     def in_doubt(self) -> bool:
-        """Whether something was parked under a later generation than ours: the group has moved on, or began anew."""
+        """Whether records are parked under a later generation than ours: the group moved on, or was recreated."""
         return bool(self._later)
 
     def believe(self) -> int:
-        """Our generation is the group's, which therefore began anew since (it was deleted, or has expired).
+        """Accept our generation as current: the group was recreated since those records (it was deleted or expired).
 
         Returns:
-            How many records are taken in by that.
+            Number of records that become ours.
         """
         later, self._later = self._later, {}
         taken_in = 0
@@ -342,35 +343,35 @@ class Lot:
                 taken_in += 1
         return taken_in
 
-    # What is parked -----------------------------------------------------------------
+    # Parked records -----------------------------------------------------------------
 
     def add(self, entry: ParkedEntry, failure: Failure) -> None:
-        """A record is parked, and acknowledged."""
+        """Add a record that is parked and acknowledged."""
         self.keys.add(entry)
         head = self.keys.head(entry.key)
         if head is not None and head.offset == entry.offset:
             self.failures[entry.key] = failure
 
     def remove(self, offset: int) -> None:
-        """A record is not parked any more."""
+        """Remove a record that is no longer parked."""
         entry = self.keys.remove(offset)
         if entry is not None and entry.key not in self.keys:
             self.failures.pop(entry.key, None)
 
     def release(self, key: Hashable) -> None:
-        """Run a key again now, unless that is being done."""
+        """Replay a key now, unless it is already running."""
         if self.keys.waits(key):
             self.keys.postpone(key, 0.0)
 
-    # What is run again --------------------------------------------------------------
+    # Replays ------------------------------------------------------------------------
 
     @property
     def may_replay(self) -> bool:
-        """Whether what is due may be run again now: everything was read, and both gates are open."""
+        """Whether due records may be replayed now: the initial read is complete, and both gates are open."""
         return self.restored and self.source.gate is Gate.OPEN and self.replays.gate is Gate.OPEN
 
     def replay(self, entry: ParkedEntry, record: Record, key: ShardKey, now: float) -> Replay:
-        """Make the delivery of a parked record, tracked by the lot's epoch."""
+        """Create the delivery of a parked record, tracked by the epoch of the replays."""
         size = record_size(record.key, record.value, record.headers)
         replay = Replay(record, key, size, lot=self, entry=entry, now=now)
         batch = FetchedBatch(self.stored_in, [record], [size], replay.offset + 1)
@@ -378,23 +379,23 @@ class Lot:
         return replay
 
     def close(self, running: set[Delivery]) -> None:
-        """The gate of the partition has closed: what runs again is waited for, and nothing else is started."""
+        """Close together with the partition's gate: wait for running replays, and start no others."""
         if self.replays.is_open:
             self.replays.pause(_WHO, "its partition is being taken away")
             self.replays.close(running)
 
     def open(self) -> None:
-        """The gate of the partition has opened."""
+        """Open together with the partition's gate."""
         self.replays.pauses.pop(_WHO, None)
         self.replays.open()
 
     def end(self) -> None:
-        """The partition is not ours any more."""
+        """End the replays: we no longer own the partition."""
         self.replays.end()
 
 
 def of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Callable[[Record], ShardKey]:
-    """A sharding function that raises for what is no key of a fixed shard, as it does where the record comes in."""
+    """Wrap a sharding function to raise for invalid keys of fixed shards, like intake does."""
 
     def checked(record: Record) -> ShardKey:
         key = shard_key(record)
@@ -406,27 +407,27 @@ def of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Ca
 
 
 class Retrieval:
-    """The payloads of parked records, which are not kept in memory while they wait."""
+    """Fetches the payloads of parked records, which are not kept in memory while they wait."""
 
     def __init__(self, side_topics: SideTopics) -> None:
-        """Make it for one handler."""
+        """Create the retrieval of one handler."""
         self._side = side_topics
         self._shelf = Shelf()
         self._missing: dict[ParkedEntry, Lot] = {}
-        """Records that were not found where they were stored."""
+        """Records not found where they were stored."""
         self._failure: str | None = None
 
     @property
     def holds_some(self) -> bool:
-        """Whether anything that was read is kept."""
+        """Whether any reads are cached."""
         return bool(self._shelf)
 
     def forget(self) -> None:
-        """Keep nothing any more that was read."""
+        """Drop the cached reads."""
         self._shelf.clear()
 
     def trouble(self) -> str | None:
-        """Why a record cannot be had, in a sentence; None when all could that were wanted."""
+        """Explain in a sentence why a record cannot be fetched; None if there is no problem."""
         self._missing = {entry: lot for entry, lot in self._missing.items() if lot.keys.get(entry.offset) is entry}
         for entry, lot in self._missing.items():
             return (
@@ -437,7 +438,7 @@ class Retrieval:
         return self._failure
 
     async def fetch(self, lot: Lot, entry: ParkedEntry) -> Record | None:
-        """A parked record as it was; None when it cannot be had now, or another was written in its place."""
+        """Return the original of a parked record; None if it cannot be read now or was replaced by another."""
         stored = self._shelf.take(lot.stored_in, entry.stored_at)
         if stored is None:
             try:
@@ -461,23 +462,23 @@ logger = logging.getLogger("aioshard.engine.parking")
 _POLL_TIMEOUT = 1.0
 _BACKOFF = 1.0
 _MOST_PARKED = 100_000
-"""Parked records of one partition; each costs memory here, so that more are refused until some are gone."""
+"""Maximum parked records of one partition; each costs memory, so more are refused until some are gone."""
 _LONGEST_WAIT = 60.0
 _SHELF_LASTS = 1.0
-"""Seconds without anything due after which what was read is not kept any more."""
+"""Seconds without due records after which the cached reads are dropped."""
 
 
 class Parking:
-    """The parked records of one handler, over all partitions that are ours.
+    """Parked records of one handler, over all partitions that we own.
 
-    Workers ask `divert` before they start a delivery, and `decide` when its attempts are used up. The feed tells
-    when a partition comes, closes, opens and ends. Two tasks: `read` follows the side topic, `replay` runs again what
-    is due. Owned by the event loop.
+    Workers call `divert` before they start a delivery, and `decide` when its attempts are used up. The feed reports
+    when a partition arrives, closes, opens and ends. Two tasks run: `read` follows the side topic, and `replay` runs
+    due records again. Owned by the event loop.
 
     Invariants:
-        * While a key is parked, nothing of it starts but its first parked record (I4).
-        * A record that is parked is complete when the brokers have acknowledged that (I2), and one that was run
-          again is taken out of the side topic before the next one of its key starts.
+        * While a key is parked, only its first parked record may start (I4).
+        * A parked record completes when the brokers have acknowledged it (I2). A record that succeeded in a replay is
+          removed from the side topic before the next one of its key starts.
     """
 
     def __init__(
@@ -495,24 +496,24 @@ class Parking:
         buffer: Buffer,
         clock: Callable[[], float],
     ) -> None:
-        """Make the parking of one handler; `read` and `replay` are its tasks.
+        """Create the parking of one handler; `read` and `replay` are its tasks.
 
         Args:
             policy: Topic, delay and attempts.
-            group: Named in the headers of what is parked, as is the handler.
-            handler: The handler's name.
-            shards: Of the handler.
-            shard_key: From a record to its shard key.
-            fixed: Whether they are fixed: deliveries carry a shard's number as key then.
-            workers: How many serve the shards.
+            group: Consumer group, for the headers of parked records.
+            handler: Name of the handler, for the headers of parked records.
+            shards: Shards of the handler.
+            shard_key: Maps a record to its shard key.
+            fixed: Whether the shards are fixed; if so, deliveries carry the number of their shard as key.
+            workers: Number of workers that serve the shards.
             publish: Writes to the side topic.
-            side_topics: Reads it; closed by whoever gives it.
-            buffer: What is held of all partitions.
-            clock: Loop time.
+            side_topics: Reads the side topic; the caller closes it.
+            buffer: Buffer shared by all partitions.
+            clock: Returns the loop time.
         """
         self.policy = policy
         self.trouble: str | None = None
-        """Why the side topic cannot be read now."""
+        """Why the side topic cannot be read or answered now; None if it can."""
         self._group = group
         self._handler = handler
         self._shards = shards
@@ -527,29 +528,29 @@ class Parking:
         self._ensured = 0
         self._retrieval = Retrieval(side_topics)
         self._refused: set[Message] = set()
-        """Answers that could not be written, and are tried again."""
+        """Replies that could not be written and are being retried."""
         self._due = asyncio.Event()
         self._epoch_time = time.time() - clock()
         self._behind = Detour(f"its key is parked, and it is written to {policy.topic} behind it", self._park_behind)
         self._first = Detour(f"it is parked in {policy.topic}", self._park)
         self._again = Detour(f"it is parked in {policy.topic} again", self._park_again)
         self.drop = Detour(f"it is taken out of {policy.topic} without being processed", self._drop)
-        """For a record that is run again, and halted, when somebody gives it up."""
+        """Detour for giving up a record that was halted in a replay."""
         self._finished = Detour(f"it is taken out of {policy.topic}, its run succeeded", self._remove)
 
     def _now(self) -> float:
-        """Seconds since the epoch by the loop's clock, which virtual time moves too."""
+        """Return the Unix time by the loop's clock, which virtual time moves too."""
         return self._epoch_time + self._clock()
 
     @property
     def lots(self) -> Collection[Lot]:
-        """One for each partition that is ours."""
+        """Parked records of each partition that we own."""
         return self._lots.values()
 
     # Workers ------------------------------------------------------------------------
 
     def divert(self, delivery: Delivery) -> None:
-        """Give a delivery a detour when its key is parked, and take it back when that is over."""
+        """Assign a detour to a delivery whose key is parked, and withdraw it once the key is no longer parked."""
         lot = self._lots.get(delivery.epoch)
         if lot is None or isinstance(delivery, Replay):
             return
@@ -564,9 +565,9 @@ class Parking:
         return self._again if isinstance(delivery, Replay) else self._first
 
     def release(self, lot: Lot, offset: int) -> bool:
-        """Run the key of a parked record again now, unless that is being done; returns whether there is such a record.
+        """Replay the key of a parked record now, unless it is already running; return whether the record exists.
 
-        Nothing is written: where the partition goes away before that, the request is forgotten.
+        Nothing is written: if we lose the partition before that, the request is lost.
         """
         entry = lot.keys.get(offset)
         if entry is not None:
@@ -582,7 +583,7 @@ class Parking:
         lot = self._lots[delivery.epoch]
         key = lot.identity(delivery.record)
         head = lot.keys.head(key)
-        assert head is not None  # noqa: S101 - `divert` has just looked
+        assert head is not None  # noqa: S101 - `divert` has just checked
         return await self._store(delivery, lot.failures[key], head.due)
 
     async def _store(self, delivery: Delivery, failure: Failure, due: float) -> Outcome:
@@ -604,14 +605,14 @@ class Parking:
         return Outcome.PARKED
 
     async def _park_again(self, delivery: Delivery) -> Outcome:
-        assert isinstance(delivery, Replay)  # noqa: S101 - decided so
+        assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this detour
         lot, entry = delivery.lot, delivery.entry
         replays = entry.replays + 1
         over = self.policy.attempts is not None and replays >= self.policy.attempts
         due = NEVER if over else self._now() + self.policy.delay
         failure = failure_of(delivery, self._group, self._handler)
         if lot.keys.get(entry.offset) is None:
-            return Outcome.RETURNED  # somebody dropped it
+            return Outcome.RETURNED  # dropped in the meantime
         lot.writing.add(entry.offset)
         try:
             message = park(
@@ -626,14 +627,14 @@ class Parking:
         finally:
             lot.writing.discard(entry.offset)
         entry.replays, entry.due = replays, due
-        if lot.keys.get(entry.offset) is entry:  # nobody has dropped it meanwhile
+        if lot.keys.get(entry.offset) is entry:  # not dropped in the meantime
             lot.failures[entry.key] = failure
             lot.keys.postpone(entry.key, due)
         self._due.set()
         return Outcome.RETURNED
 
     async def _remove(self, delivery: Delivery) -> Outcome:
-        assert isinstance(delivery, Replay)  # noqa: S101 - decided so
+        assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this detour
         lot = delivery.lot
         await self._publish(lot.tombstone(lot.place(delivery.entry)))
         lot.remove(delivery.entry.offset)
@@ -647,18 +648,18 @@ class Parking:
     # Partitions ---------------------------------------------------------------------
 
     async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
-        """Find out what of a partition is parked, before anything of it is handed out.
+        """Find out which records of a partition are parked, before any of its records starts.
 
         Args:
-            epoch: New, and closed.
-            partitions: How many the topic has.
-            generation: Of the group, in which the partition became ours.
+            epoch: A new, closed epoch.
+            partitions: Number of partitions of the topic.
+            generation: Group generation in which we got the partition.
 
         Returns:
-            Whether some was parked under a later generation, and is left alone until `believe`.
+            Whether records are parked under a later generation; they are left alone until `believe`.
 
         Raises:
-            TransportError: That cannot be found out now.
+            TransportError: If the side topic cannot be read or written now.
         """
         if partitions > self._ensured:
             await self._side.ensure(self.policy.topic, partitions)
@@ -676,7 +677,7 @@ class Parking:
         return lot.in_doubt
 
     def believe(self, epoch: Epoch) -> None:
-        """The brokers have taken a commit of ours since `restore`: nobody has the partition after us."""
+        """Accept our generation: the brokers accepted a commit since `restore`, so there is no later owner."""
         lot = self._lots.get(epoch)
         if lot is not None and lot.in_doubt:
             message = (
@@ -691,7 +692,7 @@ class Parking:
         self._side.watch(list(dict.fromkeys(lot.stored_in for lot in self._lots.values())))
 
     async def _read_all(self, lot: Lot) -> None:
-        """Read a side partition from its start, until nothing lies between that and what `read` follows."""
+        """Read a side partition from its start, without a gap to the position from which `read` follows it."""
         at = 0
         while True:
             end = await self._side.end(lot.stored_in)
@@ -709,12 +710,12 @@ class Parking:
                 return
 
     def side_of(self, epoch: Epoch) -> Epoch | None:
-        """The epoch of what is run again of a partition."""
+        """Return the epoch of a partition's replays; None if the partition is unknown."""
         lot = self._lots.get(epoch)
         return lot.replays if lot is not None else None
 
     def close(self, epoch: Epoch, running: Collection[Delivery]) -> None:
-        """The gate of a partition has closed."""
+        """Stop replays of a partition whose gate has closed."""
         lot = self._lots.get(epoch)
         if lot is not None:
             lot.close(set(running))
@@ -722,7 +723,7 @@ class Parking:
                 shards.close(lot.replays)
 
     def reopen(self, epoch: Epoch) -> None:
-        """The gate of a partition has opened."""
+        """Resume replays of a partition whose gate has opened."""
         lot = self._lots.get(epoch)
         if lot is not None:
             if epoch.is_open and not lot.replays.is_open:
@@ -732,7 +733,7 @@ class Parking:
             self._due.set()
 
     def purge(self, epoch: Epoch) -> None:
-        """The epoch of a partition has ended."""
+        """Drop the parked records of a partition whose epoch has ended; the side topic keeps them."""
         lot = self._lots.pop(epoch, None)
         if lot is not None:
             lot.end()
@@ -744,7 +745,7 @@ class Parking:
     # Tasks --------------------------------------------------------------------------
 
     async def read(self) -> None:
-        """Follow the side topic until cancelled: what is parked, dropped, and asked to be released."""
+        """Follow the side topic until cancelled: parked and dropped records, and release requests."""
         async with asyncio.TaskGroup() as answering:
             while True:
                 try:
@@ -752,7 +753,7 @@ class Parking:
                     answers = [answer for record in records for answer in self._read(record)]
                     answers += [(lot, message) for lot in self.lots for message in lot.stale()]
                     for lot, message in answers:
-                        # One partition that cannot be written keeps none of the others from being followed.
+                        # A partition that cannot be written must not keep us from following the others.
                         answering.create_task(self._answer(lot, message), name=f"answer in {lot.stored_in}")
                     if not self._refused:
                         self.trouble = self._retrieval.trouble()
@@ -784,7 +785,7 @@ class Parking:
             self._refused.discard(message)
 
     async def replay(self) -> None:
-        """Run again what is due, until cancelled."""
+        """Replay due records until cancelled."""
         while True:
             self._due.clear()
             for lot in list(self._lots.values()):
@@ -799,7 +800,7 @@ class Parking:
         dues = [due for lot in self._lots.values() if lot.may_replay and (due := lot.keys.next_due) is not None]
         running = sum(len(lot.replays.tracker) for lot in self._lots.values())
         if not dues or running >= self._at_once:
-            return _LONGEST_WAIT  # what ends wakes us
+            return _LONGEST_WAIT  # a replay that ends wakes us
         return min(max(min(dues) - self._now(), 0.01), _LONGEST_WAIT)
 
     async def _replay_due(self, lot: Lot) -> None:
@@ -814,7 +815,7 @@ class Parking:
                 continue
             if record is None or not lot.replays.is_open or not self._fits(record):
                 lot.keys.postpone(entry.key, self._now() + _BACKOFF)
-                return  # each of its keys may take as long, and other partitions are not to wait for all of them
+                return  # each of its keys may take as long; other partitions must not wait for all of them
             key = lot.identity(record)
             number = fixed_shard(key, len(self._shards), entry.offset) if self._fixed else 0
             replay = lot.replay(entry, record, number if self._fixed else key, self._clock())
@@ -822,7 +823,7 @@ class Parking:
             self._shards[number].put_first([replay])
 
     def _fits(self, record: Record) -> bool:
-        """Whether there is room for a record, or nothing of ours that it could wait for."""
+        """Return whether there is room for a record, or no running replay that it could wait for."""
         buffer = self._buffer
         size = record_size(record.key, record.value, record.headers)
         return buffer.bytes + size <= buffer.bounds.bytes or not any(len(lot.replays.tracker) for lot in self.lots)

@@ -1,4 +1,4 @@
-"""Partitions whose handler cannot divert any more: paused, and tried with one record at a time."""
+"""Probing: pauses partitions whose handler can no longer divert records, and tries one record at a time."""
 
 import asyncio
 import functools
@@ -16,32 +16,32 @@ logger = logging.getLogger("aioshard.engine.probing")
 _WHO = "budget"
 _FIRST = 0.5
 _LONGEST = 5.0
-"""Seconds between probes, at the start and at the most: so soon after an outage everything goes on."""
+"""Seconds between probes, at first and at most: processing resumes that soon after an outage."""
 
 _PROBE_ROOM = 16
-"""Records that a paused partition takes in when all that it has in hand has failed before."""
+"""Records that a paused partition takes in when all its records in flight have failed before."""
 
 
 class Probing:
-    """Pauses partitions of one handler, and resumes each when a record of it succeeds.
+    """Pauses partitions of one handler, and resumes each when one of its records succeeds.
 
     Invariants:
-        * Of a paused partition at most one record runs that was not running before.
-        * While it is paused a probe is due, or runs.
+        * In a paused partition, at most one record runs besides those that were running already.
+        * While a partition is paused, a probe is due or running.
     """
 
     def __init__(self, shards: Sequence[Shards], affordable: Callable[[], bool]) -> None:
-        """Make one for a handler.
+        """Create the probing of one handler.
 
         Args:
-            shards: Of the handler.
-            affordable: Whether a diversion could be paid for again, so that nothing needs to wait.
+            shards: Shards of the handler.
+            affordable: Returns whether the budget allows a diversion again, so that nothing needs to wait.
         """
         self._shards = shards
         self._affordable = affordable
 
     def pause(self, epoch: Epoch, why: str) -> None:
-        """Pause a partition, unless it is."""
+        """Pause a partition unless it is paused already."""
         if _WHO in epoch.pauses:
             return
         fields = partition_fields("paused", epoch.topic_partition, why=why)
@@ -61,7 +61,7 @@ class Probing:
                 self._resume(epoch)
                 return
             probe = next((probe for shards in self._shards if (probe := shards.probe(epoch)) is not None), None)
-            # What has failed before may be wrong itself: then only another record shows that the rest would succeed.
+            # A record that failed before may itself be bad: then only another one shows that the rest would succeed.
             epoch.probe_room = 0 if probe is not None and not probe.failures else _PROBE_ROOM
             if probe is not None:
                 return

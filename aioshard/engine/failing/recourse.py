@@ -1,4 +1,4 @@
-"""What `on_failure` does with a record whose attempts are used up."""
+"""Failure policies: implementations of `on_failure` for records whose attempts are used up."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -14,46 +14,46 @@ from aioshard.serde.side_records import Failure, dead_letter
 __all__ = ["DeadLettering", "Halting", "Publish", "Skipping", "failure_of", "skipping"]
 
 Publish = Callable[[Message], Awaitable[int]]
-"""Publishes, and waits until the brokers have acknowledged."""
+"""Publishes a message, waits for the brokers' acknowledgement and returns the offset."""
 
 
-async def _skip(delivery: Delivery) -> Outcome:  # noqa: ARG001 - one of several detours of one shape
+async def _skip(delivery: Delivery) -> Outcome:  # noqa: ARG001 - signature shared by all detours
     return Outcome.SKIPPED
 
 
 def skipping(why: str) -> Detour:
-    """A record is complete without having been processed."""
+    """Return a detour that completes a record without processing it."""
     return Detour(f"it is skipped ({why})", _skip)
 
 
 class Halting:
-    """`on_failure="halt"`: the record keeps its shard until somebody releases it."""
+    """`on_failure="halt"`: the record keeps its shard until it is released."""
 
-    def decide(self, delivery: Delivery) -> Verdict:  # noqa: ARG002 - one of several of one shape
+    def decide(self, delivery: Delivery) -> Verdict:  # noqa: ARG002 - signature of the protocol
         """See `Recourse.decide`."""
         return Halt()
 
 
 class Skipping:
-    """`on_failure="skip"`."""
+    """`on_failure="skip"`: the record completes without having been processed."""
 
-    def decide(self, delivery: Delivery) -> Verdict:  # noqa: ARG002 - one of several of one shape
+    def decide(self, delivery: Delivery) -> Verdict:  # noqa: ARG002 - signature of the protocol
         """See `Recourse.decide`."""
         return skipping("on_failure='skip'")
 
 
 class DeadLettering:
-    """`on_failure=DeadLetter(...)`: the record is complete when its dead letter is acknowledged (I2)."""
+    """`on_failure=DeadLetter(...)`: the record completes when its dead letter is acknowledged (I2)."""
 
     def __init__(self, policy: DeadLetter, publish: Publish, *, group: str, handler: str, counters: Counters) -> None:
-        """Make the recourse of one handler.
+        """Create the failure policy of one handler.
 
         Args:
             policy: Topic and budget.
             publish: Publishes dead letters.
-            group: Named in their headers, as is the handler.
-            handler: The handler's name.
-            counters: Whose successes pay for diversions.
+            group: Consumer group, for their headers.
+            handler: Name of the handler, for their headers.
+            counters: Counters of the handler; its successes replenish the budget.
         """
         self._topic = policy.topic
         self._account = None if policy.budget is None else BudgetAccount(policy.budget)
@@ -65,10 +65,10 @@ class DeadLettering:
 
     @property
     def affordable(self) -> bool:
-        """Whether a diversion could be paid for now."""
+        """Whether the budget allows a diversion now."""
         return self._account is None or self._account.left(self._counters.processed) > 0
 
-    def decide(self, delivery: Delivery) -> Verdict:  # noqa: ARG002 - one of several of one shape
+    def decide(self, delivery: Delivery) -> Verdict:  # noqa: ARG002 - signature of the protocol
         """See `Recourse.decide`."""
         account = self._account
         if account is not None and not account.spend(self._counters.processed):
@@ -86,7 +86,7 @@ class DeadLettering:
 
 
 def failure_of(delivery: Delivery, group: str, handler: str) -> Failure:
-    """What the headers of a side record say about a delivery that has failed."""
+    """Describe a failed delivery for the headers of a side record."""
     note = delivery.failure
-    assert note is not None  # noqa: S101 - nothing is diverted that has not failed
+    assert note is not None  # noqa: S101 - only failed deliveries are diverted
     return Failure(group, handler, note.attempts, note.error, note.message, time.time())

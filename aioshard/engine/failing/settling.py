@@ -1,4 +1,4 @@
-"""What becomes of a delivery whose attempt failed: another attempt, a detour, or its shard halts."""
+"""Failure handler: gives a delivery whose attempt failed another attempt or a detour, or halts its shard."""
 
 import logging
 import random
@@ -19,19 +19,19 @@ __all__ = ["Halt", "Pause", "Recourse", "Settlement", "Verdict"]
 logger = logging.getLogger("aioshard.engine.settling")
 
 _SLOW_DETOUR = 1.0
-"""Seconds; a side topic that works acknowledges in less."""
+"""Seconds; a healthy side topic acknowledges faster."""
 _HELD_BACK = 0.5
-"""Seconds until a detour that was held back is tried again."""
+"""Seconds until a detour that was held back is tried again; see `Settlement.hold_back`."""
 _DETOUR_BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseException,))
-"""When a detour that failed is taken again; never given up, because only a terminal outcome advances (I2)."""
+"""Backoff of failed detours; they are never given up, because only a terminal outcome advances (I2)."""
 
 
 class Halt(NamedTuple):
-    """The record keeps its shard until somebody releases it."""
+    """Verdict: the record keeps its shard until it is released."""
 
 
 class Pause(NamedTuple):
-    """Nothing can be done with the record now: it waits, and its partition pauses."""
+    """Verdict: nothing can be done with the record now, so it waits and its partition pauses."""
 
     why: str
 
@@ -40,14 +40,14 @@ Verdict = Halt | Pause | Detour
 
 
 class Recourse(Protocol):
-    """What a handler's `on_failure` asks for."""
+    """Failure policy of a handler, as set by `on_failure`."""
 
     def decide(self, delivery: Delivery) -> Verdict:
-        """What comes next for a record whose attempts are used up; `delivery.failure` says what it failed with."""
+        """Decide about a record whose attempts are used up; `delivery.failure` describes its last failure."""
 
 
 class Settlement:
-    """Decides for the deliveries of one handler; used by its workers. Nothing here awaits."""
+    """Decides about failed deliveries of one handler, for its workers. Nothing here awaits."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class Settlement:
         chance: Callable[[], float] = random.random,
         about: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Make a settlement.
+        """Create the failure handler.
 
         Args:
-            retry: What follows a failed attempt.
-            recourse: What follows the last one.
-            counters: Of the handler.
-            clock: Loop time.
-            paused: Told about a delivery whose partition pauses, and why.
-            workers: How many there are now.
-            chance: Random numbers from 0 to 1, for the jitter.
-            about: Further fields of its log lines: handler and group.
+            retry: Retry policy for failed attempts.
+            recourse: Failure policy for records whose attempts are used up.
+            counters: Counters of the handler.
+            clock: Returns the loop time.
+            paused: Called with a delivery whose partition pauses, and the reason.
+            workers: Returns the current number of workers.
+            chance: Returns random numbers from 0 to 1, for the jitter.
+            about: Additional fields for the log lines: handler and group.
         """
         self.counters = counters
         self._retry = retry
@@ -80,7 +80,7 @@ class Settlement:
         self._paused = paused
         self._workers = workers
         self._detours: dict[Delivery, float] = {}
-        """What workers do now in place of the handler, the oldest first, and since when."""
+        """Deliveries whose detours workers run now, oldest first, with their start times."""
         self._detours_in_doubt = False
         self._chance = chance
         self._about = about
@@ -89,10 +89,10 @@ class Settlement:
         return record_fields(event, delivery, **more, **self._about)
 
     def failed(self, delivery: Delivery, error: BaseException, shards: Shards) -> bool:
-        """Settle a failed attempt, or a detour that failed.
+        """Settle a failed attempt or a failed detour.
 
         Returns:
-            Whether the worker goes on with the same delivery: a detour follows at once.
+            Whether the worker continues with the same delivery, because a detour follows immediately.
         """
         if delivery.detour is not None:
             self._detour_failed(delivery, delivery.detour, error, shards)
@@ -112,15 +112,15 @@ class Settlement:
     def failed_together(
         self, deliveries: Sequence[Delivery], heads: Sequence[Delivery], error: BaseException, shards: Shards
     ) -> None:
-        """Settle a failed attempt of several records at once, of which nobody knows which one is to blame.
+        """Settle a failed attempt of several records together, any of which may be to blame.
 
-        So none is given up, however often it has failed: all run again, after the same delay, in smaller batches.
+        No record is given up, however often it has failed: all run again after the same delay, in smaller batches.
 
         Args:
-            deliveries: Those that failed.
-            heads: Those among them that hold their shards; the others wait behind them.
-            error: What the attempt raised.
-            shards: Where they are.
+            deliveries: The failed deliveries.
+            heads: Those of *deliveries* that hold their shards; the others wait behind them.
+            error: Exception that the attempt raised.
+            shards: Shards of the deliveries.
         """
         notes = [_note(delivery, error) for delivery in deliveries]
         note = notes[0]
@@ -136,21 +136,21 @@ class Settlement:
         logger.log(level, message, len(deliveries), deliveries[0], delay, note, extra=fields)
 
     def failed_behind(self, delivery: Delivery, error: BaseException) -> None:
-        """A record failed behind one of its shard that failed too: it runs again after that, whatever it was."""
+        """Count the failure of a record behind a failed one of its shard: it always runs again, after that one."""
         _note(delivery, error)
         delivery.epoch.counts.retried += 1
 
     def give_up(self, delivery: Delivery, error: BaseException, shards: Shards, *, keyed: bool = True) -> bool:
-        """No attempt follows any more; returns whether a detour follows at once.
+        """Settle a delivery that gets no further attempt; return whether a detour follows immediately.
 
         Args:
-            delivery: What has failed.
-            error: What it failed with.
-            shards: Where it is.
-            keyed: Whether it has a shard key; its handler must not see it otherwise, also not as a probe.
+            delivery: The failed delivery.
+            error: Exception of its last attempt.
+            shards: Shards of the delivery.
+            keyed: Whether it has a shard key; without one, its handler must not see it, not even as a probe.
         """
         note = delivery.failure
-        assert note is not None  # noqa: S101 - set by whoever noted the failure
+        assert note is not None  # noqa: S101 - set by `_note`
         verdict = self._recourse.decide(delivery)
         if isinstance(verdict, Detour):
             delivery.divert(verdict)
@@ -180,7 +180,7 @@ class Settlement:
         return False
 
     def halt(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
-        """Have the delivery keep its shard until somebody releases it."""
+        """Make a delivery keep its shard until it is released."""
         text = str(FailureNote(type(error).__name__, _message_of(error), delivery.failures))
         shards.halt(delivery, Block(halted=True, error=text, since=self._clock()))
         logger.error(
@@ -193,23 +193,23 @@ class Settlement:
         )
 
     def swallowed(self, delivery: Delivery, error: BaseException, shards: Shards) -> None:
-        """A run that had timed out went on and returned: nobody knows what it did, so its shard halts."""
+        """Halt a delivery whose run timed out but returned all the same: its effects are unknown."""
         _note(delivery, error)
         self.halt(delivery, error, shards)
 
     def outlived(self, run: object, deliveries: Sequence[Delivery]) -> None:
-        """A run that was cancelled went on and returned: what it was given stays incomplete.
+        """Log that a run was cancelled but returned all the same; its deliveries stay incomplete.
 
         Args:
-            run: By which name: that of a record, or of a batch.
-            deliveries: What it was given.
+            run: The record or batch, for the message.
+            deliveries: Deliveries of the run.
         """
         message = "the handler of %r swallowed its cancellation; what it was given stays incomplete"
         fields = self._fields("swallowed", deliveries[0], records=len(deliveries))
         logger.warning(message, run, extra=fields)
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
-        """The sharding function failed for a record: it cannot run in order, and no attempt makes sense."""
+        """Settle a record whose sharding function failed: it cannot run in order, so an attempt makes no sense."""
         _note(delivery, error)
         if self.give_up(delivery, error, shards, keyed=False):
             shards.again(delivery)
@@ -218,15 +218,15 @@ class Settlement:
         verdict = self._recourse.decide(delivery)
         if not isinstance(verdict, Detour):
             raise HandlerError(verdict.why if isinstance(verdict, Pause) else "it cannot be diverted")
-        delivery.detour = verdict  # it is paid for: when it fails, it is not asked for again
+        delivery.detour = verdict  # paid for: if it fails, do not decide again
         return await verdict.take(delivery)
 
     # Detours ------------------------------------------------------------------------
 
     def begin_detour(self, delivery: Delivery) -> bool:
-        """Whether a worker may take the detour of a delivery now; else `hold_back` is to be called.
+        """Return whether a worker may take a delivery's detour now; if not, call `hold_back`.
 
-        While detours fail, or take long, they may keep half of the workers only: a side topic that acknowledges
+        While detours fail or take long, they may occupy at most half of the workers: a side topic that acknowledges
         nothing must not stop the records that succeed.
         """
         now = self._clock()
@@ -238,13 +238,13 @@ class Settlement:
         return True
 
     def end_detour(self, delivery: Delivery, *, succeeded: bool) -> None:
-        """A worker has ended a detour, well or not."""
+        """Record that a worker has ended a detour, successfully or not."""
         self._detours.pop(delivery, None)
         self._detours_in_doubt &= not succeeded
 
     def hold_back(self, delivery: Delivery, shards: Shards) -> None:
-        """Have a delivery wait until fewer others take detours."""
-        assert delivery.detour is not None  # noqa: S101 - why it is held back
+        """Make a delivery wait until fewer others take detours."""
+        assert delivery.detour is not None  # noqa: S101 - only detours are held back
         text = f"{delivery.detour.purpose}: others are written first, and that takes long or fails"
         shards.retry(delivery, Block(halted=False, error=text, since=self._clock()), _HELD_BACK)
 
@@ -260,23 +260,23 @@ class Settlement:
 
 
 def _note(delivery: Delivery, error: BaseException) -> FailureNote:
-    """Take note of a failed attempt."""
+    """Record a failed attempt."""
     delivery.failures += 1
     delivery.failure = FailureNote(type(error).__name__, _message_of(error), delivery.failures)
     return delivery.failure
 
 
 def _message_of(error: BaseException) -> str:
-    """What an exception says; some of those that users write cannot say it, and that must not end the worker."""
+    """Return the message of an exception; if a user's exception fails to produce one, the worker must not end."""
     try:
         return str(error)
-    except Exception as failure:  # noqa: BLE001 - the user's code; the record failed and nothing else
+    except Exception as failure:  # noqa: BLE001 - user code: only the record has failed
         return f"its message cannot be shown ({type(failure).__name__})"
 
 
 def _traceback_of(error: BaseException) -> BaseException | None:
-    """What the log shows the traceback of; None where that has no line of the user's code in it.
+    """Return the exception to log with its traceback; None if the traceback has no line of the user's code.
 
-    The payload that an annotation asks for is decoded by us, and the message says all that is known.
+    aioshard itself decodes the payload that an annotation asks for, and the message says all that is known.
     """
     return None if isinstance(error, DecodeError) and error.__suppress_context__ and not error.__cause__ else error

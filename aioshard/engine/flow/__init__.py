@@ -1,1 +1,1 @@
-"""How fast and how many at a time: rate limits, workers that come and go."""
+"""Flow control: rate limits, and numbers of workers that change at run time."""

@@ -1,4 +1,4 @@
-"""Adaptive concurrency: measures the runs of a handler, and has as many workers as its back end can take."""
+"""Adaptive concurrency: measures the runs of a handler and keeps as many workers as its back end can take."""
 
 import asyncio
 import logging
@@ -18,30 +18,30 @@ T = TypeVar("T")
 
 _LOOK_INTERVAL = 0.1
 _SAME_CLOCK = 1.0
-"""Seconds by which the loop's time may differ from the computer's monotonic clock, and is taken for it."""
+"""Maximum difference in seconds at which the loop's time counts as the computer's monotonic clock."""
 
 
 class Adapting:
-    """Keeps the concurrency of one handler where the latency of its runs says."""
+    """Adapts the concurrency of one handler to the latency of its runs."""
 
     def __init__(self, adaptive: Adaptive, clock: Callable[[], float], timeout: float | None) -> None:
-        """Make it with nothing measured.
+        """Start without measurements.
 
         Args:
-            adaptive: Within which bounds.
-            clock: Loop time.
-            timeout: Of an attempt: one that is cancelled after it took as long.
+            adaptive: Bounds of the concurrency.
+            clock: Returns the loop time.
+            timeout: Timeout of an attempt in seconds; a cancelled run is measured only if it took at least that long.
         """
         self.adaptive = adaptive
         self._gradient = LatencyGradient(adaptive)
         self._clock = clock
         self._timeout = timeout
-        # Processes that share a back end have to look at it at the same moment. A loop with virtual time keeps its own.
+        # Processes that share a back end must measure it at the same moments. A loop with virtual time keeps its own.
         real = abs(clock() - time.monotonic()) < _SAME_CLOCK
         self._ahead = time.time() - clock() if real else 0.0
 
     def measured(self, invoke: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
-        """The same, with its runs measured."""
+        """Wrap *invoke* to measure its runs."""
         gradient, clock, timeout = self._gradient, self._clock, self._timeout
 
         async def run(given: T) -> object:
@@ -49,7 +49,7 @@ class Adapting:
             try:
                 result = await invoke(given)
             except BatchError:
-                gradient.ended(clock() - began)  # it has been at work, and says what of it failed
+                gradient.ended(clock() - began)  # it did its work, and names the records that failed
                 raise
             except asyncio.CancelledError:
                 if timeout is not None and clock() - began >= timeout:
@@ -64,11 +64,11 @@ class Adapting:
         return run
 
     async def run(self, staff: Staff, name: str) -> None:
-        """Follow the latency until cancelled.
+        """Adjust the concurrency to the latency until cancelled.
 
         Args:
-            staff: The workers.
-            name: Of the handler.
+            staff: Workers of the handler.
+            name: Name of the handler.
         """
         while True:
             await asyncio.sleep(_LOOK_INTERVAL)
@@ -78,7 +78,7 @@ class Adapting:
                 staff.change(limit, name)
 
     def __str__(self) -> str:
-        """For explanations: bounds, and the latencies by which the concurrency is chosen."""
+        """Bounds, and the latencies that determine the concurrency; for explanations."""
         adaptive, latency, baseline = self.adaptive, self._gradient.latency, self._gradient.baseline
         bounds = f"Adaptive({adaptive.minimum}, {adaptive.maximum})"
         if latency is None or baseline is None:

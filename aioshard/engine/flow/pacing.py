@@ -1,4 +1,4 @@
-"""Shards whose runs start no faster than rate limits allow; handlers without limits have none of this."""
+"""Shards that start runs no faster than rate limits allow; handlers without limits do not use them."""
 
 import asyncio
 from collections import Counter
@@ -14,25 +14,25 @@ from aioshard.engine.shards import Shards
 __all__ = ["Pace", "PacedBatchShards", "PacedShards"]
 
 _PATIENCE = 5.0
-"""Seconds that a drain waits for the records of one limited key; what would take longer is run again elsewhere."""
+"""Seconds that a drain waits for the records of one rate-limited key; records that need longer run again elsewhere."""
 _AHEAD = 10.0
-"""Seconds in which a limited handler may start what it has queued: more would only wait in memory, and grow old."""
+"""Seconds of work that a rate-limited handler may queue: more would only wait in memory and grow old."""
 
 
 class Pace:
-    """The rate limits of one handler: tokens for all its runs together, and for those of each shard key.
+    """Rate limits of one handler: tokens for all its runs together, and for the runs of each shard key.
 
-    Shared by the handler's shards. Whoever finds no token is called when there is one: of several shards those
-    first that have waited longest. One timer serves all that wait for a token of the handler.
+    Shared by the handler's shards. Shards that find no token are called back when there is one, the longest waiting
+    first. A single timer serves all shards that wait for a token of the handler.
     """
 
     def __init__(self, limit: RateLimit | None, key_limit: RateLimit | None, clock: Callable[[], float]) -> None:
-        """Make it with all tokens there are.
+        """Start with all tokens available.
 
         Args:
-            limit: Of all runs.
-            key_limit: Of the runs of each shard key; of each fixed shard.
-            clock: Loop time.
+            limit: Limit of all runs together.
+            key_limit: Limit of the runs of each shard key, or of each fixed shard.
+            clock: Returns the loop time.
         """
         self.limit = limit
         self.key_limit = key_limit
@@ -40,27 +40,27 @@ class Pace:
         self._bucket = None if limit is None else TokenBucket(limit)
         self._keys = None if key_limit is None else KeyedTokenBuckets(key_limit)
         self._refused: dict[Callable[[], None], None] = {}
-        """Whom to call, in order."""
+        """Callbacks of waiting shards, in order."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def ahead(self) -> int | None:
-        """How many runs the handler can start soon; None where it has no limit."""
+        """Number of runs that the handler can start soon; None if it has no limit."""
         return None if self.limit is None else max(int(self.limit.per_second * _AHEAD), self.limit.at_once)
 
     def due(self) -> float:
-        """Seconds until a run may start, as far as the handler's limit goes; 0 when one may. Safe from any thread."""
+        """Return the seconds until the handler's limit allows a run, or 0 if it does now. Safe from any thread."""
         return 0.0 if self._bucket is None else self._bucket.due(self._clock())
 
     def key_due(self, key: Hashable) -> float:
-        """Seconds until a run of a shard key may start, as far as the limit of keys goes. Safe from any thread.
+        """Return the seconds until the key limit allows a run of a shard key. Safe from any thread.
 
-        Records that ask for no order have no key, and no such limit.
+        Records without an order have no key, so this limit does not apply to them.
         """
         return 0.0 if self._keys is None or key is None else self._keys.due(key, self._clock())
 
     def allows(self, otherwise: Callable[[], None]) -> bool:
-        """Whether a run may start, as far as the handler's limit goes; else *otherwise* is called when one may."""
+        """Return whether the handler's limit allows a run now; if not, *otherwise* is called when it does."""
         due = self.due()
         if not due:
             return True
@@ -69,7 +69,7 @@ class Pace:
         return False
 
     def take(self, key: Hashable) -> None:
-        """A run starts for which there are tokens."""
+        """Spend the tokens of a run that starts now."""
         now = self._clock()
         if self._bucket is not None:
             self._bucket.take(now)
@@ -88,11 +88,11 @@ class Pace:
             del self._refused[first]
             first()
         if self._refused:
-            self._wait(due)  # the next one at once: the first may have nothing to start any more
+            self._wait(due)  # right away if a token was due: the first may have nothing left to start
 
 
 class _Paced(Shards):
-    """Wakes no worker while there is no token, and only as many as there are tokens for."""
+    """Shards that wake workers only while tokens are available, and only as many as there are tokens."""
 
     pace: Pace
 
@@ -110,11 +110,11 @@ class _Paced(Shards):
 class PacedShards(_Paced):
     """Shards with rate limits.
 
-    Without a token of the handler nothing starts. A delivery whose key has no token keeps its shard, as one that
-    waits for its next attempt does; its neighbours go on. Both limits hold while a partition drains.
+    Nothing starts without a token of the handler. A delivery whose key has no token keeps its shard, like one that
+    waits for its next attempt; other shards continue. Both limits also hold while a partition drains.
 
     Invariants:
-        * A delivery that `take` gives, to run its handler, has taken its tokens.
+        * A delivery that `take` returns for a handler run has spent its tokens.
     """
 
     def __init__(self, pace: Pace, bound: int | None = None) -> None:
@@ -127,7 +127,7 @@ class PacedShards(_Paced):
         while self._has_work and self.pace.allows(self.notify):
             delivery = super().take()
             if delivery is None or delivery.detour is not None:
-                return delivery  # a detour is no run of the handler
+                return delivery  # a detour does not run the handler
             seconds = self.pace.key_due(delivery.key)
             if not seconds:
                 self.pace.take(delivery.key)
@@ -157,17 +157,17 @@ class PacedShards(_Paced):
 
     @staticmethod
     def _pending(epoch: Epoch) -> Counter[Hashable]:
-        """How much of each key a drain waits for."""
+        """Count the deliveries of each key that a drain waits for."""
         drain = epoch.drain
         return Counter() if drain is None else Counter(delivery.key for delivery in drain.pending.values())
 
     def _drains_soon(self, delivery: Delivery, pending: Counter[Hashable]) -> bool:
-        """Whether what a drain waits for in the shard of a limited delivery can start within a short time."""
-        assert self.pace.key_limit is not None  # noqa: S101 - or it would not be limited
+        """Return whether all that a drain waits for in a limited delivery's shard can start within `_PATIENCE`."""
+        assert self.pace.key_limit is not None  # noqa: S101 - otherwise it would not be limited
         behind = max(pending[delivery.key] - 1, 0)
         return self.pace.key_due(delivery.key) + behind / self.pace.key_limit.per_second <= _PATIENCE
 
-    # What `Shards` does, with those -------------------------------------------------
+    # Overrides of `Shards` for limited deliveries -----------------------------------
 
     def close(self, epoch: Epoch) -> None:
         """See `Shards.close`."""
@@ -197,7 +197,7 @@ class PacedShards(_Paced):
 
 
 class PacedBatchShards(_Paced, BatchShards):
-    """Shards for batches with a limit on how many runs start; a batch is one run."""
+    """Batch shards that limit the rate of runs; a batch is one run."""
 
     def __init__(self, pace: Pace, batch: Batch, attempts: int, bound: int | None = None) -> None:
         super().__init__(batch, attempts, bound)

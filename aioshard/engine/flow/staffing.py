@@ -1,4 +1,4 @@
-"""The workers of a handler, of which there may be more or fewer while they work."""
+"""The workers of a handler, whose number may change while they work."""
 
 import asyncio
 import functools
@@ -14,10 +14,10 @@ __all__ = ["Staff"]
 
 
 class Staff:
-    """The workers of one handler: as many as its concurrency, and those that end after their current run.
+    """Workers of one handler: as many as its concurrency, plus those that end after their current run.
 
     Invariants:
-        * A worker that retires stays in `workers` until its run has ended: a drain waits for it like for any other.
+        * A retiring worker stays in `workers` until its run has ended: a drain waits for it like for any other.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class Staff:
         handler: str,
         group: str,
     ) -> None:
-        """Take over the workers that a handler begins with.
+        """Adopt the initial workers of a handler.
 
         Args:
-            workers: Changed in place, from `start` on.
-            hire: Makes another one of the given name.
-            feed: Where they get their records from.
-            resized: Told of each new concurrency.
-            handler: Its name; the context of each worker's task has it, as it has that of the group.
-            group: The group's id.
+            workers: Initial workers; the list changes in place after `start`.
+            hire: Creates another worker with the given name.
+            feed: Source of their records.
+            resized: Called with each new concurrency.
+            handler: Name of the handler; set in the context of each worker's task, like the group.
+            group: Id of the consumer group.
         """
         self.workers = workers
         self._hire = hire
@@ -52,7 +52,7 @@ class Staff:
 
     @property
     def concurrency(self) -> int:
-        """How many workers there are, without those that retire. Safe from any thread."""
+        """Number of workers without those that retire. Safe from any thread."""
         return sum(not worker.retires for worker in tuple(self.workers))
 
     def start(self, tasks: TaskSet) -> None:
@@ -74,13 +74,13 @@ class Staff:
             self.workers.remove(worker)
 
     def change(self, concurrency: int, name: str) -> None:
-        """Have *concurrency* workers: start more, or let some end, the idle ones first and at once.
+        """Change the number of workers: start more, or let some end, idle ones first and immediately.
 
-        No run is interrupted. The shards are served by whichever workers there are.
+        No run is interrupted. The remaining workers serve all shards.
 
         Args:
-            concurrency: At least 1.
-            name: Of the handler, for the names of new workers.
+            concurrency: Wanted number of workers, at least 1.
+            name: Name of the handler, for the names of new workers.
         """
         staying = [worker for worker in self.workers if not worker.retires]
         missing = concurrency - len(staying)
@@ -95,7 +95,7 @@ class Staff:
             for worker in sorted(staying, key=lambda one: bool(one.deliveries))[:-missing]:
                 worker.retire()
             for shards in self._feed.shards:
-                shards.wake()  # all idle ones: one that was woken for a record may be among those that end
+                shards.wake()  # all idle workers: one already woken for a record may be among those that end
         self._feed.serve(concurrency)
         if self._resized is not None:
             self._resized(concurrency)

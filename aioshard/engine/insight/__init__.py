@@ -1,1 +1,1 @@
-"""What a running engine tells of itself: statistics, and why a partition does not advance."""
+"""Insight into a running engine: statistics, and explanations of partitions that do not advance."""
