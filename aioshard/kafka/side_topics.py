@@ -1,4 +1,4 @@
-"""Partitions read outside of the group: the side-topics port on aiokafka's bare client."""
+"""Read partitions outside the group: the side-topics port on aiokafka's bare client."""
 
 import asyncio
 import copy
@@ -25,19 +25,19 @@ __all__ = ["KafkaSideTopics"]
 T = TypeVar("T")
 
 _PATIENCE = 10.0
-"""Seconds for an answer to a question, with all that may have to be tried again for it."""
+"""Seconds for a query, including all retries."""
 _REQUEST_TIMEOUT = 5.0
-"""Seconds after which a broker that does not answer counts as gone."""
+"""Seconds without a response after which a broker counts as gone."""
 _GRACE = 3.0
-"""Seconds for which a failure may last that passes by itself, such as a partition that changes its leader."""
+"""Seconds that a transient error may last before it is reported, such as a leader change."""
 _PAUSE = 0.2
-"""Seconds until what could not be read is tried again, when it may pass by itself."""
+"""Seconds until the retry after a transient read error."""
 _LONG_PAUSE = 1.0
-"""The same when it will not."""
+"""The same after an error that is not transient."""
 _SILENCE = 30.0
-"""Seconds without a connection and an answer after which the client is made anew, with the addresses first given."""
+"""Seconds without a connection and a response after which a new client starts over with the bootstrap addresses."""
 _TOLD_AGAIN = 5.0
-"""Seconds for which a failure is not raised while there are records of other partitions to hand out."""
+"""Seconds between two reports of the same failure while `poll` can return records of other partitions."""
 
 
 class _Watched:
@@ -48,19 +48,19 @@ class _Watched:
     def __init__(self) -> None:
         self.position = 0
         self.asked = False
-        """Whether a fetch for it is on its way, or came and was not looked at."""
+        """Whether a fetch for it is in flight, or its result is not processed yet."""
         self.unsure = False
-        """Whether a fetch left open if there is something: it is asked for first in the next one."""
+        """Whether the last fetch left open if there are records: the next one lists this partition first."""
         self.due = 0.0
-        """When it may be asked for again; loop time, as the others."""
+        """When it may be fetched again; loop time, like the others."""
         self.failing_since: float | None = None
         self.fault: TransportError | None = None
-        """Why it cannot be read, once that has lasted for a while or will not pass."""
+        """Why it cannot be read, once that has lasted for a while or is not transient."""
         self.told_at = 0.0
-        """When the fault was raised, or appeared."""
+        """When the fault was last raised, or else appeared."""
 
     def fail(self, error: TransportError, now: float) -> None:
-        """Note that it could not be read."""
+        """Record a failed read."""
         self.due = now + (_PAUSE if error.retriable else _LONG_PAUSE)
         if self.failing_since is None:
             self.failing_since = now
@@ -71,21 +71,21 @@ class _Watched:
         self.fault = error
 
     def recover(self) -> None:
-        """Note that it could be read."""
+        """Record a successful read."""
         self.failing_since = self.fault = None
 
 
 class KafkaSideTopics:
-    """Reads through fetches of its own, under `read_committed`; implements `aioshard.ports.SideTopics`.
+    """Reads side topics under `read_committed`; implements `aioshard.ports.SideTopics`.
 
-    While a poll waits, each broker has one fetch in progress; what it brings is kept for the next poll.
+    While a poll waits, each broker has one fetch in progress; its result is kept for the next poll.
 
     Invariants:
-        * A position moves in the step in which its records are handed out.
+        * A position advances in the same step that returns its records.
     """
 
     def __init__(self, settings: "Settings") -> None:
-        """Check the options; connects to nothing.
+        """Check the options; connects to nothing yet.
 
         Raises:
             SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
@@ -96,10 +96,10 @@ class KafkaSideTopics:
         self._watched: dict[TopicPartition, _Watched] = {}
         self._changed = asyncio.Event()
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        """The fetch in progress of each broker."""
+        """The fetch in progress per broker."""
         self._fetched: list[tuple[TopicPartition, _Watched, Fetched]] = []
         self._stale: set[str] = set()
-        """Topics whose partitions may have other leaders."""
+        """Topics whose partitions may have new leaders."""
         self._looking_up: asyncio.Task[None] | None = None
         self._answered_at = 0.0
 
@@ -107,9 +107,9 @@ class KafkaSideTopics:
         """See `SideTopics.ensure`. Takes at most 10 s.
 
         Raises:
-            AuthorizationError: The brokers do not let us create it, or look at it.
-            SideTopicError: It is not compacted, or has too few partitions.
-            TransportError: It could not be found out, or not be created.
+            AuthorizationError: This user may not create or describe the topic.
+            SideTopicError: The topic is not compacted, or has too few partitions.
+            TransportError: The check or the creation failed.
         """
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -141,13 +141,13 @@ class KafkaSideTopics:
         return 0 if watched is None else watched.position
 
     async def poll(self, timeout: float) -> Sequence[Record]:
-        """See `SideTopics.poll`. What lasts for less than 3 s and may pass is not raised.
+        """See `SideTopics.poll`. Does not raise transient errors that last less than 3 s.
 
         Raises:
-            ClientLostError: It is closed.
+            ClientLostError: The reader is closed.
             ConnectError: No broker can be reached.
-            AuthenticationError: The brokers refused our credentials, or we their certificate.
-            AuthorizationError: The brokers do not let us read a topic.
+            AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+            AuthorizationError: This user may not read a topic.
             CorruptRecordError: A batch cannot be read; nothing is skipped.
             TransportError: A partition cannot be read for another reason.
         """
@@ -174,7 +174,7 @@ class KafkaSideTopics:
                 return []
 
     async def _wait(self, client: ReadingClient) -> None:
-        """Ask for what may be asked for, and wait until something has changed or more may be asked for."""
+        """Start the fetches that are due, and wait until something has changed or another fetch is due."""
         loop = asyncio.get_running_loop()
         due = self._fetch(client, loop.time())
         timer = None if due is None else loop.call_at(due, self._changed.set)
@@ -185,7 +185,7 @@ class KafkaSideTopics:
                 timer.cancel()
 
     def _fetch(self, client: ReadingClient, now: float) -> float | None:
-        """Send a fetch to each broker that has none; returns when there is a reason to look again."""
+        """Send a fetch to each broker without one; return when the next partition is due."""
         due: list[float] = []
         asked: dict[int, dict[TopicPartition, _Watched]] = {}
         unknown: dict[TopicPartition, _Watched] = {}
@@ -215,7 +215,7 @@ class KafkaSideTopics:
             found = await client.fetch(node, offsets, self._settings.fetch_max_wait)
         except kafka.KafkaError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is why nothing comes
+        except Exception as error:  # noqa: BLE001 - any error explains why no records arrive
             failure = ClientLostError(f"a fetch from side topics failed: {reason(error)}")
         finally:
             del self._fetches[node]
@@ -224,7 +224,7 @@ class KafkaSideTopics:
             self._changed.set()
 
     async def _look_up(self, client: ReadingClient, unknown: dict[TopicPartition, _Watched]) -> None:
-        """Find the leaders of partitions, where they are not known or may be others."""
+        """Look up the leaders of partitions where they are unknown or may have changed."""
         loop = asyncio.get_running_loop()
         topics = {at.topic for at in unknown} | self._stale
         self._stale.clear()
@@ -240,7 +240,7 @@ class KafkaSideTopics:
             self._changed.set()
 
     def _take(self, now: float) -> tuple[list[Record], bool]:
-        """Take over what was fetched: the records, and whether a position has moved."""
+        """Process fetch results; return the records, and whether a position has moved."""
         records: list[Record] = []
         moved = False
         fetched, self._fetched = self._fetched, []
@@ -274,7 +274,7 @@ class KafkaSideTopics:
             servers = self._settings.bootstrap_servers
             raise ConnectError(f"no connection to a broker of {servers} is open: nothing of side topics can be read")
 
-    # Questions --------------------------------------------------------------------------
+    # Queries ----------------------------------------------------------------------------
 
     async def end(self, topic_partition: TopicPartition) -> int:
         """See `SideTopics.end`. Takes at most 10 s."""
@@ -289,9 +289,9 @@ class KafkaSideTopics:
 
         Raises:
             ConnectError: No broker can be reached.
-            AuthorizationError: The brokers do not let us read the topic.
+            AuthorizationError: This user may not read the topic.
             CorruptRecordError: The batch cannot be read.
-            TransportError: They cannot be read now for another reason.
+            TransportError: The records cannot be read now for another reason.
         """
         position = offset
 
@@ -307,7 +307,7 @@ class KafkaSideTopics:
                 if fetched.next_offset == position:
                     if position == fetched.end:
                         return []
-                    wait = _PAUSE  # It is left open if there is something, since the broker holds us back.
+                    wait = _PAUSE  # The broker throttles us, so we cannot tell yet whether there are records.
                 position = fetched.next_offset
 
         return await self._answered(ask, topic_partition, f"the records of {topic_partition}")
@@ -315,7 +315,7 @@ class KafkaSideTopics:
     async def _answered(
         self, ask: Callable[[ReadingClient, int], Awaitable[T]], topic_partition: TopicPartition, what: str
     ) -> T:
-        """Ask the leader of a partition, as often as it takes."""
+        """Query the leader of a partition; retry until it answers or the time-out passes."""
         since = time.monotonic()
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -365,5 +365,5 @@ def _as_ours(error: kafka.KafkaError | TransportError, what: str, topic: str) ->
 
 
 def _passes(error: kafka.KafkaError) -> bool:
-    """Whether a failure may pass by itself; what aiokafka does not know are those that a change of leader brings."""
+    """Whether an error may be transient. Errors that aiokafka does not know include those of a leader change."""
     return bool(error.retriable) or isinstance(error, kafka.UnknownError | kafka.ReplicaNotAvailableError)

@@ -1,4 +1,4 @@
-"""One topic read once, from its start to the end that it had when the reading began; without a group."""
+"""Read a topic once, without a group, from its start to its end at the time of opening."""
 
 import asyncio
 import time
@@ -26,11 +26,11 @@ __all__ = ["TopicReader"]
 
 _POLL_MS = 500
 _STALLED = 30.0
-"""Seconds without progress after which we give up. The consumer itself tries for ever."""
+"""Seconds without progress after which we give up. The consumer itself retries forever."""
 
 
 class TopicReader:
-    """Reads partitions of a topic side by side. Owned by one event loop.
+    """Reads partitions of a topic concurrently. Owned by one event loop.
 
     Example:
         ```python
@@ -41,31 +41,31 @@ class TopicReader:
     """
 
     def __init__(self, settings: "Settings", topic: str, partitions: Collection[int]) -> None:
-        """Make a reader; nothing connects yet.
+        """Make a reader; connects to nothing yet.
 
         Args:
-            settings: The brokers, and with `isolation_level` whether records of open transactions are read.
+            settings: The brokers; `isolation_level` decides whether records of open transactions are read.
             topic: The topic; it must exist.
-            partitions: Which of its partitions.
+            partitions: The partitions to read.
 
         Raises:
             SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
         """
         self.topic = topic
         self.ranges: dict[int, LogRange] = {}
-        """Start and end of each partition as they were when the reader was opened."""
+        """Start and end of each partition when the reader was opened."""
         self._partitions = [KafkaPartition(topic, partition) for partition in sorted(partitions)]
         self._settings = settings
         options = consumer_options(settings, "")
-        # Where retention passes us while we read, we go on behind it.
+        # If retention overtakes us while we read, continue at the new start of the log.
         self._options = options | {"group_id": None, "group_instance_id": None, "auto_offset_reset": "earliest"}
         self._internals: Internals | None = None
 
     async def __aenter__(self) -> Self:
-        """Connect, and take note of the ends.
+        """Connect, and record the start and end of each partition.
 
         Raises:
-            TransportError: No broker answers, or one refuses us or the topic.
+            TransportError: No broker answers, or a broker refuses the connection or the topic.
         """
         internals = self._internals = await connected(
             self._settings,
@@ -95,9 +95,9 @@ class TopicReader:
     async def _take_note_of_ends(self, internals: Internals) -> None:
         try:
             async with asyncio.timeout(_STALLED):
-                # A client that does not know the topic yet would look for it and wait 0.1 s before it asks.
+                # Otherwise the client would look up the unknown topic and wait 0.1 s before it sends the request.
                 await internals.client.add_topic(self.topic)
-                # One after the other: a start never lies behind an end that was asked for before it.
+                # In this order, so that no end is older than its start.
                 starts = await internals.consumer.beginning_offsets(self._partitions)
                 ends = await internals.consumer.end_offsets(self._partitions)
                 if missing := set(self._partitions) - (starts.keys() & ends.keys()):
@@ -107,13 +107,13 @@ class TopicReader:
         self.ranges = {one.partition: LogRange(starts[one], ends[one]) for one in self._partitions}
 
     async def read(self, start: Mapping[int, int] | None = None) -> AsyncIterator[list[Record]]:
-        """Give all records in some chunks, those of one partition in offset order.
+        """Yield all records in chunks, those of one partition in offset order.
 
         Args:
-            start: Where to begin in a partition, instead of at its start.
+            start: Offsets to begin at, for partitions that do not begin at their start.
 
         Raises:
-            TransportError: They cannot be read.
+            TransportError: The records cannot be read.
         """
         begin = {number: max(bounds.start, (start or {}).get(number, 0)) for number, bounds in self.ranges.items()}
         left = {one for one in self._partitions if begin[one.partition] < self.ranges[one.partition].end}
@@ -154,25 +154,25 @@ class TopicReader:
 
 
 class _Progress:
-    """Whether positions move."""
+    """Detects when positions stop moving."""
 
     def __init__(self, positions: Mapping[int, int]) -> None:
         self._positions = dict(positions)
         self.note_life()
 
     def note(self, partition: int, position: int) -> None:
-        """Take note of a position."""
+        """Record a position."""
         if self._positions.get(partition) != position:
             self._positions[partition] = position
             self.note_life()
 
     def note_life(self) -> None:
-        """Begin to count anew."""
+        """Restart the timer."""
         self._since = time.monotonic()
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing has moved for too long."""
+        """Whether no position has moved for too long."""
         return time.monotonic() - self._since > _STALLED
 
 

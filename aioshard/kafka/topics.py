@@ -1,4 +1,4 @@
-"""Which of the subscribed topics exist."""
+"""Track which of the subscribed topics exist."""
 
 import logging
 import re
@@ -11,10 +11,10 @@ logger = logging.getLogger("aioshard.kafka.topics")
 
 
 class SubscribedTopics:
-    """The topics that were asked for by name, and which of them the brokers do not show us."""
+    """The topics subscribed to by name, and those of them that the brokers do not show us."""
 
     def __init__(self, metadata_max_age: float) -> None:
-        """Make an account of no topics.
+        """Start without topics.
 
         Args:
             metadata_max_age: Seconds between two look-ups; for the warning.
@@ -25,13 +25,13 @@ class SubscribedTopics:
 
     @property
     def trouble(self) -> str | None:
-        """A sentence on what is missing, or None."""
+        """A sentence on missing topics, or None."""
         if not self.missing:
             return None
         return f"no such topic, or none that we may see: {', '.join(map(repr, sorted(self.missing)))}"
 
     def watch(self, cluster: Any) -> None:
-        """Look now, and after every look-up of the client."""
+        """Check now, and after every metadata update of the client."""
         cluster.add_listener(self._note)
         self._note(cluster)
 
@@ -50,6 +50,6 @@ class SubscribedTopics:
 
 
 def one_pattern(topics: Collection[str], pattern: str) -> str:
-    """One pattern for both, because aiokafka takes either; made for its `match`, ours are for a whole name."""
+    """Combine topics and pattern, because aiokafka accepts only one of the two. Anchored at the end for its `match`."""
     choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
     return rf"(?:{'|'.join(choices)})\Z"

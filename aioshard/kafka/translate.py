@@ -1,4 +1,4 @@
-"""Errors of aiokafka as ours: sentences that name the group, the topic or the partition."""
+"""Translate aiokafka's errors into aioshard's, with messages that name the group, topic or partition."""
 
 import asyncio
 from collections.abc import Collection
@@ -36,18 +36,18 @@ _MOVED_ON = (
     kafka.IllegalGenerationError,
     kafka.RebalanceInProgressError,
 )
-"""Answers that say: the group has moved on since the membership was given."""
+"""Errors that mean the group has moved on since we got our membership."""
 
 _TOO_LONG = (kafka.OffsetMetadataTooLargeError, kafka.InvalidCommitOffsetSizeError)
-"""Answers that say: the text that goes with an offset, or all of them together, are more than is stored."""
+"""Errors that mean the metadata of one offset, or of all of them together, is longer than brokers store."""
 
 
 _PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
-"""Codes that Kafka calls retriable, and aiokafka final or does not know."""
+"""Error codes that Kafka calls retriable, but aiokafka treats as final or does not know."""
 
 
 def error_for(code: int, *what: str) -> kafka.KafkaError:
-    """Make an answer's error code an error about *what*; retriable where Kafka's own clients try again."""
+    """Turn an error code into an error about *what*; retriable if Kafka's own clients retry."""
     error = kafka.for_code(code)(*what)
     error.retriable = error.retriable or code in _PASSES
     if code not in kafka.kafka_errors:
@@ -56,13 +56,13 @@ def error_for(code: int, *what: str) -> kafka.KafkaError:
 
 
 def raise_for(code: int, *what: str) -> None:
-    """Raise what an answer's error code stands for; 0 is no error."""
+    """Raise the error of an error code; 0 means no error."""
     if code:
         raise error_for(code, *what)
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, or its class where it says nothing, without a full stop."""
+    """Return an error's text without the final full stop, or its class name if it has no text."""
     text = str(error).strip().rstrip(".")
     if isinstance(error, kafka.BrokerResponseError):
         explained = getattr(error, "description", "").split(".")[0].strip()
@@ -73,19 +73,19 @@ def reason(error: BaseException) -> str:
 
 
 def group_error(error: BaseException, group_id: str) -> TransportError:
-    """What ends membership for good: refusals of the group or a topic, and whatever the client gave up on."""
+    """Return the error that ends membership for good: a refused group or topic, or a client that gave up."""
     return _denied(error, group_id) or ClientLostError(
         f"the Kafka client gave up on group {group_id!r} ({reason(error)}); a new client is needed"
     )
 
 
 def request_error(error: BaseException, what: str, group_id: str) -> TransportError:
-    """A failed question to the brokers.
+    """Return the error of a failed broker request.
 
     Args:
-        error: What the client raised.
-        what: What was asked for, as in "the committed offsets of orders/0".
-        group_id: For the sentence when the group is not allowed.
+        error: The error that the client raised.
+        what: The requested data, as in "the committed offsets of orders/0".
+        group_id: For the error message when the group is not authorized.
     """
     denied = _denied(error, group_id)
     if denied is not None:
@@ -96,7 +96,7 @@ def request_error(error: BaseException, what: str, group_id: str) -> TransportEr
 
 
 def commit_error(error: BaseException, partitions: Collection[TopicPartition], group_id: str) -> TransportError:
-    """A commit that was not acknowledged."""
+    """Return the error of a commit that was not acknowledged."""
     if isinstance(error, _MOVED_ON):
         return CommitRefusedError(
             f"the broker refused a commit of group {group_id!r}: the group has moved on "
@@ -114,7 +114,7 @@ def commit_error(error: BaseException, partitions: Collection[TopicPartition], g
 
 
 def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset: int) -> CorruptRecordError:
-    """A batch that cannot be read."""
+    """Return the error of a batch that cannot be read."""
     if isinstance(error, kafka.UnsupportedCodecError):
         return CorruptRecordError(
             f"the batch at offset {offset} of {topic_partition} cannot be decompressed here ({reason(error)}): "
@@ -127,8 +127,8 @@ def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset
 
 
 def publish_error(error: BaseException, topic: str) -> TransportError:
-    """What a topic was not written for, other than the size of a message."""
-    # aiokafka wraps refusals that it does not expect in a KafkaError of their repr.
+    """Return the error of a failed write to a topic, except for the size of a message."""
+    # aiokafka wraps unexpected refusals in a KafkaError that contains only their repr.
     text = repr(error)
     if "TopicAuthorizationFailed" in text or "ClusterAuthorizationFailed" in text:
         return AuthorizationError(
@@ -139,12 +139,12 @@ def publish_error(error: BaseException, topic: str) -> TransportError:
 
 
 def too_large(topic: str, size: int | None, limit: int | None = None) -> MessageTooLargeError:
-    """A message that its topic, or a whole request, has no room for.
+    """Return the error of a message that is too large for its topic or for a request.
 
     Args:
-        topic: Where it should have gone.
-        size: Its bytes; None where it is one of many.
-        limit: The bytes of a request, where that is what it does not fit into.
+        topic: The message's topic.
+        size: The size in bytes; None for a message that is one of many.
+        limit: The maximum size of a request in bytes, if that is the limit exceeded.
     """
     what = "a batch of messages" if size is None else f"a message of {size} bytes"
     if limit is not None:
@@ -158,7 +158,7 @@ def too_large(topic: str, size: int | None, limit: int | None = None) -> Message
 
 
 def missing_topic(topic: str, seconds: float) -> TransportError:
-    """A topic that nobody created, looked for during *seconds*."""
+    """Return the error of a topic that did not appear within *seconds*."""
     missing = TransportError(
         f"topic {topic!r} does not exist, and the brokers did not create it on use within {seconds:g} s: create it, "
         "or check its name"
@@ -168,7 +168,7 @@ def missing_topic(topic: str, seconds: float) -> TransportError:
 
 
 def nothing_acknowledged(servers: str | None, seconds: float) -> TransportError:
-    """Brokers that are silent on what is published."""
+    """Return the error for brokers that acknowledge nothing."""
     return TransportError(
         f"the brokers of {servers} acknowledged nothing for {seconds:g} s: "
         "check that they run, and that enough replicas of each partition are in sync"
@@ -176,7 +176,7 @@ def nothing_acknowledged(servers: str | None, seconds: float) -> TransportError:
 
 
 def _denied(error: BaseException, group_id: str) -> AuthorizationError | None:
-    # aiokafka wraps refusals that it does not expect in a KafkaError of their repr.
+    # aiokafka wraps unexpected refusals in a KafkaError that contains only their repr.
     text = repr(error)
     if isinstance(error, kafka.GroupAuthorizationFailedError) or "GroupAuthorizationFailedError" in text:
         return AuthorizationError(

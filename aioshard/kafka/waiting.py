@@ -1,4 +1,4 @@
-"""How a poll waits: until the client has something new, its time is over, or somebody wakes it."""
+"""Let a poll wait until the client has something new, the time-out passes, or another task wakes it."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,24 +15,24 @@ __all__ = ["Waiting", "raise_ended_task"]
 
 
 class Waiting:
-    """The waiting of one client's polls. Owned by one event loop; one poll at a time."""
+    """The wait of one client's polls. Owned by one event loop; one poll at a time."""
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
 
     async def until_new(self, look: Callable[[], tuple[Internals, Found]], timeout: float) -> Found:
-        """Look again and again; returns what was found when something of it is new, or the time is over.
+        """Look repeatedly; return the result once part of it is new, or the time-out passes.
 
-        Does not suspend when the first look finds something new.
+        Does not suspend if the first look finds something new.
 
         Args:
-            look: Takes what there is; what it raises ends the waiting.
+            look: Takes fetched records; an error that it raises ends the wait.
             timeout: Seconds.
 
         Raises:
-            KafkaError: The client gave up on something while it was waited for.
-            ClientLostError: The client itself failed, with an error that nobody foresaw.
+            KafkaError: The client gave up on something during the wait.
+            ClientLostError: The client itself failed with an unexpected error.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -55,21 +55,21 @@ class Waiting:
                 self._waiter = None
 
     def wake(self) -> None:
-        """End a waiting poll with what there is."""
+        """Make a waiting poll return what it has."""
         self._woken = True
         self.look_again()
 
     def look_again(self, _ended: "asyncio.Task[Any] | None" = None) -> None:
-        """Make a waiting poll look again; may be the callback of a task."""
+        """Make a waiting poll look again; also usable as a task's callback."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 def raise_ended_task(internals: Internals) -> None:
-    """Find out whether a task without which the client does nothing has ended.
+    """Raise if a background task has ended that the client needs.
 
     Raises:
-        ClientLostError: One has.
+        ClientLostError: Such a task has ended.
     """
     for what, task in internals.background_tasks().items():
         if task.done():

@@ -1,1 +1,1 @@
-"""The second client: a member of a consumer group on confluent-kafka, from the extra `confluent`."""
+"""The second client: a consumer group member on confluent-kafka, from the extra `confluent`."""

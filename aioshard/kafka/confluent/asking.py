@@ -1,4 +1,4 @@
-"""Questions to the brokers that are none of the consumer's business: they wait for none of its calls."""
+"""Broker queries on a separate client, so that they never wait for calls of the consumer."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -22,11 +22,11 @@ __all__ = ["Asked", "Asking"]
 
 
 class _Outsider(AiokafkaTransport):
-    """A client that joins no group, so it need not know who coordinates ours."""
+    """A client that joins no group, so it does not need to know our coordinator."""
 
     @property
     def trouble(self) -> str | None:
-        """Brokers that are gone, and topics that are missing."""
+        """Report unreachable brokers and missing topics."""
         internals = self._internals
         if internals is None or self._closed:
             return None
@@ -35,16 +35,16 @@ class _Outsider(AiokafkaTransport):
         return self._topics.trouble
 
     async def partitions_by_hand(self) -> list[TopicPartition]:
-        """What `assign` gives."""
+        """Return the partitions in `assign`."""
         return await partitions_by_hand(self._settings, self._group_id, self.partitions)
 
     async def commit_by_hand(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Send one commit."""
+        """Send one commit without a member."""
         internals, _ = self._running()
         await commit_by_hand(internals, offsets)
 
     async def remove_member(self, member_id: str) -> None:
-        """Have a member leave the group; asked once. That the group has no such member is what is wanted, too."""
+        """Remove a member from the group; one attempt. Succeeds also if the group does not have that member."""
         internals, _ = self._running()
         try:
             node = await internals.client.coordinator_lookup(CoordinationType.GROUP, self._group_id)
@@ -54,15 +54,15 @@ class _Outsider(AiokafkaTransport):
 
 
 class Asking:
-    """Asks about topics, logs and committed offsets, with connections of its own.
+    """Queries topics, logs and committed offsets, on separate connections.
 
-    The consumer serves one call at a time, and a question to a coordinator that is gone would keep it from reading.
-    librdkafka's own client for questions does not get over a broker that was restarted: it goes on asking with the
-    leader epoch that it had seen before. So it is aiokafka that asks, as a client that joins no group.
+    The consumer serves one call at a time, and a query to a coordinator that is gone would keep it from reading.
+    librdkafka's own client for queries does not recover from a broker restart: it keeps sending the leader epoch from
+    before. So an aiokafka client that joins no group sends the queries.
     """
 
     def __init__(self, settings: "Settings", group_id: str) -> None:
-        """Connect to nothing yet.
+        """Check the settings; connects to nothing yet.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
@@ -77,66 +77,66 @@ class Asking:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing, or not everything, can be read: brokers that are gone, topics that are missing."""
+        """The reason why nothing, or not everything, can be read: unreachable brokers or missing topics."""
         return self.transport.trouble
 
     async def connect(self, topics: Collection[str]) -> None:
-        """Connect, and look for *topics*; they are looked for from now on.
+        """Connect and look up *topics*, and keep looking for them.
 
         Raises:
             ConnectError: No broker could be reached.
-            AuthenticationError: The brokers refused our credentials, or we their certificate.
-            AuthorizationError: The group or a topic is not allowed.
+            AuthenticationError: The brokers rejected our credentials, or we rejected their certificate.
+            AuthorizationError: This user may not use the group or a topic.
         """
         await self.transport.connect(topics)
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """The group's committed offsets, with the texts that were committed with them."""
+        """Fetch the group's committed offsets and their metadata."""
         found = await self.transport.committed(partitions)
-        # librdkafka writes a text with the NUL that ends it in its own memory.
+        # librdkafka sends the metadata with the terminating NUL of its C string.
         return {
             name: ours._replace(metadata=ours.metadata.removesuffix("\0")) if ours is not None else None
             for name, ours in found.items()
         }
 
     async def partitions_by_hand(self) -> list[TopicPartition]:
-        """What `assign` gives; see `aioshard.kafka.memberless.partitions_by_hand`."""
+        """Return the partitions in `assign`; see `aioshard.kafka.memberless.partitions_by_hand`."""
         return await self.transport.partitions_by_hand()
 
     async def commit_by_hand(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Commit as somebody who is no member: the consumer, which is one or none, has no part in it."""
+        """Commit without a member; does not involve the consumer."""
         await self.transport.commit_by_hand(offsets)
 
     async def remove_member(self, member_id: str) -> None:
-        """Tell the group that a member has left.
+        """Remove a member that has left from the group.
 
         Raises:
-            TransportError: It was not told; retriable while that may pass.
+            TransportError: The request failed; retriable if the cause may be transient.
         """
         await self.transport.remove_member(member_id)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """First and end offset of each log."""
+        """Fetch the first and end offset of each log."""
         return await self.transport.log_ranges(partitions) if partitions else {}
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close all connections."""
         await self.transport.close()
 
 
 class Asked:
-    """The part of a transport that only asks."""
+    """The query methods of a transport."""
 
     @abstractmethod
     def _running(self) -> Asking:
-        """Who asks, while the transport is open; raises `ClientLostError` when it is not."""
+        """Return the query client; raises `ClientLostError` unless the transport is open."""
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`. Has no deadline: tries again while the reason may pass."""
+        """See `Transport.committed`. Has no deadline; retries transient errors."""
         return await self._running().committed(partitions)
 
     async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`. A topic that is not known yet is asked for once, and not created."""
+        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
         return await self._running().transport.partitions(topic)
 
     async def topics(self) -> frozenset[str]:
@@ -144,5 +144,5 @@ class Asked:
         return await self._running().transport.topics()
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """See `Transport.offset_at`. Has no deadline: tries again while the reason may pass."""
+        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
         return await self._running().transport.offset_at(topic_partition, timestamp)

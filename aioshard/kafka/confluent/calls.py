@@ -1,4 +1,4 @@
-"""What others want the client to do: queued, and done by whoever may call it now."""
+"""Queue calls to the client, for the task or callback that may call it to run."""
 
 import asyncio
 import functools
@@ -14,12 +14,12 @@ Call = Callable[[], Coroutine[Any, Any, None]]
 class Calls:
     """A queue of calls to the client, one at a time.
 
-    The client serves one caller at a time, and one of its calls may last as long as a rebalance. So nobody calls it
-    but the task that owns it, and, while that waits inside of a read, the callback that it waits for.
+    The client serves one caller at a time, and a call may last as long as a rebalance. So only its owner task calls
+    it, and, while that task waits inside a read, the callback that the read waits for.
 
     Invariants:
-        * Who asked is never cancelled by that: a call that was begun goes on when nobody serves any more, because its
-          thread does; what becomes of it is told to who asked.
+        * When serving stops, no caller is cancelled: a started call continues, because its thread does, and its
+          caller gets the result.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Calls:
 
     @property
     def waiting(self) -> bool:
-        """Whether something is to be done."""
+        """Whether calls are queued."""
         return bool(self._waiting)
 
     async def call(self, call: Call) -> None:
-        """Have *call* done, and wait for it; it is not begun when this was cancelled before.
+        """Queue *call* and wait for it; it never starts if the caller is cancelled before.
 
         Raises:
-            Exception: What *call* raised, or what `close` was given.
+            Exception: The error that *call* raised, or that was passed to `close`.
         """
         if self._closed is not None:
             raise self._closed
@@ -47,15 +47,15 @@ class Calls:
         await done
 
     def first(self, call: Call) -> None:
-        """Have *call* done before everything that waits; does not wait for it."""
+        """Queue *call* ahead of all others; does not wait for it."""
         self._waiting.appendleft((call, asyncio.get_running_loop().create_future()))
 
     async def serve(self) -> None:
-        """Do what waits. To be called by whoever may call the client."""
+        """Run the queued calls. Use it only where the client may be called."""
         while self._waiting:
             call, done = self._waiting.popleft()
             if done.done():
-                continue  # nobody waits for it any more
+                continue  # nobody waits for it any longer
             begun = asyncio.create_task(call(), name="a call to the client")
             self._begun.add(begun)
             begun.add_done_callback(functools.partial(self._ended, done))
@@ -65,20 +65,20 @@ class Calls:
         self._begun.discard(begun)
         error = self._closed if begun.cancelled() else begun.exception()
         if done.done():
-            return  # nobody waits for it any more
+            return  # nobody waits for it any longer
         if error is not None:
             done.set_exception(error)
-            done.exception()  # who waits gets it; that nobody does is no error
+            done.exception()  # retrieve it, so that asyncio does not log it if nobody waits
         elif begun.cancelled():
             done.cancel()
         else:
             done.set_result(None)
 
     async def serve_until(self, task: "asyncio.Task[None]") -> None:
-        """Do what comes until *task* has ended; raises what that raised."""
+        """Run calls as they arrive until *task* ends; raise its error."""
         while not task.done():
             self._arrived.clear()
-            # Not awaited for itself: what hangs must not keep us longer than *task*, which has a deadline.
+            # Do not await `serving`: a hanging call must not hold us longer than *task*, which has a deadline.
             serving = asyncio.create_task(self._serve_arriving(), name="calls while partitions are handed over")
             try:
                 await asyncio.wait({task, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,18 +93,18 @@ class Calls:
             self._arrived.clear()
 
     def close(self, error: Exception) -> None:
-        """From now on everybody gets *error*."""
+        """Fail all queued and future calls with *error*."""
         self._closed = error
         for _, done in self._waiting:
             if not done.done():
                 done.set_exception(error)
-                done.exception()  # who waits gets it; that nobody does is no error
+                done.exception()  # retrieve it, so that asyncio does not log it if nobody waits
         self._waiting.clear()
         for begun in self._begun:
             begun.cancel()
 
 
 def resolve(future: "asyncio.Future[None]") -> None:
-    """End the waiting for something, unless it has ended."""
+    """Resolve a future unless it is done."""
     if not future.done():
         future.set_result(None)

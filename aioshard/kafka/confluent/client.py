@@ -1,4 +1,4 @@
-"""The transport on confluent-kafka: a group member whose rebalances take only the partitions that move."""
+"""The confluent-kafka transport: a group member that, in a rebalance, loses only the partitions that move."""
 
 import asyncio
 import contextlib
@@ -44,28 +44,29 @@ __all__ = ["ConfluentTransport"]
 
 logger = logging.getLogger("aioshard.kafka.confluent.client")
 
-_AT_ONCE = 500  # messages that one call to the client takes
-_WAIT = 0.05  # seconds that one call to the client waits, and a commit for its turn
+_AT_ONCE = 500  # maximum messages per call to the client
+_WAIT = 0.05  # seconds that one call to the client, and so a commit in the queue, may wait
 
 
 class ConfluentTransport(Asked):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
 
-    With `assign` it is none: it takes those partitions at the start, and what asks the brokers commits too.
+    With manual assignment (`assign`), it never joins the group: it takes those partitions at the start, and the query
+    client also commits.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. One task, the
-    owner, calls the client: it reads, and between two reads it does what others want done (commits). While partitions
-    are handed over, the client waits for us inside of a read; then the callback does what others want done.
+    owner, calls the client: it reads, and between reads it runs the queued calls (commits). During a rebalance, the
+    client waits for our callback inside a read; then the callback runs the queued calls.
 
     Invariants:
-        * Nothing is handed out of a partition before the engine has seeked and resumed it.
-        * Nothing is committed but between two reads, of partitions that are ours then. What is not answered when the
-          client takes partitions away is settled before they go, so nothing of theirs is sent later.
-        * What is kept in a rebalance stays in its buffer and is handed out all the time, also while others drain.
+        * `poll` returns nothing of a partition before the engine has seeked and resumed it.
+        * Commits are sent only between reads, for partitions that are ours at that moment. Unanswered ones are
+          resolved before their partitions are revoked, so nothing is sent for those partitions later.
+        * Partitions kept in a rebalance stay buffered, and `poll` returns their records even while others drain.
     """
 
     def __init__(self, settings: "Settings", group_id: str) -> None:
-        """Check the options; connects to nothing."""
+        """Check the options; connects to nothing yet."""
         self._settings = settings
         self._group_id = group_id
         self._options = consumer_options(settings, group_id)
@@ -80,11 +81,11 @@ class ConfluentTransport(Asked):
         self._membership = NOT_A_MEMBER
         self._health = Health(settings, group_id, self._interrupt)
         self._former = Former(settings)
-        self._closed = False  # `close` was called: nothing more is handed out
-        self._left = False  # nothing more may be asked of the brokers
+        self._closed = False  # `close` was called: from then on, `poll` returns no records
+        self._left = False  # all requests to the brokers must stop
         self._handed_back = asyncio.Event()
         self._handed_back.set()
-        self._room = asyncio.Event()  # something was handed out, or the owner is wanted for another reason
+        self._room = asyncio.Event()  # `poll` returned records, or the owner has something else to do
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,7 +100,7 @@ class ConfluentTransport(Asked):
     # Life -----------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """See `Transport.start`. Patterns are matched here, every `metadata_max_age`."""
+        """See `Transport.start`. Matches patterns itself, every `metadata_max_age`."""
         if self._listener is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
         self._listener = listener
@@ -125,7 +126,7 @@ class ConfluentTransport(Asked):
         else:
             await self._subscribe(names)
             if not await self._topics.exist():
-                listener.assigned((), self._membership)  # the client joins no group before there is a topic
+                listener.assigned((), self._membership)  # the client does not join the group before a topic exists
         watching = functools.partial(
             watch,
             *(self._asking, self._topics, self._former, self._member, self._calls),
@@ -139,13 +140,13 @@ class ConfluentTransport(Asked):
         ]
 
     async def close(self) -> None:
-        """See `Transport.close`. Waits for a hand-over that the engine is in, and for what the client is doing."""
+        """See `Transport.close`. Waits for a drain in progress and for the client's current call."""
         if self._closed:
             return
         self._closed = True
         self._interrupt()
         try:
-            # A drain in progress ends on its own deadline; cutting it would lose its commit.
+            # A drain in progress ends at its own deadline; cutting it short would lose its commit.
             await self._handed_back.wait()
             self._left = True
             self._room.set()
@@ -165,7 +166,7 @@ class ConfluentTransport(Asked):
                 self._member.abandon()
             for task in self._tasks:
                 task.cancel()
-            # A deadline may have ended the above, and would end every await that follows too.
+            # A deadline may have ended the code above, and would also end every await that follows.
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 if self._asking is not None:
@@ -179,20 +180,20 @@ class ConfluentTransport(Asked):
     # The owner of the client ----------------------------------------------------------
 
     async def _until_lost(self, forever: Callable[[], Awaitable[None]]) -> None:
-        """Do what has to go on as long as the client lives."""
+        """Run a task that must last as long as the client."""
         try:
             await forever()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next poll raises it
+        except Exception as error:  # noqa: BLE001 - the next poll raises any error
             if not self._closed:
                 self._health.fail(error)
 
     async def _own(self, member: Member) -> None:
-        """Read, and do what others want done, until the client is closed."""
+        """Read, and run queued calls, until the client is closed."""
         loop = asyncio.get_running_loop()
         while not self._left:
             await self._calls.serve()
             if self._closed and self._handed_back.is_set():
-                await asyncio.sleep(0)  # nothing new begins; `close` goes on
+                await asyncio.sleep(0)  # start nothing new; `close` continues
                 continue
             seconds = self._intake.crowded(loop.time())
             if seconds:
@@ -212,10 +213,10 @@ class ConfluentTransport(Asked):
                 self._health.note(message)
             self._interrupt()
         if turn.failed:
-            await asyncio.sleep(_WAIT)  # what it has been given is not there yet
+            await asyncio.sleep(_WAIT)  # the client does not know a new partition yet
 
     async def _pause(self, seconds: float) -> None:
-        """Read nothing for a while, because there is no room for it."""
+        """Pause reading because the buffers are full."""
         self._room.clear()
         if self._calls.waiting:
             return
@@ -230,9 +231,9 @@ class ConfluentTransport(Asked):
     # Records --------------------------------------------------------------------------
 
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
-        """See `Transport.poll`. Does not suspend when there is something to take.
+        """See `Transport.poll`. Does not suspend if records are ready.
 
-        An `Oversized` record ends a poll once; later polls repeat it when they end for another reason.
+        An `Oversized` record ends a poll only once; later polls repeat it when they end for another reason.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -288,7 +289,7 @@ class ConfluentTransport(Asked):
         """See `Transport.resume`.
 
         Raises:
-            StateError: A partition was not seeked since it was assigned, and has no position.
+            StateError: A partition was not seeked since it was assigned, so it has no position.
         """
         self._intake.resume(partitions)
         self._room.set()
@@ -300,17 +301,17 @@ class ConfluentTransport(Asked):
         self._room.set()
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`: half of it is for our buffers, the rest for the client's one queue."""
+        """See `Transport.adjust_prefetch`: half is for our buffers, the rest for the client's single queue."""
         self._intake.share = share_of_buffer(partitions, max_bytes)
 
     # The group ------------------------------------------------------------------------
 
     def membership(self) -> Membership:
-        """See `Transport.membership`. That of the latest assignment that was handed to the engine."""
+        """See `Transport.membership`: that of the latest assignment passed to the engine."""
         return self._membership
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """See `Transport.commit`. Has no deadline; what was sent when it is cancelled ends behind the scenes."""
+        """See `Transport.commit`. Has no deadline; a cancelled commit that was already sent still completes."""
         if not offsets:
             return
         asking = self._running()
@@ -350,16 +351,16 @@ class ConfluentTransport(Asked):
         self._health.note_commit(error, places)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`. Has no deadline: tries again while the reason may pass."""
+        """See `Transport.log_ranges`. Has no deadline; retries transient errors."""
         found = await self._running().log_ranges(partitions)
         for name, log in found.items():
             self._intake.note_end(name, log.end)
         return found
 
-    # Handing over: called by the client, inside of `Member.turn` ------------------------
+    # Rebalances: called by the client, inside `Member.turn` -----------------------------
 
     async def _take_over(self, partitions: Sequence[Any]) -> None:
-        """Hand an assignment to the engine: all of it, as far as it is ours now."""
+        """Pass our whole current assignment to the engine."""
         member, listener = self._member, self._listener
         if member is None or listener is None or self._closed:
             return
@@ -384,7 +385,7 @@ class ConfluentTransport(Asked):
             await self._former.look_at(self._member)
 
     async def _give_up(self, partitions: Sequence[Any], *, lost: bool) -> None:
-        """Tell the engine that partitions are being taken away; the group waits, and what we keep goes on."""
+        """Tell the engine that partitions are being revoked; the group waits, and partitions we keep continue."""
         member, listener = self._member, self._listener
         if member is None or listener is None or self._closed:
             return

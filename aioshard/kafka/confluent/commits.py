@@ -1,4 +1,4 @@
-"""Commits of one member: sent between two reads, answered in a read; inside of a callback sent and answered at once."""
+"""Commits of one member: sent between reads, answered in a later read; in a callback, sent and answered in one call."""
 
 import asyncio
 from collections import deque
@@ -16,13 +16,13 @@ from aioshard.records import TopicPartition
 __all__ = ["Commits"]
 
 _LAST_READ = 0.5
-"""Seconds, the last of a session, in which an answer is still looked for."""
+"""Seconds at the end of a session in which we still look for an answer."""
 
 Offsets = Mapping[TopicPartition, Committed]
 
 
 class _Sent:
-    """A commit that was sent and not answered."""
+    """A commit that was sent but not answered yet."""
 
     __slots__ = ("answer", "offsets")
 
@@ -32,25 +32,25 @@ class _Sent:
 
 
 class Commits:
-    """Sends commits, one at a time, and knows what became of each.
+    """Sends commits, one at a time, and tracks their results.
 
-    The client may keep a commit for as long as it looks for the group's coordinator, so nobody waits inside of the
-    call: reading goes on. What is unanswered when partitions are taken away is sent once more inside of the callback,
-    while they are still ours; its answer comes after that of the first.
+    The client may hold a commit for as long as it looks for the group's coordinator, so nobody waits inside the call
+    and reading continues. A commit still unanswered when partitions are revoked is sent once more inside the callback,
+    while they are still ours; the answer to it comes after the answer to the first.
 
     Invariants:
-        * Nothing is sent before what was sent before it is answered.
-        * When a callback has returned, everything that was sent before it is answered, or has failed for good.
+        * No commit is sent before the previous one is answered.
+        * When a callback has returned, every commit sent before it is answered, or has failed for good.
     """
 
     def __init__(self, group_id: str, session: float, lost: Callable[[], None]) -> None:
-        """Send commits of a group.
+        """Start without commits.
 
         Args:
             group_id: The group.
             session: Seconds without an answer after which *lost* is called.
             lost: Called when other members may have our partitions. The client itself notices that only while no
-                rebalance is under way, and not at all under KIP-848.
+                rebalance is in progress, and not at all under KIP-848.
         """
         self._group_id = group_id
         self._session = session
@@ -59,10 +59,10 @@ class Commits:
         self._unanswered: deque[_Sent] = deque()
 
     async def send(self, member: Member, offsets: Offsets) -> "asyncio.Future[None]":
-        """Hand a commit to the client; the future says what became of it.
+        """Pass a commit to the client; the future resolves with its result.
 
         Raises:
-            CommitError: The one before is not answered, or the client did not take it.
+            CommitError: The previous commit is unanswered, or the client rejected this one.
         """
         if self._unanswered:
             raise CommitError(
@@ -81,11 +81,11 @@ class Commits:
         return sent.answer
 
     async def send_at_once(self, member: Member, offsets: Offsets) -> None:
-        """Inside of a callback: send a commit and wait for the answer.
+        """Send a commit and wait for the answer; only inside a callback.
 
         Raises:
             CommitRefusedError: The group has moved on.
-            CommitError: It was not acknowledged.
+            CommitError: The commit was not acknowledged.
         """
         try:
             answered = await member.commit_once(offsets)
@@ -98,11 +98,11 @@ class Commits:
             raise refusal
 
     def _read_once_more(self) -> None:
-        """Give an answer that waits to be read a last chance: the event loop may have been blocked."""
+        """Give an unread answer a last chance: the event loop may have been blocked."""
         self._session_over = asyncio.get_running_loop().call_later(_LAST_READ, self._lost)
 
     async def settle(self, member: Member) -> None:
-        """Inside of a callback: find out what became of what is not answered, by sending it once more."""
+        """Resolve unanswered commits by sending them once more; only inside a callback."""
         for sent in list(self._unanswered):
             if sent.answer.done() and not sent.answer.cancelled():
                 continue
@@ -114,17 +114,17 @@ class Commits:
                 _resolve(sent, None)
 
     def end_session(self) -> None:
-        """Stop waiting for an answer: there was one, or nothing is ours."""
+        """Stop the session timer: an answer arrived, or we have no partitions."""
         if self._session_over is not None:
             self._session_over.cancel()
             self._session_over = None
 
     def _note_answer(self, error: KafkaError | None) -> None:
-        if error is None or error.code() > 0:  # the client's own errors are below
+        if error is None or error.code() > 0:  # negative codes are the client's own errors
             self.end_session()
 
     def lose(self) -> None:
-        """Membership is gone: what is not answered counts for nothing."""
+        """Fail unanswered commits: the membership is gone."""
         self.end_session()
         for sent in self._unanswered:
             _resolve(
@@ -135,7 +135,7 @@ class Commits:
             )
 
     async def hear(self, error: KafkaError | None, places: Sequence[Any]) -> None:
-        """The client's answer to the oldest commit that was sent; called inside of a read."""
+        """Handle the client's answer to the oldest unanswered commit; called inside a read."""
         if not self._unanswered:
             return
         sent = self._unanswered.popleft()
@@ -145,7 +145,7 @@ class Commits:
     def _refusal_in(
         self, places: Sequence[Any], offsets: Offsets, whole: KafkaError | None = None
     ) -> TransportError | None:
-        """Look for partitions that were not taken: with an error, not named in the answer, or all with *whole*."""
+        """Return the error of a commit, if any: of a partition, for a missing partition, or *whole* for all."""
         errors = {TopicPartition(place.topic, place.partition): place.error for place in places or ()}
         refused = [name for name in offsets if name not in errors or errors[name] is not None]
         error = next((error for error in errors.values() if error is not None), whole)
@@ -161,4 +161,4 @@ def _resolve(sent: _Sent, error: Exception | None) -> None:
         sent.answer.set_result(None)
     else:
         sent.answer.set_exception(error)
-        sent.answer.exception()  # who waits gets it; that nobody does is no error
+        sent.answer.exception()  # retrieve it, so that asyncio does not log it if nobody waits

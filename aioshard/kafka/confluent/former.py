@@ -1,4 +1,4 @@
-"""Members of the group that the client was and is no more: the group is told that they have left."""
+"""Stale members: ids that our client had in the group before. Remove them from the group."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -20,32 +20,32 @@ logger = logging.getLogger("aioshard.kafka.confluent.client")
 
 
 class Former:
-    """Who the client was before it lost its membership.
+    """The ids that the client had before it lost its membership.
 
-    When librdkafka hears nothing of the brokers for a session, it drops its member id and joins as somebody else. A
-    broker that comes back remembers the old member, gives it another session, and the whole group waits for it.
+    If librdkafka hears nothing from the brokers for a session, it drops its member id and joins with a new one. A
+    broker that comes back remembers the stale member, gives it another session, and the whole group waits for it.
     """
 
     def __init__(self, settings: "Settings") -> None:
-        """Nobody was anybody yet."""
-        # A static member takes its own place again; under KIP-848 the client keeps its id.
+        """Start without a member id."""
+        # A static member reclaims its own place; under KIP-848 the client keeps its id.
         self._counts = settings.group_protocol == "classic" and settings.group_instance_id is None
         self._now = ""
         self._left: list[str] = []
         self._alone = False
 
     def joined(self, membership: Membership) -> None:
-        """The client is this member now."""
+        """Record the client's current member id."""
         self._now = membership.member_id
 
     def compare(self, now: Membership) -> None:
-        """The client is this member now: when that is another one, who it was is to leave."""
+        """Compare the client's current member id with the last one; if it changed, the old one is stale."""
         if self._counts and self._now and now.member_id != self._now:
             self._left.append(self._now)
             self._now = ""
 
     async def look_at(self, member: Member) -> None:
-        """See `compare`; where the client may be called. One that does not tell who it is changes nothing."""
+        """Query the client and call `compare`; ignores a failed query. Use it where the client may be called."""
         try:
             now = await member.who()
         except (KafkaException, RuntimeError) as error:
@@ -54,20 +54,20 @@ class Former:
         self.compare(now)
 
     def may_be_unknown(self, trouble: str | None) -> bool:
-        """Whether it is time to `look_at` the client, as it tells only those of a lost membership who had partitions.
+        """Whether to call `look_at` now: librdkafka reports a lost membership only to members that had partitions.
 
         Args:
-            trouble: What is wrong with the brokers now; asked for again and again.
+            trouble: The current problem with the brokers, or None. Pass it regularly.
         """
         back = self._alone and trouble is None
         self._alone = trouble is not None
         return back and self._counts
 
     async def leave(self, asking: Asking) -> None:
-        """Tell the brokers who has left; whom they could not be told of stays for the next call.
+        """Remove the stale members from the group; those that could not be removed stay for the next call.
 
         Raises:
-            TransportError: It was not told, which may pass.
+            TransportError: A request failed for a reason that may be transient.
         """
         while self._left:
             member_id = self._left[0]

@@ -1,4 +1,4 @@
-"""What the client tells of itself beside records: refusals, its end."""
+"""Errors that the client reports in addition to records: refusals, and its own failure."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ _TOLD_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTI
 
 
 class Health:
-    """Whether the client lives.
+    """The state of the client.
 
     Attributes:
-        failure: What ends this life of the client, for the next poll to raise.
+        failure: The error that ends this life of the client, for the next poll to raise.
     """
 
     def __init__(self, settings: "Settings", group_id: str, failed: Callable[[], None]) -> None:
-        """Call *failed* when there is a failure."""
+        """Call *failed* as soon as there is a failure."""
         self.failure: TransportError | None = None
         self._settings = settings
         self._group_id = group_id
         self._failed = failed
 
     def fail(self, error: Exception) -> None:
-        """Nothing can be read any more."""
+        """Record an error after which nothing can be read; only the first one counts."""
         known = error_of(error)
         if self.failure is not None:
             return
@@ -52,7 +52,7 @@ class Health:
         self._failed()
 
     def note(self, message: Any) -> None:
-        """An error among the records, of no partition of ours."""
+        """Handle an error message that does not belong to an assigned partition."""
         error: KafkaError = message.error()
         topic: str | None = message.topic()
         if topic and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
@@ -64,14 +64,14 @@ class Health:
             logger.warning("the Kafka client reports: %s", reason(error))
 
     async def hear(self, error: KafkaError) -> None:
-        """An error of the client as a whole; the client waits for this."""
+        """Handle an error of the client as a whole; the client waits for this."""
         if error.fatal() or error.code() in _FINAL:
             self.fail(self._of_group(error))
 
     def note_commit(self, error: KafkaError | None, places: Sequence[Any]) -> None:
-        """Look for the answer that the group no longer knows us: under KIP-848 the client may never learn it otherwise.
+        """Check whether the group no longer knows us: under KIP-848, the client may never notice otherwise.
 
-        A librdkafka (2.16) that could not reach the coordinator for some 20 s sends no heartbeat any more and reads on.
+        If librdkafka 2.16 cannot reach the coordinator for about 20 s, it stops sending heartbeats but keeps reading.
         """
         if self._settings.group_protocol == "consumer":
             for each in (error, *(place.error for place in places or ())):

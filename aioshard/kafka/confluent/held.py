@@ -1,4 +1,4 @@
-"""One partition of ours as the second client reads it: where it is, and what waits for the engine."""
+"""One assigned partition as the second client reads it: positions, and records buffered for the engine."""
 
 from aioshard.errors import TransportError
 from aioshard.records import Record, TopicPartition
@@ -32,34 +32,34 @@ class Held:
     def __init__(self, name: TopicPartition) -> None:
         self.name = name
         self.placed = False
-        """Whether the engine has given it a position."""
+        """Whether the engine has set a position."""
         self.paused = True
-        """Whether the engine wants nothing of it."""
+        """Whether the engine has paused it."""
         self.fetching = False
-        """Whether the client fetches it, as far as it was told."""
+        """Whether the client should be fetching it, according to the last change."""
         self.moved = False
-        """Whether the client has to go to `reach`, whatever it does now; what it brings before does not count."""
+        """Whether the client must seek to `reach`; records that it delivers before that do not count."""
         self.broken = False
-        """Whether the client has given up on it, and goes nowhere before it is assigned once more."""
+        """Whether the client has given up on it; it cannot seek before it is assigned again."""
         self.failures = 0
-        """How often in a row the client could not go where it was told."""
+        """Consecutive changes that the client could not make."""
         self.position = 0
-        """The next offset to hand out."""
+        """The next offset to return to the engine."""
         self.reach = 0
-        """The next offset that the client is to bring."""
+        """The next offset that the client should deliver."""
         self.records: list[Record] = []
         self.sizes: list[int] = []
         self.bytes = 0
         self.full_since: float | None = None
-        """Since when it has more than its share."""
+        """Since when the buffer exceeds its share."""
         self.end: int | None = None
         self.fault: TransportError | None = None
         self.retry_at = 0.0
         self.reported = False
-        """Whether the record that did not fit was handed out."""
+        """Whether the record that did not fit was reported."""
 
     def drop(self) -> None:
-        """Forget what was read."""
+        """Drop the buffered records and any error."""
         self.records = []
         self.sizes = []
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""What was read of our partitions and is not handed out yet: positions, buffers, and which are fetched."""
+"""Buffers between the client and the engine: records, positions, and which partitions to fetch."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -15,60 +15,60 @@ from aioshard.records import Record, TopicPartition
 __all__ = ["Found", "Intake"]
 
 _RECORDS_PER_POLL = 500
-"""Records that one poll hands out at most."""
+"""Maximum records per poll."""
 _PATIENCE = 0.25
-"""Seconds for which nothing is read while a buffer is full, before its partition is no longer fetched: stopping costs
-what the client holds of it, and the group is not heard of while nothing is read."""
+"""Seconds to pause reading while a buffer is full, before we stop fetching its partition. Stopping discards the records
+that the client has prefetched; but while nothing is read, we do not notice rebalances either."""
 _SHORT_PATIENCE = 0.02
-"""The same while the buffer of another partition is empty."""
+"""The same while the buffer of another fetched partition is empty."""
 _FAULT_INTERVAL = 1.0
-"""Seconds until a partition that cannot be read is tried again."""
+"""Seconds until an unreadable partition is tried again."""
 
 _FAILURES = 20
-"""Attempts to send the client somewhere after which it counts as having given up. Each takes 50 ms."""
+"""Failed attempts, 50 ms each, to change what the client does with a partition before we assume it has given up."""
 
 _new_record = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
 
 
 class Found:
-    """What one look into the buffers found."""
+    """The result of one pass over the buffers."""
 
     __slots__ = ("bytes", "most", "new", "records", "repeated")
 
     def __init__(self) -> None:
         self.new: list[FetchedBatch | Fault | Oversized] = []
         self.repeated: list[FetchedBatch | Fault | Oversized] = []
-        """Records that did not fit when they were reported, and still do not."""
+        """Reported records that still do not fit."""
         self.records = 0
         self.bytes = 0
         self.most = 0
-        """The most that any partition was allowed."""
+        """The largest record limit of any partition."""
 
 
 class Intake:
-    """The partitions that are ours, and the small buffer of each.
+    """Our partitions, with a small buffer each.
 
-    Everything is read in the order in which the client brings it, also what the engine does not want yet: what
-    tells of a rebalance stands in the same queue. A partition whose buffer holds more than its share is no longer
-    fetched until half of that was handed out.
+    Reads everything in the order of the client's queue, even records that the engine does not want yet, because
+    rebalance events are in the same queue. If a buffer stays above its share, we stop fetching its partition until
+    less than half of the share is left.
 
     Invariants:
-        * What a buffer holds lies between `position` and `reach`; the client is always told to go on at `reach`.
-        * A buffer goes over its share by what the client had in its own queue at most.
+        * Buffered records lie between `position` and `reach`; the client always resumes at `reach`.
+        * A buffer exceeds its share by at most the records that the client had in its own queue.
     """
 
     def __init__(self, share: int, *, incremental: bool = True) -> None:
-        """Hold at most about *share* bytes of each partition; *incremental* is whether one can be assigned alone."""
+        """Buffer about *share* bytes per partition; *incremental*: whether partitions can be assigned individually."""
         self.share = share
         self._incremental = incremental
         self._partitions: dict[tuple[str, int], Held] = {}
         self._ready: dict[Held, None] = {}
-        """Those with something to hand out, the one that was served last behind all others."""
+        """Partitions with something to return; the one served last is at the end."""
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
-        """What is assigned to us."""
+        """The assigned partitions."""
         return tuple(partition.name for partition in self._partitions.values())
 
     def __contains__(self, topic_partition: object) -> bool:
@@ -77,13 +77,13 @@ class Intake:
     # The assignment -------------------------------------------------------------------
 
     def add(self, partitions: Collection[TopicPartition]) -> None:
-        """Partitions came; each is paused and waits for its position."""
+        """Add assigned partitions; each is paused until it gets its position."""
         self._send_again()
         for name in partitions:
             self._partitions[name] = Held(name)
 
     def remove(self, partitions: Collection[TopicPartition]) -> None:
-        """Partitions went; what was read of them is forgotten."""
+        """Remove revoked partitions and drop their buffers."""
         for name in partitions:
             partition = self._partitions.pop(name, None)
             if partition is not None:
@@ -91,8 +91,8 @@ class Intake:
         self._send_again()
 
     def _send_again(self) -> None:
-        # For a rebalance the client stops fetching what we keep, too. What it has then does not count, and the thread
-        # that fetches goes on up to a second after the rebalance, or when it is sent somewhere.
+        # During a rebalance, the client also stops fetching the partitions we keep. Records that it holds at that
+        # moment do not count, and its fetcher thread resumes only up to a second later, or on a seek.
         for partition in self._partitions.values():
             if partition.fetching:
                 partition.moved = True
@@ -100,37 +100,37 @@ class Intake:
     # Positions ------------------------------------------------------------------------
 
     def position(self, topic_partition: TopicPartition) -> int | None:
-        """The next offset to hand out; None before the first `seek`."""
+        """The next offset to return; None before the first `seek`."""
         partition = self._partitions.get(topic_partition)
         return partition.position if partition is not None and partition.placed else None
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """The end of the log as last heard."""
+        """The last known end of the log."""
         partition = self._partitions.get(topic_partition)
         return None if partition is None else partition.end
 
     def note_end(self, topic_partition: TopicPartition, end: int) -> None:
-        """The brokers were asked for the end of a log."""
+        """Record the end of a log that was queried from the brokers."""
         partition = self._partitions.get(topic_partition)
         if partition is not None:
             partition.end = max(end, partition.end or 0)
 
     def behind(self) -> tuple[TopicPartition, ...]:
-        """Partitions of which nothing says that we are at their end."""
+        """Return the partitions that are not known to be at their end."""
         return tuple(p.name for p in self._partitions.values() if p.placed and p.reach != p.end)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """Fetch and hand out nothing of these; what was read stays."""
+        """Stop fetching and returning these partitions; their buffers stay."""
         for name in partitions:
             partition = self._partitions.get(name)
             if partition is not None:
                 partition.paused = True
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """Go on with these.
+        """Resume these partitions.
 
         Raises:
-            StateError: One has no position yet.
+            StateError: A partition has no position yet.
         """
         for name in partitions:
             partition = self._partitions.get(name)
@@ -141,7 +141,7 @@ class Intake:
             partition.paused = False
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """Set a position, and forget what was read."""
+        """Set a position and drop the buffer."""
         partition = self._partitions.get(topic_partition)
         if partition is not None:
             partition.placed = partition.moved = True
@@ -150,10 +150,10 @@ class Intake:
             partition.drop()
             self._ready.pop(partition, None)
 
-    # What the client is told ----------------------------------------------------------
+    # Changes for the client -----------------------------------------------------------
 
     def changes(self, now: float) -> list[Change]:
-        """What has to change before more is read. Whoever calls this makes the changes before he reads."""
+        """Return the changes that the caller must make in the client before its next read."""
         changes = []
         for partition in self._partitions.values():
             wanted = partition.placed and not partition.paused and partition.fault is None
@@ -164,7 +164,7 @@ class Intake:
                 partition.moved = True
                 wanted = partition.placed and not partition.paused
             if wanted and partition.broken and not self._incremental:
-                continue  # before the next read, all start over
+                continue  # before the next read, all partitions start over
             if wanted and (partition.moved or not partition.fetching):
                 partition.moved = False
                 partition.fetching = True
@@ -177,7 +177,7 @@ class Intake:
         return changes
 
     def not_changed(self, change: Change) -> None:
-        """The client could not make a change yet: it is told again."""
+        """Schedule again a change that the client could not make yet."""
         partition = self._partitions.get(change.topic_partition)
         if partition is not None:
             partition.moved = True
@@ -188,7 +188,7 @@ class Intake:
                 partition.broken = True
 
     def start_over(self) -> bool:
-        """Whether the client has given up on a partition; from now on it fetches none before it is told again."""
+        """If the client has given up on a partition, mark all partitions to be seeked again, and return true."""
         wanted = [p for p in self._partitions.values() if p.broken and p.placed and not p.paused and p.fault is None]
         if not wanted:
             return False
@@ -205,16 +205,16 @@ class Intake:
         return _SHORT_PATIENCE if starving else _PATIENCE
 
     def crowded(self, now: float) -> float:
-        """Seconds for which nothing should be read because buffers that are fetched are full; 0 when it should."""
+        """Return the seconds to pause reading because buffers of fetched partitions are full; 0 means read."""
         full = [p.full_since for p in self._partitions.values() if p.fetching and p.full_since is not None]
         return max(min(full) + self._patience() - now, 0.0) if full else 0.0
 
-    # What the client brings -----------------------------------------------------------
+    # From the client ------------------------------------------------------------------
 
     def accept(  # noqa: C901, PLR0912 - a call in this loop would cost more than anything else in it
         self, messages: Sequence[Any], now: float
     ) -> list[Any]:
-        """Put messages into the buffers; returns errors that are of no partition of ours."""
+        """Put messages into the buffers; return the errors that do not belong to an assigned partition."""
         others: list[Any] = []
         partition: Held | None = None
         last_topic: str | None = None
@@ -273,9 +273,9 @@ class Intake:
     def _accept_error(self, partition: Held, message: Any, error: KafkaError, now: float) -> None:
         offset = message.offset()
         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is how the client names it
-            # A fault keeps back what lies before this end; that is read again from `reach`.
+            # With a fault, records before this end were dropped; they are read again from `reach`.
             if offset is not None and offset >= partition.reach and partition.fault is None:
-                # Behind markers and aborted batches, which bring no record.
+                # The client passed markers and aborted batches, which contain no records.
                 partition.reach = partition.end = offset
                 self._ready.setdefault(partition)
             return
@@ -284,10 +284,10 @@ class Intake:
         partition.retry_at = now + _FAULT_INTERVAL
         self._ready.setdefault(partition)
 
-    # What the engine takes ------------------------------------------------------------
+    # To the engine --------------------------------------------------------------------
 
     def take(self, allowance_of: AllowanceOf) -> Found:
-        """Take what is there, as far as allowances go, and advance the positions in the same step."""
+        """Take buffered records, as many as the allowances permit, and advance the positions in the same step."""
         found = Found()
         for partition in list(self._ready):
             if partition.paused or not partition.placed:
@@ -305,7 +305,7 @@ class Intake:
                 break
             self._take_from(partition, found, limit, room, alone=alone and not found.records)
             if found.records >= found.most:
-                break  # Nobody may take more now; asking for an allowance costs more than a record.
+                break  # The limit is reached for all; calling `allowance_of` costs more than a record.
         return found
 
     def _take_from(self, partition: Held, found: Found, limit: int, room: int, *, alone: bool) -> None:
@@ -347,7 +347,7 @@ class Intake:
             self._ready[partition] = None
 
     def _pass_over(self, partition: Held, found: Found) -> None:
-        """Nothing is left but that the position has moved, or that there is an error."""
+        """Report a position that moved without records, and an error."""
         self._ready.pop(partition, None)
         if partition.position != partition.reach:
             partition.position = partition.reach

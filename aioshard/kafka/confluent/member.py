@@ -1,8 +1,7 @@
-"""What is asked of confluent-kafka's `AIOConsumer`, and how: few calls, each one hop to a thread.
+"""A thin layer over confluent-kafka's `AIOConsumer` that makes few calls, with one thread hop each.
 
-The one module of this package that reads private attributes of the client. They are those of `AIOConsumer`
-that dispatch a call, because its public methods cost a thread hop each: `_call` and `_consumer`. Canary tests say
-when one of them changes.
+The only module of this package that uses private attributes of the client: `_call` and `_consumer` of `AIOConsumer`,
+which dispatch a call. Its public methods would cost a thread hop each. Canary tests say when one of them changes.
 """
 
 import struct
@@ -20,26 +19,26 @@ from aioshard.records import TopicPartition
 __all__ = ["Change", "Member", "Turn", "membership_of", "places"]
 
 _THREADS = 3
-"""One for the call that a callback interrupts, one for what the callback calls, one for nothing that is planned."""
+"""One for the call that a callback interrupts, one for calls of that callback, and a spare one."""
 _METADATA_HEAD = struct.Struct("=7si")
-"""How a group's metadata begin: a magic word, and the generation as the machine writes it."""
+"""The head of a group's serialized metadata: a magic word, and the generation in native byte order."""
 _MAGIC = b"CGMDv2:"
 
 OnPartitions = Callable[[Sequence[Any]], Awaitable[None]]
 
 
 class Change(NamedTuple):
-    """What the client is to do with one partition before it hands out more."""
+    """A change to one partition that the client must make before its next read."""
 
     topic_partition: TopicPartition
     fetch_from: int | None
-    """Go on at this offset; None stops fetching."""
+    """The offset to resume at; None stops fetching."""
     anew: bool = False
-    """Whether the client has given up on the partition: it has to be assigned again."""
+    """Whether the client has given up on the partition, so that it must be assigned again."""
 
 
 class Turn(NamedTuple):
-    """What one call to the client brought."""
+    """The result of one call to the client."""
 
     messages: Sequence[Message]
     failed: Collection[Change]
@@ -47,9 +46,9 @@ class Turn(NamedTuple):
 
 
 class Member(AIOConsumer):
-    """A consumer whose calls are batched; not more than one call at a time, but for those of a callback.
+    """A consumer with batched calls: only one call at a time, plus those made by a callback.
 
-    Owns its threads. Every call has to come from one task, or from inside of a callback: the client makes others wait.
+    Owns its threads. Make every call from the same task, or from inside a callback: the client blocks any others.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -57,7 +56,7 @@ class Member(AIOConsumer):
         super().__init__(dict(options), executor=self._threads)
 
     async def join(self, topics: Collection[str], given: OnPartitions, taken: OnPartitions, lost: OnPartitions) -> None:
-        """Subscribe; the coroutines are called inside of `turn`, which waits for them."""
+        """Subscribe. The coroutines are called inside `turn`, which waits for them."""
 
         async def on_assign(_: Any, partitions: Sequence[Any]) -> None:
             await given(partitions)
@@ -71,7 +70,7 @@ class Member(AIOConsumer):
         await self.subscribe(sorted(topics), on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost)
 
     async def turn(self, changes: Sequence[Change], most: int, wait: float) -> Turn:
-        """Make *changes*, then take at most *most* messages; wait up to *wait* seconds for the first one."""
+        """Make *changes*, then take up to *most* messages; wait up to *wait* seconds for the first one."""
         turn: Turn = await self._call(self._turn, changes, most, wait)
         return turn
 
@@ -89,28 +88,28 @@ class Member(AIOConsumer):
                     consumer.resume([Place(*name)])
                 else:
                     consumer.resume([Place(*name)])
-                    # The seek wakes the thread that fetches, which else goes on sleeping for up to a second.
+                    # The seek wakes the fetcher thread, which would otherwise sleep for up to a second.
                     consumer.seek(Place(*name, offset))
             except KafkaException:
                 failed.append(change)
         messages = consumer.consume(most, 0)
         if not messages and wait > 0:
-            # A call that wants many waits until it has as many; this one ends with the first.
+            # A call for many messages waits until it has that many; this one ends with the first.
             messages = consumer.consume(1, wait)
             if messages:
                 messages += consumer.consume(most, 0)
         return Turn(messages, failed)
 
     async def who(self) -> Membership:
-        """Who we are now."""
+        """Return our current membership."""
         return membership_of(await self.consumer_group_metadata())
 
     async def start_over(self, partitions: Collection[TopicPartition]) -> None:
-        """Assign all that is ours once more, paused: the only way to one of them where assignments are whole."""
+        """Assign all partitions again, paused: the only way to reassign one if assignments are not incremental."""
         await self._call(self._place, places(partitions), incremental=False)
 
     async def adopt(self, partitions: Sequence[Any], *, incremental: bool) -> Membership:
-        """Inside of a callback: take partitions over, paused; who we are now."""
+        """Assign the partitions, paused, and return our membership; only inside a callback."""
         membership: Membership = await self._call(self._adopt, partitions, incremental)
         return membership
 
@@ -119,7 +118,7 @@ class Member(AIOConsumer):
         return membership_of(self._consumer.consumer_group_metadata())
 
     def _place(self, partitions: Sequence[Any], *, incremental: bool) -> None:
-        # A position that always is one keeps the client from giving up; nothing is read from there.
+        # A position that is always valid keeps the client from giving up; nothing is read from it.
         placed = [Place(each.topic, each.partition, OFFSET_BEGINNING) for each in partitions]
         if incremental:
             self._consumer.incremental_assign(placed)
@@ -129,39 +128,39 @@ class Member(AIOConsumer):
             self._consumer.pause(placed)
 
     async def let_go(self, partitions: Sequence[Any], *, incremental: bool) -> None:
-        """Inside of a callback: give partitions back."""
+        """Release partitions; only inside a callback."""
         if incremental:
             await self.incremental_unassign(list(partitions))
         else:
             await self.unassign()
 
     async def send_commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Send a commit; the coroutine that was given as `on_commit` hears the answer, inside of a later `turn`."""
+        """Send a commit; the `on_commit` coroutine gets the answer, inside a later `turn`."""
         await self.commit(offsets=_committing(offsets), asynchronous=True)
 
     async def commit_once(self, offsets: Mapping[TopicPartition, Committed]) -> Sequence[Any]:
-        """Send one commit and wait for the answer; an error of single partitions is in what is returned.
+        """Send one commit and wait for the answer; the result contains the errors of single partitions.
 
         Raises:
-            KafkaException: Nothing of it was acknowledged.
+            KafkaException: Nothing was acknowledged.
         """
         answered: Sequence[Any] = await self.commit(offsets=_committing(offsets), asynchronous=False)
         return answered
 
     async def leave(self) -> None:
-        """Leave the group and end the client."""
+        """Leave the group and close the client."""
         await self.close()
 
     def abandon(self) -> None:
-        """Let the threads end when what they do has ended; nothing more is called."""
+        """Let the threads end after their current calls; nothing else is called."""
         self._closed = True
         self._threads.shutdown()
 
 
 def membership_of(metadata: object) -> Membership:
-    """Who we are, from a group's metadata as the client serialises them for producers.
+    """Extract our membership from a group's metadata, as the client serializes them for producers.
 
-    The client tells its generation nowhere else. Under the group protocol `consumer` it is the member epoch.
+    The client exposes its generation nowhere else. Under the group protocol `consumer`, it is the member epoch.
     """
     raw = bytes(metadata) if isinstance(metadata, bytes | bytearray) else b""
     if len(raw) < _METADATA_HEAD.size:
@@ -181,5 +180,5 @@ def _committing(offsets: Mapping[TopicPartition, Committed]) -> list[Place]:
 
 
 def places(partitions: Collection[TopicPartition]) -> list[Place]:
-    """Partitions as the client names them."""
+    """Convert partitions to the client's type."""
     return [Place(*name) for name in partitions]

@@ -1,4 +1,4 @@
-"""Settings as the options of librdkafka, which confluent-kafka runs on."""
+"""Translate settings into options of librdkafka, the library under confluent-kafka."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -11,38 +11,38 @@ if TYPE_CHECKING:
 __all__ = ["consumer_options", "is_incremental", "quiet_log", "share_of_buffer"]
 
 _ASSIGNORS = {"sticky": "cooperative-sticky", "range": "range", "roundrobin": "roundrobin"}
-"""What the settings call an assignor, and what the client calls it."""
+"""Assignor names in the settings, and the client's names for them."""
 _PARTITION_FETCH = 256 * 1024
-"""What one fetch brings of one partition at most, but for a single batch that is larger."""
+"""Maximum bytes per partition in a fetch, unless a single batch is larger."""
 _LEAST_FETCH = 1024 * 1024
 _MOST_QUEUED = 10_000
-"""Records in the client's own queue above which it fetches no more. Records wait in our buffers, by their bytes."""
+"""Records in the client's own queue above which it stops fetching. Our own buffers are bounded by bytes."""
 _FETCH_PAUSE_MS = 10
-"""How long the client waits before it looks again whether its queue has room; a second unless it is told."""
+"""Milliseconds until the client checks again whether its queue has room; a second by default."""
 _LEAST_SOCKET_TIMEOUT = 10.0
-"""Seconds after which a broker that took a request and does not answer counts as gone."""
+"""Seconds without a response after which a broker counts as gone."""
 
 _PROTOCOL = logging.getLogger("aioshard.kafka.confluent.librdkafka")
 
 
 def is_incremental(settings: "Settings") -> bool:
-    """Whether a rebalance takes only the partitions that move."""
+    """Whether a rebalance revokes only the partitions that move."""
     return settings.group_protocol == "consumer" or settings.assignor == "sticky"
 
 
 def share_of_buffer(partitions: int, max_bytes: int) -> int:
-    """What our buffer of one partition holds when all together, and what the client queues, hold *max_bytes*."""
+    """Return the buffer size per partition, so that all buffers and the client's queue fit into *max_bytes*."""
     return partition_share(partitions, max_bytes // 2)
 
 
 def _connection_options(settings: "Settings") -> dict[str, Any]:
-    """Where the brokers are, and who we are."""
+    """Build the options for addresses and credentials."""
     options: dict[str, Any] = {
         "bootstrap.servers": settings.require_bootstrap_servers(),
         "client.id": settings.client_id or "aioshard",
         "security.protocol": settings.security_protocol,
-        # A broker that came back is found again within a second. When all are gone, the client would begin anew with
-        # the bootstrap servers at once and without a pause: 20 times a second, with an error in the log each.
+        # Find a restarted broker within a second. Without brokers, rebootstrapping would try the bootstrap servers
+        # without a pause: 20 times a second, with an error in the log each time.
         "reconnect.backoff.max.ms": 1000,
         "metadata.recovery.strategy": "none",
         "logger": quiet_log(),
@@ -63,14 +63,14 @@ def _connection_options(settings: "Settings") -> dict[str, Any]:
 
 
 def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
-    """Everything that the consumer is told; which of it a user may set, the settings have checked."""
+    """Build all options of the consumer. `Settings` has checked which of them users may override."""
     quarter = max(settings.max_buffered_bytes // 8, _LEAST_FETCH)
     options = _connection_options(settings) | {
         "group.id": group_id,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "auto.offset.reset": "error",
-        # Tells that markers and aborted batches at the end of a log were passed.
+        # Reports that we have passed markers and aborted batches at the end of a log.
         "enable.partition.eof": True,
         "isolation.level": settings.isolation_level,
         # This is also how long the group waits for us in a rebalance.
@@ -98,7 +98,7 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
 
 
 def quiet_log() -> logging.Logger:
-    """Where the client's own log goes: it never shows what is committed."""
+    """Return the logger for librdkafka's own log lines; without `debug`, they never show what is committed."""
     return _PROTOCOL
 
 

@@ -1,4 +1,4 @@
-"""Threads that a process does not wait for when it ends."""
+"""Threads that do not keep a process alive."""
 
 import threading
 from collections.abc import Callable
@@ -15,8 +15,8 @@ T = TypeVar("T")
 class DaemonThreads(Executor):
     """A few threads for calls that may hang, such as leaving a group whose coordinator is gone.
 
-    `ThreadPoolExecutor` would keep the process until they return, which may take as long as a session. These end with
-    it, or after what they do when they were shut down.
+    `ThreadPoolExecutor` would keep the process alive until the calls return, which may take as long as a session.
+    These threads end with the process, or after their current call once they are shut down.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -36,7 +36,7 @@ class DaemonThreads(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            except BaseException as error:  # noqa: BLE001 - the future passes it on
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -49,7 +49,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let each thread end after what it does; waits for none of them."""
+        """End each thread after its current call; does not wait for them."""
         del wait, cancel_futures
         if self._started:
             for _ in self._threads:

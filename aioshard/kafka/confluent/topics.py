@@ -1,4 +1,4 @@
-"""Which topics to subscribe to: names, and what a pattern matches, looked up again and again."""
+"""The topics to subscribe to: names, and the topics that match a pattern, looked up regularly."""
 
 import re
 import time
@@ -8,18 +8,18 @@ from aioshard.kafka.confluent.asking import Asking
 __all__ = ["Topics"]
 
 _NO_TOPIC = "^aioshard has found no topic$"
-"""A subscription that matches nothing: joining the group with it tells that nothing is ours."""
+"""A subscription that matches no topic; joining the group with it yields an empty assignment."""
 
 
 class Topics:
-    """The names that a transport subscribes to.
+    """The topic names that a transport subscribes to.
 
-    Patterns are Python's and for a whole name. The client's own are another language, and under the group protocol
-    `consumer` the broker's; so they are matched here, and the client is told names.
+    Patterns are Python's and match a whole name. librdkafka's patterns are in another language, and under the group
+    protocol `consumer` in the broker's. So we match them here and pass only names to the client.
     """
 
     def __init__(self, asking: Asking, names: frozenset[str], pattern: str | None, max_age: float) -> None:
-        """Look for *names* and for what matches *pattern*, every *max_age* seconds."""
+        """Look up *names* and topics that match *pattern*, every *max_age* seconds."""
         self._asking = asking
         self._names = names
         self._pattern = re.compile(pattern) if pattern is not None else None
@@ -28,17 +28,17 @@ class Topics:
         self._subscribed: frozenset[str] = frozenset()
 
     async def exist(self) -> bool:
-        """Whether any topic of the subscription does."""
+        """Whether any subscribed topic exists."""
         for name in self._subscribed - {_NO_TOPIC}:
             if await self._asking.transport.partitions(name):
                 return True
         return False
 
     async def look_up(self) -> frozenset[str]:
-        """What to subscribe to now.
+        """Look up the topics to subscribe to.
 
         Raises:
-            TransportError: The brokers did not tell.
+            TransportError: The brokers did not answer.
         """
         self._looked_at = time.monotonic()
         names = self._names
@@ -48,7 +48,7 @@ class Topics:
         return self._subscribed
 
     async def changed(self) -> frozenset[str] | None:
-        """What to subscribe to, when it is time to look and that is something else than before; else None."""
+        """Look up the topics again if it is time; return them if they have changed, else None."""
         if self._pattern is None or time.monotonic() < self._looked_at + self._max_age:
             return None
         before = self._subscribed

@@ -1,4 +1,4 @@
-"""Errors of confluent-kafka as ours: sentences that name the group, the topic or the partition."""
+"""Translate confluent-kafka's errors into aioshard's, with messages that name the group, topic or partition."""
 # ruff: noqa: SLF001 - the client's names for its own errors begin with an underscore
 
 from collections.abc import Collection
@@ -31,7 +31,7 @@ _MOVED_ON = frozenset(
         KafkaError._NO_OFFSET,
     }
 )
-"""Answers that say: the group has moved on since the membership was given."""
+"""Errors that mean the group has moved on since we got our membership."""
 _TOO_LONG = frozenset({KafkaError.OFFSET_METADATA_TOO_LARGE, KafkaError.INVALID_COMMIT_OFFSET_SIZE})
 _OUT_OF_RANGE = frozenset({KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET})
 _UNREADABLE = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG})
@@ -53,13 +53,13 @@ _NAMED = 5
 
 
 def error_of(raised: BaseException) -> KafkaError | None:
-    """The client's error in what it raised."""
+    """Return the client's error inside an exception it raised."""
     first = raised.args[0] if isinstance(raised, KafkaException) and raised.args else None
     return first if isinstance(first, KafkaError) else None
 
 
 def reason(error: KafkaError | BaseException | None) -> str:
-    """What an error says, without a full stop; the name of its code in front."""
+    """Return the name of an error's code and its text, without the final full stop."""
     if isinstance(error, BaseException):
         known = error_of(error)
         return reason(known) if known is not None else str(error).strip().rstrip(".") or type(error).__name__
@@ -69,12 +69,12 @@ def reason(error: KafkaError | BaseException | None) -> str:
 
 
 def may_pass(error: KafkaError | None) -> bool:
-    """Whether the same question may be answered later without anybody changing anything."""
+    """Whether the error may be transient: the same request may succeed later."""
     return error is not None and (error.retriable() or error.code() in _PASSES)
 
 
 def group_error(error: KafkaError, group_id: str, instance: str | None, session_timeout: float) -> TransportError:
-    """What ends membership for good: refusals, and whatever the client gave up on."""
+    """Return the error that ends membership for good: a refusal, or a client that gave up."""
     if error.code() in {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID} or (
         error.code() == KafkaError._FATAL and "instance" in error.str().lower()
     ):
@@ -87,7 +87,7 @@ def group_error(error: KafkaError, group_id: str, instance: str | None, session_
 
 
 def commit_error(error: KafkaError | None, partitions: Collection[TopicPartition], group_id: str) -> TransportError:
-    """A commit that was not acknowledged."""
+    """Return the error of a commit that was not acknowledged."""
     if error is not None and error.code() in _MOVED_ON:
         return CommitRefusedError(
             f"the broker refused a commit of group {group_id!r}: the group has moved on "
@@ -108,7 +108,7 @@ def commit_error(error: KafkaError | None, partitions: Collection[TopicPartition
 
 
 def fetch_error(error: KafkaError, name: TopicPartition, position: int) -> TransportError:
-    """Why a partition cannot be read at *position*."""
+    """Return the error of a partition that cannot be read at *position*."""
     if error.code() in _OUT_OF_RANGE:
         return OffsetOutOfRangeError(name, position)
     if error.code() in _UNREADABLE:
@@ -138,7 +138,7 @@ def _denied(error: KafkaError, group_id: str) -> AuthorizationError | None:
 
 
 def topic_denied(topic: str) -> AuthorizationError:
-    """A topic that we may not read."""
+    """Return the error of a topic that this user may not read."""
     return AuthorizationError(
         f"the brokers do not allow this user to read topic {topic!r}: grant READ and DESCRIBE on it"
     )

@@ -1,4 +1,4 @@
-"""What no read of the client tells: ends of logs, brokers that are back, topics that are new."""
+"""Checks outside the client's reads: log ends, recovered brokers, new topics."""
 
 import asyncio
 import functools
@@ -19,7 +19,7 @@ __all__ = ["watch"]
 logger = logging.getLogger("aioshard.kafka.confluent.client")
 
 _INTERVAL = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
 async def watch(
@@ -32,16 +32,16 @@ async def watch(
     ends: Callable[[], Awaitable[object]],
     subscribe: Callable[[frozenset[str]], Coroutine[Any, Any, None]],
 ) -> None:
-    """Look every second, for ever.
+    """Run the checks every second, forever.
 
     Args:
-        asking: Asks the brokers.
-        topics: What to subscribe to.
-        former: Whom the group is to be told of that they have left.
-        member: Who we are, asked as one of *calls*.
-        calls: What is done between two reads.
-        ends: Looks at the ends of logs that were not reached.
-        subscribe: Changes the subscription, as one of *calls*.
+        asking: Queries the brokers.
+        topics: The topics to subscribe to.
+        former: Stale members to remove from the group.
+        member: Our client, queried through *calls*.
+        calls: Runs calls to the client between reads.
+        ends: Fetches the ends of logs that we have not reached.
+        subscribe: Changes the subscription, through *calls*.
     """
     while True:
         await asyncio.sleep(_INTERVAL)
