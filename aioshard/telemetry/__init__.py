@@ -1,1 +1,1 @@
-"""What watches an app from outside: metrics and log formats, read from its statistics."""
+"""Observability of an app: metrics, logs, traces and the event journal."""

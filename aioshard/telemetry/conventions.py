@@ -1,7 +1,7 @@
-"""The names of OpenTelemetry's semantic conventions that spans and metrics carry: messaging, version 1.44.
+"""Names from OpenTelemetry's semantic conventions for messaging, version 1.44, used by spans and metrics.
 
-Copied, because the package that has them keeps those of messaging in a private module until they are stable. A test
-compares each with that package.
+They are copied because the official package keeps the messaging names in a private module until they are stable. A test
+compares each of them with that package.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 
 
 class Attribute:
-    """Names of attributes."""
+    """Attribute names."""
 
     MESSAGING_SYSTEM: Final = "messaging.system"
     MESSAGING_OPERATION_NAME: Final = "messaging.operation.name"
@@ -29,7 +29,7 @@ class Attribute:
     SERVER_ADDRESS: Final = "server.address"
     SERVER_PORT: Final = "server.port"
     AIOSHARD_ATTEMPT: Final = "aioshard.attempt"
-    """No convention has a name for it."""
+    """The conventions have no name for it."""
 
 
 ATTRIBUTES: Final = {
@@ -64,11 +64,11 @@ ATTRIBUTES: Final = {
     Attribute.SERVER_PORT: ("process, commit, send", "Its port."),
     Attribute.AIOSHARD_ATTEMPT: ("process", "Number of the attempt, from the second on."),
 }
-"""Which spans have each attribute, and its meaning."""
+"""The spans that have each attribute, and its meaning."""
 
 
 class Metric:
-    """Names of metrics."""
+    """Metric names."""
 
     MESSAGING_PROCESS_DURATION: Final = "messaging.process.duration"
     MESSAGING_CLIENT_CONSUMED_MESSAGES: Final = "messaging.client.consumed.messages"
@@ -86,4 +86,4 @@ METRICS: Final = {
     Metric.MESSAGING_CLIENT_OPERATION_DURATION: ("histogram", "s", "Duration of a commit request, or of publishing."),
     Metric.MESSAGING_CLIENT_SENT_MESSAGES: ("counter", "{message}", "Messages that were published, or failed to be."),
 }
-"""Instrument, unit and meaning of each."""
+"""Instrument, unit and meaning of each metric."""

@@ -1,4 +1,4 @@
-"""What a scrape is answered with: metrics as text, quick also with thousands of partitions."""
+"""The text of a metrics scrape, rendered quickly even with thousands of partitions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -15,7 +15,7 @@ from aioshard.telemetry.metric_table import METRICS
 __all__ = ["Collected", "Labels", "SeriesFamily", "Values", "encode"]
 
 Labels = tuple[str, ...]
-"""The values of the labels of one series, in the order of the table, that of `group` first."""
+"""Label values of one series, in the order of the metric table; `group` comes first."""
 
 _SUFFIXES: Final = {"counter": "_total", "info": "_info"}
 _EOF = b"# EOF\n"
@@ -23,7 +23,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class SeriesFamily(Metric):
-    """One metric of ours with its series: a `Metric` for everybody, and text for `encode` without one object each."""
+    """One aioshard metric with its series: a regular `Metric`, but `encode` renders it without an object per series."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SeriesFamily(Metric):
 
     @property
     def samples(self) -> list[Sample]:
-        """One for each series, as prometheus_client wants them."""
+        """Return one sample per series, as prometheus_client expects."""
         full = self.name + _SUFFIXES.get(self.type, "")
         found = [Sample(full, self._named(labels), value) for labels, value in self._numbers.items()]
         for labels, counts in self._histograms.items():
@@ -50,17 +50,17 @@ class SeriesFamily(Metric):
 
     @samples.setter
     def samples(self, _: list[Sample]) -> None:
-        """The base class begins with an empty list."""
+        """Ignore the empty list that the base class assigns."""
 
     def _named(self, labels: Labels) -> dict[str, str]:
         return dict(zip(self._names, labels, strict=True))
 
     def lines(self, texts: dict[tuple[Labels, Labels], str], *, open_metrics: bool) -> Iterator[str]:
-        """The metric as text.
+        """Yield the metric as text.
 
         Args:
-            texts: What was made so far of names and values of labels; many metrics have the same.
-            open_metrics: Whether it is for OpenMetrics, which names counters and infos otherwise in the heading.
+            texts: Cache of rendered label names and values, which many metrics share.
+            open_metrics: True for the OpenMetrics format, whose headings name counters and infos differently.
         """
         full = self.name + _SUFFIXES.get(self.type, "")
         kind = "gauge" if self.type == "info" and not open_metrics else self.type
@@ -84,14 +84,14 @@ class SeriesFamily(Metric):
 
 
 def _buckets(counts: HistogramCounts) -> list[tuple[str, int]]:
-    """The cumulative counts, each with its bound as text."""
+    """Return the cumulative counts, each with its bound as text."""
     return list(zip([*map(str, counts.bounds), "+Inf"], accumulate(counts.counts), strict=True))
 
 
 class Values:
-    """What was read for one scrape.
+    """The values of one scrape.
 
-    Series that come twice, of handlers with the same name, are summed: a page with both would be refused as a whole.
+    Series that occur twice, from handlers with the same name, are summed: Prometheus rejects a page with duplicates.
     """
 
     def __init__(self) -> None:
@@ -104,11 +104,11 @@ class Values:
         series[labels] = series.get(labels, 0) + value
 
     def series(self, name: str) -> dict[Labels, float]:
-        """Those of one metric, to be written to directly where there are many."""
+        """Return the series of a metric; write to them directly if there are many."""
         return self._numbers[name]
 
     def add_histogram(self, name: str, labels: Labels, counts: HistogramCounts | None) -> None:
-        """Add a histogram; None is none."""
+        """Add a histogram; None is ignored."""
         if counts is None:
             return
         series = self._histograms[name]
@@ -119,28 +119,28 @@ class Values:
         series[labels] = counts
 
     def families(self) -> Iterator[Metric]:
-        """All of it."""
+        """Yield all metrics."""
         for name in METRICS:
             yield SeriesFamily(name, self._numbers[name], self._histograms[name])
 
 
 class Collected(Collector):
-    """Metrics that were gathered already, as the collector that encoders take."""
+    """A collector for metrics that were already gathered, for use with an encoder."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics."""
+        """Return the metrics."""
         return self._metrics
 
 
 def encode(registry: Collector, accept: str = "") -> tuple[bytes, str]:
-    """The page of metrics: what prometheus_client would make, in a fraction of the time.
+    """Render the metrics page: the same as prometheus_client would, in a fraction of the time.
 
     Args:
-        registry: What is shown.
-        accept: What the scraper accepts: the header of that name.
+        registry: The metrics to render.
+        accept: The `Accept` header of the scraper.
 
     Returns:
         The page and its content type.

@@ -1,8 +1,8 @@
-"""The event journal: what became of each record, written as Parquet beside the running app.
+"""The event journal: the outcome of each record, written as Parquet alongside the running app.
 
-The event loop makes a small tuple of each record that is complete and hands over a thousand of them at a time. One
-thread makes columns of them and writes. What it cannot take in time is dropped and counted: the app never waits for its
-journal.
+The event loop creates a small tuple per completed record and hands over a thousand of them at a time. One thread
+converts them to columns and writes them. Rows that it cannot accept in time are dropped and counted: the app never
+waits for its journal.
 """
 
 import asyncio
@@ -37,52 +37,52 @@ _CHUNK_VALUES = 1_000 * ROW_WIDTH
 _CHUNK_BYTES = 1024 * 1024
 _WAITING_CHUNKS = 64
 _WAITING_BYTES = 32 * 1024 * 1024
-"""So much may wait for the thread, beside what it has in hand: about 60 MiB with what Python makes of it."""
+"""Rows that may wait for the thread, in addition to those it is writing: about 60 MiB with Python's overhead."""
 _VALUES_AT_ONCE = 32 * 1024 * ROW_WIDTH
 _LOOK_INTERVAL = 1.0
-"""Seconds after which rows are taken although there are no thousand."""
+"""Seconds after which rows are handed over even if there are fewer than a thousand."""
 _LETS_GO = 2e-4
-"""Seconds for which the event loop lets go of the interpreter when the thread has fallen behind.
+"""Seconds for which the event loop releases the interpreter lock when the thread has fallen behind.
 
-A loop that has no pause takes it again, after each look at its sockets, before a thread that waits for it is awake.
+Without this, a busy event loop takes the lock back after each poll of its sockets, before the waiting thread wakes up.
 """
 _PAUSE = 5.0
-"""Seconds in which nothing is written after that has failed."""
+"""Seconds without writing after a write has failed."""
 _LOG_INTERVAL = 60.0
 _CLOSE_TIMEOUT = 3.0
 _CLOCK_STEP = 1.0
-"""Seconds by which the time of day may differ from what loop time says, before that is believed."""
+"""Seconds by which the wall clock may differ from loop time before it is assumed to have been set."""
 _PROCESSED = Outcome.PROCESSED
 _RETURNED = Outcome.RETURNED
 
 
 class _Chunk(NamedTuple):
     flat: list[Any]
-    """`ROW_WIDTH` values for each row."""
+    """`ROW_WIDTH` values per row."""
     size: int
-    """Bytes of keys, results and messages in them."""
+    """Bytes of their keys, results and messages."""
     ahead: float
-    """Seconds from loop time to the time of day."""
+    """Seconds to add to loop time for wall-clock time."""
 
 
 class Journal:
-    """Writes a row for each record that is complete. One for each run of an app.
+    """Writes a row for each completed record. Each run of an app has its own.
 
-    `observe` and `close` belong to the event loop; `statistics` may be asked for from any thread.
+    `observe` and `close` belong to the event loop; `statistics` is safe to call from any thread.
 
     Invariants:
-        * Every record that was observed is in a finished file, waits, or is counted as dropped.
-        * Nothing here waits for a disk but the one thread.
+        * Every observed record is in a finished file, waits, or is counted as dropped.
+        * Only the journal's thread waits for the disk.
     """
 
     def __init__(self, files: JournalFiles, name: str, *, show_keys: bool, clock: Callable[[], float]) -> None:
-        """Make a journal and start its thread.
+        """Create a journal and start its thread.
 
         Args:
-            files: Prepared.
-            name: Of the app, for the thread's.
-            show_keys: Whether keys are written, beside their hashes.
-            clock: Loop time, in which the engine notes when things happened.
+            files: Prepared files.
+            name: Name of the app, used for the thread.
+            show_keys: Whether to write keys in addition to their hashes.
+            clock: Loop time, in which the engine records events.
         """
         self._files = files
         self._show_keys = show_keys
@@ -92,9 +92,9 @@ class Journal:
         self._flat: list[Any] = []
         self._size = 0
         self._encoded: tuple[object, bytes | None] = (None, None)
-        """The latest run that returned something, and that as bytes: once for all records of a batch."""
+        """The latest run with a result, and the result as bytes: encoded once for all records of a batch."""
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        # Each of these is changed by one thread alone.
+        # Only one thread changes each of these.
         self._given_rows = self._given_bytes = self._overflowed = 0
         self._taken_bytes = self._lost = 0
         self._overflow_logged = -_LOG_INTERVAL
@@ -105,15 +105,15 @@ class Journal:
 
     @classmethod
     async def open(cls, directory: str, group_id: str, *, show_keys: bool) -> Self:
-        """Make a journal in a directory.
+        """Create a journal in a directory.
 
         Args:
-            directory: It is made where it is missing.
+            directory: Created if it is missing.
             group_id: The consumer group.
             show_keys: As in the constructor.
 
         Raises:
-            SettingsError: Nothing can be written there.
+            SettingsError: The directory is not writable.
         """
         files = JournalFiles(Path(directory), group_id)
         await asyncio.to_thread(warm_up)
@@ -123,11 +123,11 @@ class Journal:
     # The event loop -----------------------------------------------------------------------
 
     def attach(self, engine: Engine, handlers: Sequence[Registration]) -> None:
-        """Have each file that begins from now on say how *engine* and its *handlers* are set up at that moment."""
+        """Describe *engine* and its *handlers* in the metadata of each new file, as they are when it is started."""
         self._files.describe = functools.partial(_set_up, engine, tuple(handlers))
 
     def observe(self, spec: HandlerSpec) -> Completed:
-        """What notes the records of a handler that are complete; see `aioshard.engine.observed.Observe`."""
+        """Return the callback that records a handler's completed records; see `aioshard.engine.observed.Observe`."""
         return functools.partial(self._note, spec)
 
     def _note(self, spec: HandlerSpec, delivery: Delivery) -> None:
@@ -139,7 +139,7 @@ class Journal:
             if result is not None:
                 result = self._as_bytes(run)
         elif delivery.outcome is _RETURNED:
-            return  # its end is to come
+            return  # parked again: the record has not ended yet
         else:
             attempts, result, trouble = delivery.failures, None, self._trouble_of(delivery)
         if key is not None:
@@ -164,11 +164,11 @@ class Journal:
             self._hand_over()
 
     def _as_bytes(self, run: tuple[float, float, object]) -> bytes | None:
-        """The result of a run: made now, because whoever else has it may change it."""
+        """Encode the result of a run now, because other code that holds it may change it."""
         if self._encoded[0] is not run:
             try:
                 result = encoded_result(run[2])
-            except Exception as error:  # noqa: BLE001 - the user's own methods; the record is complete all the same
+            except Exception as error:  # noqa: BLE001 - the user's own methods; the record is complete anyway
                 message = "the journal leaves out a result of type %s, which cannot be encoded: %r"
                 logger.warning(message, type(run[2]).__name__, error)
                 result = None
@@ -181,11 +181,11 @@ class Journal:
         if note is None:
             return Trouble(delivery.outcome.value, None, None)
         self._size += len(note.message)
-        # Arrow refuses half a surrogate pair, as in the name of a file that is no UTF-8.
+        # Arrow rejects lone surrogates, such as in a file name that is not UTF-8.
         return Trouble(delivery.outcome.value, note.error, as_text(note.message).decode())
 
     def _hand_over(self, *, all_of_it: bool = False) -> None:
-        """Give the thread what there is, unless too much waits for it already."""
+        """Give the collected rows to the thread; drop them if too much waits already, unless *all_of_it* is set."""
         flat, size = self._flat, self._size
         if not flat:
             return
@@ -199,7 +199,7 @@ class Journal:
             return
         ahead = time.time() - self._clock()
         if abs(ahead - self._ahead) > _CLOCK_STEP:
-            self._ahead = ahead  # somebody has set the clock
+            self._ahead = ahead  # the clock was set
         self._given_rows += rows
         self._given_bytes += size
         behind = self._chunks.qsize() > 1
@@ -215,7 +215,7 @@ class Journal:
             logger.warning(message, self._overflowed)
 
     async def close(self) -> None:
-        """Write what there is, complete the last file and end the thread; gives up after 3 s."""
+        """Write the remaining rows, complete the last file and end the thread; give up after 3 s."""
         self._hand_over(all_of_it=True)
         self._chunks.put(None)
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT)
@@ -224,7 +224,7 @@ class Journal:
             logger.error(message, self.statistics().waiting, _CLOSE_TIMEOUT)
 
     def statistics(self) -> JournalStatistics:
-        """How much was written; safe to ask for from any thread."""
+        """Return how much was written; safe to call from any thread."""
         written, lost = self._files.rows, self._lost
         waiting = max(self._given_rows - written - lost, 0) + len(self._flat) // ROW_WIDTH
         return JournalStatistics(
@@ -253,16 +253,16 @@ class Journal:
         self._attempt(self._files.finish)
 
     def _ask_for_rows(self) -> None:
-        """Have the event loop hand over what it has, however little."""
+        """Make the event loop hand over its rows, even if there are only a few."""
         if self._flat:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
                 self._loop.call_soon_threadsafe(self._hand_over)
 
     def _take(self, chunk: _Chunk | None) -> bool:
-        """Write a chunk and all that wait behind it; returns whether more will come.
+        """Write a chunk and all that wait behind it; return whether more will come.
 
-        They are written together: for each call into Arrow the thread may wait for the interpreter, and while it falls
-        behind it makes fewer.
+        Chunks are written together because the thread may have to wait for the interpreter lock on each call into
+        Arrow. The further it falls behind, the fewer calls it makes.
         """
         if chunk is None:
             return False
@@ -297,17 +297,17 @@ class Journal:
         def write() -> None:
             self._files.write(batch)
             if self._trouble is not None:
-                self._files.flush()  # rows that only wait in memory say nothing about the disk
+                self._files.flush()  # rows that are only in memory do not prove that the disk works
 
         if self._attempt(write) and self._trouble is not None:
             logger.warning("the journal is written again; %d row(s) were dropped so far", self._lost)
             self._trouble = None
 
     def _attempt(self, act: Callable[[], None]) -> bool:
-        """Write; where that fails the unfinished file is given up, and another one is begun after a while."""
+        """Run a write; if it fails, discard the unfinished file and start another one after a pause."""
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the app is not to know
+        except Exception as error:  # noqa: BLE001 - no failure of the journal may reach the app
             lost = self._files.discard()
             self._lost += lost
             self._resumes_at = time.monotonic() + _PAUSE
@@ -325,7 +325,7 @@ class Journal:
 
 
 def _set_up(engine: Engine, handlers: Sequence[Registration]) -> dict[str, Any]:
-    """What the rows do not say, as a file's metadata has it."""
+    """Return the facts for a file's metadata that its rows do not contain."""
     return {
         "group": engine.group_id,
         "version": version(),

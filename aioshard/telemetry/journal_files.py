@@ -1,4 +1,4 @@
-"""Files of the journal: written aside, complete when they have their name, and never of two processes."""
+"""Files of the journal: hidden until they are complete, and each written by a single process."""
 
 import contextlib
 import datetime as dt
@@ -25,23 +25,23 @@ except ImportError as error:
 
 try:
     import fcntl
-except ImportError:  # where there are no such locks nothing is cleaned up
+except ImportError:  # this platform has no such locks, so abandoned files are not removed
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["CPU_KEY", "METADATA_KEY", "JournalFiles"]
 
 METADATA_KEY = b"aioshard"
-"""Under which a file's metadata has what the rows do not say, as JSON."""
+"""Metadata key of a file for facts that its rows do not contain, as JSON."""
 
 CPU_KEY = b"aioshard.cpu_seconds"
-"""Under which it has the processor's time that the process took since the file before it, or since the app started:
-who predicts other numbers of workers has to know whether there was any left."""
+"""Metadata key of the CPU seconds that the process used since its previous file, or since the app started. A prediction
+for another number of workers has to know whether there was CPU time left."""
 
 _FORMAT = 1
 _MAX_BYTES = 64 * 1024 * 1024
-"""Of one file, as it is compressed."""
+"""Maximum compressed size of one file."""
 _MAX_AGE = 60.0
-"""Seconds after which a file ends: what a process that is killed has not finished is lost to the journal."""
+"""Seconds after which a file is completed: if the process is killed, the journal loses its unfinished file."""
 _GROUP_ROWS = 32 * 1024
 _GROUP_BYTES = 8 * 1024 * 1024
 _UNFINISHED = ".parquet.part"
@@ -49,14 +49,14 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._]")
 
 
 class JournalFiles:
-    """Parquet files in one directory, one after the other. Owned by one thread.
+    """Parquet files in one directory, written one after another. Owned by one thread.
 
-    A file is written under a name that begins with a dot, which readers of Parquet leave out. When it is complete and
-    on the disk it gets its own. So every file that readers see is whole, whatever happens to the process.
+    A file is written under a name with a leading dot, which Parquet readers skip. It gets its final name once it is
+    complete and on disk. Readers therefore only see complete files, even if the process dies.
 
     Invariants:
-        * Names sort by the time at which files were begun, and are given once.
-        * What another process is writing is not touched.
+        * Names sort by the start time of their files and are never reused.
+        * Files that another process is writing are not touched.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class JournalFiles:
         max_bytes: int | None = None,
         max_age: float | None = None,
     ) -> None:
-        """Make the files of one process; `prepare` comes before the first row.
+        """Create the files of one process; call `prepare` before the first row.
 
         Args:
-            directory: Where they are.
-            group_id: The consumer group, in their names.
-            max_bytes: Of one file.
-            max_age: Seconds.
+            directory: Location of the files.
+            group_id: The consumer group, which is part of their names.
+            max_bytes: Maximum size of one file.
+            max_age: Maximum age of one file, in seconds.
         """
         self.finished = 0
-        """Files that are complete."""
+        """Number of complete files."""
         self.rows = 0
-        """Rows in them."""
+        """Number of rows in them."""
         self.pending = 0
-        """Rows in the file that is not."""
+        """Number of rows in the unfinished file."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
-        """What the metadata of a file that begins now says of the app; ready for JSON."""
+        """Returns the app's metadata for a file that begins now; must be serializable as JSON."""
         self._directory = directory
         self._max_bytes = _MAX_BYTES if max_bytes is None else max_bytes
         self._max_age = _MAX_AGE if max_age is None else max_age
@@ -91,14 +91,14 @@ class JournalFiles:
         self._began = 0.0
         self._cpu = time.process_time()
         self._batches: list[pa.RecordBatch] = []
-        """What becomes the next group of rows of the file."""
+        """The batches that become the next row group of the file."""
         self._group_rows = self._group_bytes = 0
 
     def prepare(self) -> None:
-        """Make the directory, and remove what an earlier process on this machine has left unfinished.
+        """Create the directory, and remove files that an earlier process on this machine left unfinished.
 
         Raises:
-            SettingsError: Nothing can be written there.
+            SettingsError: The directory is not writable.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -116,10 +116,10 @@ class JournalFiles:
         return self._directory.glob(f".*-{glob.escape(self._owner)}-*{_UNFINISHED}")
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Add rows; they are readable when their file is complete.
+        """Add rows; they become readable once their file is complete.
 
         Raises:
-            OSError: They cannot be written. The file is given up then (`discard`).
+            OSError: The rows cannot be written. Call `discard` then.
         """
         self._batches.append(batch)
         self.pending += batch.num_rows
@@ -136,10 +136,10 @@ class JournalFiles:
                 self.finish()
 
     def flush(self) -> None:
-        """Write what waits to become a group of rows of the file.
+        """Write the waiting batches as a row group of the file.
 
         Raises:
-            OSError: It cannot be written. The file is given up then (`discard`).
+            OSError: The row group cannot be written. Call `discard` then.
         """
         if self._batches:
             assert self._file is not None  # noqa: S101 - opened before the first batch
@@ -152,14 +152,14 @@ class JournalFiles:
 
     @property
     def due(self) -> float | None:
-        """Seconds until the file that is open has to end; None when there is none."""
+        """Seconds until the open file must be completed; None without an open file."""
         return None if self._file is None else max(self._began + self._max_age - time.monotonic(), 0.0)
 
     def finish(self) -> None:
-        """Complete the file that is open, if one is.
+        """Complete the open file, if there is one.
 
         Raises:
-            OSError: It cannot be. It is given up then (`discard`).
+            OSError: The file cannot be completed. Call `discard` then.
         """
         if self._file is None:
             return
@@ -173,7 +173,7 @@ class JournalFiles:
         self.pending = 0
 
     def discard(self) -> int:
-        """Give up the file that is open; returns how many rows are lost by that."""
+        """Discard the open file; return the number of lost rows."""
         file, self._file = self._file, None
         lost, self.pending = self.pending, 0
         self._forget_group()
@@ -183,7 +183,7 @@ class JournalFiles:
 
 
 class _OpenFile:
-    """One file that is being written."""
+    """A file that is being written."""
 
     def __init__(self, directory: Path, owner: str, schema: pa.Schema) -> None:
         self._directory = directory
@@ -198,26 +198,26 @@ class _OpenFile:
 
     @property
     def size(self) -> int:
-        """Bytes that were written."""
+        """Bytes written so far."""
         return int(self._sink.tell())
 
     def write(self, batches: list[pa.RecordBatch]) -> None:
-        """Write a group of rows."""
+        """Write a row group."""
         table = pa.Table.from_batches(batches)
         self._writer.write_table(table.replace_schema_metadata(self._writer.schema.metadata), row_group_size=len(table))
 
     def finish(self, told: Mapping[bytes, bytes]) -> None:
-        """Have it on the disk, with what its metadata is to say besides, and give it its name."""
+        """Add *told* to the metadata, flush the file to disk, and give it its final name."""
         self._writer.add_key_value_metadata(told)
         self._writer.close()
         self._sink.close()
-        os.fsync(self._lock)  # of the file, not of a descriptor
+        os.fsync(self._lock)  # syncs the file, including writes through other descriptors
         self._path.rename(self._path.with_name(self._path.name.removeprefix(".").removesuffix(".part")))
         _sync(self._directory)
         os.close(self._lock)
 
     def discard(self) -> None:
-        """Remove it."""
+        """Remove the file."""
         with contextlib.suppress(Exception):
             self._writer.close()
         with contextlib.suppress(Exception):
@@ -229,20 +229,20 @@ class _OpenFile:
 
 
 def _new_file(directory: Path, owner: str) -> tuple[Path, int]:
-    """Make an unfinished file that is locked for as long as it is written; returns it with what holds the lock."""
+    """Create an unfinished file, locked while it is written; return it with the descriptor that holds the lock."""
     while True:
         now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         path = directory / f".{now}-{owner}-{os.getpid()}-{secrets.token_hex(4)}{_UNFINISHED}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        # A process that starts may have locked it before us, to remove it.
+        # Another process that is starting may have locked it first in order to remove it.
         if _locked(descriptor) is not False and path.exists():
             return path, descriptor
         os.close(descriptor)
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    """Remove an unfinished file that no process writes any more."""
-    with contextlib.suppress(OSError):  # it is gone, or somebody else's
+    """Remove an unfinished file that no process is writing any longer."""
+    with contextlib.suppress(OSError):  # it no longer exists, or belongs to another user
         descriptor = os.open(path, os.O_RDWR)
         try:
             if _locked(descriptor):
@@ -252,20 +252,20 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _locked(descriptor: int) -> bool | None:
-    """Lock a file for this process; False when another one has it, None where there are no locks."""
+    """Lock a file for this process; return False if another process has the lock, None without locks."""
     if fcntl is None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the file system has none
+    except OSError:  # the file system has no locks
         return None
     return True
 
 
 def _sync(directory: Path) -> None:
-    """Have a name on the disk, where directories can be synchronised."""
+    """Flush a directory entry to disk, on systems that can synchronize directories."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -275,5 +275,5 @@ def _sync(directory: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """A name as part of a file's."""
+    """Make a name safe for use in a file name."""
     return _UNUSUAL.sub("_", name)[:60]

@@ -1,4 +1,4 @@
-"""Rows of the journal: what they are in memory, and as Arrow."""
+"""Rows of the journal, in memory and as Arrow."""
 
 import functools
 import math
@@ -37,17 +37,17 @@ SCHEMA = pa.schema(
         ("result", pa.binary()),
     ]
 )
-"""Of a journal's files. Moments are seconds since the epoch, `duration` is seconds; docs/journal.md says the rest."""
+"""Schema of journal files. Times are seconds since the epoch, `duration` is in seconds; see docs/journal.md."""
 
 NO_RUN = (math.nan, math.nan, None)
-"""Begin, end and result of a record's latest run where there was none."""
+"""Start, end and result of a record that never ran."""
 
 _LONGEST_CACHED = 128
 _PLAIN = frozenset({bytes, str, type(None)})
 
 
 class Trouble(NamedTuple):
-    """How a record ended that was not processed."""
+    """The outcome of a record that was not processed."""
 
     status: str
     error_type: str | None
@@ -55,22 +55,22 @@ class Trouble(NamedTuple):
 
 
 ROW_WIDTH = 13
-"""How many values are noted of a record: its handler (a `HandlerSpec`); topic, partition, offset, key and timestamp;
-loop time of its arrival; begin, end and result of its latest run, `NO_RUN` without one; what its delivery has as key;
-how many attempts; and a `Trouble`, or None where it was processed.
+"""Number of values per record: its handler (a `HandlerSpec`); topic, partition, offset, key and timestamp; loop time of
+its arrival; start, end and result of its latest run, or `NO_RUN`; the key of its delivery; the number of attempts; and
+a `Trouble`, or None if it was processed.
 
-They are kept in one flat list, row after row. As tuples they would cost twice as much: each is one more object that the
-garbage collector looks at again and again, for as long as it waits.
+They are kept in one flat list, row after row. Tuples would cost twice as much: each is another object that the garbage
+collector scans repeatedly while it waits.
 """
 
 
 def record_batch(flat: Sequence[Any], *, ahead: float, show_keys: bool) -> pa.RecordBatch:
-    """Some rows as Arrow.
+    """Convert rows to Arrow.
 
     Args:
-        flat: `ROW_WIDTH` values for each row; at least one.
-        ahead: Seconds to add to loop time for the time of day.
-        show_keys: Whether keys are written, beside their hashes.
+        flat: `ROW_WIDTH` values per row; at least one row.
+        ahead: Seconds to add to loop time for wall-clock time.
+        show_keys: Whether to write keys in addition to their hashes.
     """
     columns = (flat[number::ROW_WIDTH] for number in range(ROW_WIDTH))
     specs, topics, partitions, offsets, keys, timestamps, arrivals, begins, ends, results, *rest = columns
@@ -83,8 +83,8 @@ def record_batch(flat: Sequence[Any], *, ahead: float, show_keys: bool) -> pa.Re
         statuses = pa.array(["processed" if one is None else one.status for one in troubles], pa.string())
         kinds = pa.array([None if one is None else one.error_type for one in troubles], pa.string())
         errors = pa.array([None if one is None else one.error for one in troubles], pa.string())
-    # Sums are made here and not by Arrow, which lets go of the interpreter for each: while the event loop has no pause,
-    # it takes 5 ms to come by it again.
+    # Compute sums here instead of in Arrow, which releases the interpreter lock for each: while the event loop is busy,
+    # it takes 5 ms to get the lock back.
     key_hashes = _hashes(keys)
     return pa.RecordBatch.from_arrays(
         [
@@ -110,15 +110,15 @@ def record_batch(flat: Sequence[Any], *, ahead: float, show_keys: bool) -> pa.Re
 
 
 def warm_up() -> None:
-    """Have Arrow import what it wants for its first array: pandas, where that is installed.
+    """Let Arrow do the imports for its first array (pandas, if it is installed).
 
-    While the event loop is busy it would take seconds for that.
+    While the event loop is busy, that would take seconds.
     """
     pa.array((b"",), pa.binary())
 
 
 def _strings(values: Sequence[str]) -> pa.Array:
-    """Mostly one and the same."""
+    """Create an array, with a fast path for equal values, which are the usual case."""
     if values.count(values[0]) == len(values):
         return pa.repeat(values[0], len(values))
     return pa.array(values, pa.string())
@@ -131,12 +131,12 @@ def _names(specs: Sequence[HandlerSpec]) -> pa.Array:
 
 
 def _known(moments: Iterable[float]) -> pa.Array:
-    """Null where there is none."""
+    """Create an array, with null for missing times."""
     return pa.array(moments, pa.float64(), from_pandas=True)
 
 
 def _shards(specs: Sequence[HandlerSpec], keys: Sequence[ShardKey]) -> pa.Array:
-    """The number of a fixed shard, else the hash of the shard key."""
+    """Return the numbers of fixed shards, otherwise the hashes of the shard keys."""
     fixed = specs[0].shards is not None
     if specs.count(specs[0]) == len(specs):
         return pa.array(keys, pa.int64()) if fixed else _hashes(keys)
@@ -145,7 +145,7 @@ def _shards(specs: Sequence[HandlerSpec], keys: Sequence[ShardKey]) -> pa.Array:
 
 
 def _hashes(keys: Sequence[ShardKey]) -> pa.Array:
-    # The cache is to hold neither keys of any length nor objects of the user's.
+    # The cache must not keep long keys or the user's own objects alive.
     plain = all(map(_PLAIN.__contains__, map(type, keys)))
     if plain and max(map(len, filter(None, keys)), default=0) <= _LONGEST_CACHED:  # type: ignore[arg-type]
         return pa.array(map(_cached_hash, keys), pa.int64(), size=len(keys))
@@ -158,10 +158,10 @@ def _cached_hash(key: ShardKey) -> int | None:
 
 
 def _hash(key: ShardKey) -> int | None:
-    """The hash of a record's key or a shard key; None also for a key of the user's own that has none."""
+    """Return the hash of a record key or shard key; None without a key, or if the user's own key cannot be hashed."""
     try:
         return _cached_hash(key) if _is_short(key) else key_hash(key)
-    except Exception:  # noqa: BLE001 - what the user's own methods raise
+    except Exception:  # noqa: BLE001 - the user's own methods may raise anything
         return None
 
 

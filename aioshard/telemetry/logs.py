@@ -1,7 +1,7 @@
-"""Log output for the command line: text to read, or one JSON object per line; and which record a line is about.
+"""Log output for the command line, as text or as one JSON object per line, with the record that a line is about.
 
-Only a program may configure logging, so only the command line calls `configure`; the library never does.
-`RecordFilter` is for whoever configures logging otherwise.
+Only a program may configure logging: the command line calls `configure`, the library never does. Use `RecordFilter` if
+you configure logging yourself.
 """
 
 import copy
@@ -35,25 +35,25 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _IDENTITY = frozenset(CurrentRecord._fields)
 _BESIDE = frozenset({"worker", "trace_id", "span_id"})
 _QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry", "httpx", "watchfiles")
-"""Loggers of libraries, whose INFO is our DEBUG: that of httpx is a line for each request, so for each record."""
+"""Library loggers whose INFO is aioshard's DEBUG; httpx logs a line per request, and so one per record."""
 
 REPEAT_INTERVAL = 30.0
-"""Seconds in which a library's sentence is shown once."""
+"""Seconds within which a library's message is shown only once."""
 _REMEMBERED = 1_000
-"""Bound of the sentences remembered for that."""
+"""Maximum number of messages remembered for that."""
 
 
 def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | None = None) -> logging.Handler:
-    """Send every log record of *level* and above to *stream* (standard error when None).
+    """Send every log record of *level* and above to *stream* (standard error if None).
 
     Args:
-        level: A level's name in any case. Unless it is DEBUG, the Kafka client, the web server and httpx are
-            heard from WARNING on only, and what they repeat is counted instead of shown.
-        style: How a line looks.
-        stream: Where lines go.
+        level: Name of a level, in any case. Unless it is DEBUG, the Kafka client, the web server and httpx only log
+            from WARNING. Their repeated warnings are counted instead of shown.
+        style: Format of a line.
+        stream: Destination of the lines.
 
     Returns:
-        The handler, which the caller may remove again.
+        The handler, which you may remove again.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     handler = _Aggregating(sys.stderr if stream is None else stream)
@@ -69,24 +69,24 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
 
 
 def configure_from(file: str) -> None:
-    """Configure logging with the user's own file, and nothing else.
+    """Configure logging from the user's own file alone.
 
     Args:
-        file: What `logging.config.dictConfig` takes, as JSON, where the name ends with `.json`; else what
-            `logging.config.fileConfig` takes.
+        file: JSON for `logging.config.dictConfig` if the name ends with `.json`, otherwise an ini file for
+            `logging.config.fileConfig`.
 
     Raises:
-        SettingsError: The file cannot be read, or does not say what logging expects.
+        SettingsError: The file is unreadable, or not a valid logging configuration.
     """
     path = Path(file)
     try:
         if path.suffix.lower() == ".json":
-            # Loggers exist by now: what the file does not say is to be heard, not silent.
+            # Loggers already exist; those that the file does not mention must not be silenced.
             logging.config.dictConfig({"disable_existing_loggers": False, **json.loads(path.read_text("utf-8"))})
         else:
             with path.open(encoding="utf-8"):
                 logging.config.fileConfig(path, disable_existing_loggers=False, encoding="utf-8")
-    except Exception as error:  # the file names code of anybody
+    except Exception as error:  # the file may name any code
         kind = "JSON for logging.config.dictConfig" if path.suffix.lower() == ".json" else "an ini file of logging"
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         message = f"the log configuration {file} cannot be used: {error}{cause}; expected {kind}"
@@ -94,10 +94,10 @@ def configure_from(file: str) -> None:
 
 
 class RecordFilter(logging.Filter):
-    """Gives every line that a handler logs the record that it runs for, and the span; add it to a logging handler.
+    """Adds the current record and span to every line that a handler logs; attach it to a logging handler.
 
-    The fields are those of `CurrentRecord`, and `trace_id` and `span_id` while a span of OpenTelemetry is active. A
-    line that names a topic, or any other of them, itself is about that, and gets none of the record's.
+    The fields are those of `CurrentRecord`, plus `trace_id` and `span_id` while an OpenTelemetry span is active. A line
+    that already has one of the record's fields, such as a topic, is about that and gets none of them.
 
     Example:
         >>> import logging, sys
@@ -110,7 +110,7 @@ class RecordFilter(logging.Filter):
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add what is known; keeps every line."""
+        """Add the known fields; never drop a line."""
         given = vars(record)
         if not given.keys() & _IDENTITY:
             found = current_record()
@@ -122,7 +122,7 @@ class RecordFilter(logging.Filter):
 
 
 def _span() -> dict[str, str]:
-    """The active span, where anybody uses OpenTelemetry."""
+    """Return the active span's ids, if the process uses OpenTelemetry."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return {}
@@ -133,9 +133,9 @@ def _span() -> dict[str, str]:
 
 
 class _Aggregating(logging.StreamHandler[TextIO]):
-    """Shows what a library says again and again once per interval, with the number of times.
+    """Shows a library's repeated message once per interval, with the number of repetitions.
 
-    Without its broker the Kafka client alone writes fifty lines a second.
+    Without its broker, the Kafka client alone writes fifty lines per second.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -143,7 +143,7 @@ class _Aggregating(logging.StreamHandler[TextIO]):
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless it repeats what was just written."""
+        """Write the record, unless it repeats a recent one."""
         if record.levelno < logging.WARNING or record.name.partition(".")[0] not in _QUIET:
             super().emit(record)
             return
@@ -156,28 +156,28 @@ class _Aggregating(logging.StreamHandler[TextIO]):
             self._said.clear()
         self._said[key] = record.created, 0
         if times:
-            record = copy.copy(record)  # other handlers get what was said
+            record = copy.copy(record)  # other handlers get the original
             record.msg = f"{key[1]} (and {times} times more in {record.created - since:.0f} s)"
             record.args = None
         super().emit(record)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a log call passed as `extra`."""
+    """Return the fields that a log call passed as `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 WARNING aioshard.engine: sentence [topic=orders partition=3]`."""
+    """Text lines: `2026-01-31 12:00:00.123 WARNING aioshard.engine: sentence [topic=orders partition=3]`."""
 
     def __init__(self) -> None:
         super().__init__("{asctime}.{msecs:03.0f} {levelname} {name}: {message}", "%Y-%m-%d %H:%M:%S", style="{")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is logging's)
-        """The line without a traceback, with the record's extra fields at its end."""
+        """Return the line without a traceback, with the record's extra fields at its end."""
         line = super().formatMessage(record)
         fields = _fields(record)
-        if "event" in fields:  # our own line, whose sentence says what its fields do
+        if "event" in fields:  # aioshard's own line, whose sentence already contains its fields
             fields = {name: value for name, value in fields.items() if name in _BESIDE}
         if not fields:
             return line
@@ -188,7 +188,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per log record: time (UTC), level, logger, message, extra fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object as one line."""
+        """Return the object as one line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -201,5 +201,5 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        # Whatever a log call passes must not break the line.
+        # Values that a log call passes must not break the line.
         return json.dumps(line, default=str)

@@ -1,4 +1,4 @@
-"""OpenTelemetry's own metrics of messaging, for who collects them in place of Prometheus' or beside them."""
+"""OpenTelemetry's messaging metrics, for use instead of Prometheus' or in addition to them."""
 
 from opentelemetry.metrics import Counter, Histogram, MeterProvider
 
@@ -20,14 +20,14 @@ _OF_METRICS = frozenset(
         Attribute.SERVER_PORT,
     }
 )
-"""What of a span's attributes has few values, as the conventions ask for."""
+"""Span attributes with few distinct values, the only ones that the conventions allow for metrics."""
 
 
 class Metering:
-    """The four instruments, in a meter of the given provider."""
+    """The four instruments of the messaging conventions, in a meter of the given provider."""
 
     def __init__(self, provider: MeterProvider, version: str) -> None:
-        """Make them; *version* is that of this package."""
+        """Create the instruments; *version* is the version of this package."""
         meter = provider.get_meter("aioshard", version, schema_url=SCHEMA_URL)
 
         def histogram(name: str) -> Histogram:
@@ -44,19 +44,19 @@ class Metering:
         self._sent = counter(Metric.MESSAGING_CLIENT_SENT_MESSAGES)
 
     def processed(self, seconds: float, records: int, about: Attributes) -> None:
-        """An attempt has ended, well or not; *records* of it had not been given to the handler before."""
+        """Record the end of an attempt, with the number of *records* it delivered to the handler for the first time."""
         kept = _kept(about)
         self._processing.record(seconds, kept)
         if records:
-            kept.pop(Attribute.ERROR_TYPE, None)  # they were delivered, whatever the handler made of it
+            kept.pop(Attribute.ERROR_TYPE, None)  # they were delivered, even if the handler failed
             self._consumed.add(records, kept)
 
     def committed(self, seconds: float, about: Attributes) -> None:
-        """A commit request has ended, well or not."""
+        """Record the end of a commit request, successful or not."""
         self._operations.record(seconds, _kept(about, Attribute.MESSAGING_OPERATION_TYPE))
 
     def sent(self, seconds: float, about: Attributes) -> None:
-        """Publishing a message has ended, well or not."""
+        """Record the end of publishing a message, successful or not."""
         self._operations.record(seconds, _kept(about, Attribute.MESSAGING_OPERATION_TYPE))
         self._sent.add(1, _kept(about))
 

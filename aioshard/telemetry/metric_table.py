@@ -1,4 +1,4 @@
-"""The names of all metrics: type, help and labels. The collector fills them, the documentation lists them."""
+"""All metrics with type, help and labels. The collector fills them; the documentation lists them."""
 
 from typing import Literal, NamedTuple
 
@@ -13,7 +13,7 @@ class MetricInfo(NamedTuple):
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    """Beside `group`, which comes first."""
+    """Labels in addition to `group`, which comes first."""
 
 
 _PARTITION = ("topic", "partition")
@@ -122,5 +122,5 @@ _HANDLERS = {
 }
 
 METRICS: dict[str, MetricInfo] = {**_APP, **_PARTITIONS, **_HANDLERS}
-"""Every metric. Prometheus shows counters with `_total`, an info with `_info`, and of a histogram `_bucket`, `_sum`
-and `_count`."""
+"""Every metric. Prometheus shows counters with the suffix `_total`, an info with `_info`, and histograms with
+`_bucket`, `_sum` and `_count`."""

@@ -1,7 +1,7 @@
-"""Prometheus metrics, read from `statistics()` at the moment of a scrape.
+"""Prometheus metrics, read from `statistics()` during a scrape.
 
-Nothing is counted on the way of a record for them, and a revoked partition's series vanish by themselves.
-(The limit: prometheus_client's multi-process mode takes no custom collectors; use one port per process.)
+They add no counting to the processing of a record, and the series of a revoked partition disappear by themselves.
+Limit: prometheus_client's multi-process mode does not support custom collectors; use one port per process.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,22 +19,22 @@ from aioshard.telemetry.versions import version
 __all__ = ["METRICS", "AppCollector", "Observed"]
 
 _CLIENTS = {"aiokafka": "aiokafka", "confluent": "confluent-kafka"}
-"""The packages of the clients."""
+"""Package names of the Kafka clients."""
 
 
 class Observed(Protocol):
-    """An app, as far as its observers need it."""
+    """The interface of an app that its observers need."""
 
     def statistics(self) -> Statistics:
-        """A snapshot; safe to call from any thread."""
+        """Return a snapshot; safe to call from any thread."""
 
 
 class AppCollector(Collector):
     """The metrics of one or several apps of a process.
 
     Args:
-        apps: The apps; each is told from the others by the label `group`.
-        registry: Where to register, if anywhere.
+        apps: The apps, distinguished by the label `group`.
+        registry: The registry to register with, if any.
 
     Example:
         >>> from aioshard import App
@@ -51,11 +51,11 @@ class AppCollector(Collector):
             registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        """The names, so that registering does not ask the apps."""
+        """Return the names, so that registering does not query the apps."""
         return [SeriesFamily(name) for name in METRICS]
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as of now."""
+        """Return the current metrics."""
         values = Values()
         for app in self._apps:
             statistics = app.statistics()
@@ -113,7 +113,7 @@ _OF_PARTITION = {
     "aioshard_partition_buffered_records": "buffered_records",
     "aioshard_partition_buffered_bytes": "buffered_bytes",
 }
-"""Which attribute of a partition's statistics each metric shows; without a sample where that is None."""
+"""The attribute of a partition's statistics that each metric shows; None gives no sample."""
 
 
 def _add_partitions(values: Values, statistics: Statistics) -> None:

@@ -1,4 +1,4 @@
-"""One span while something lasts, with what became of it, and its part of the metrics."""
+"""An operation with a span: its outcome goes to the span and to the metrics."""
 
 import asyncio
 import logging
@@ -18,37 +18,37 @@ __all__ = ["NOWHERE", "Attributes", "Operation", "Plan", "error_type"]
 logger = logging.getLogger("aioshard.telemetry.tracing")
 
 Attributes = dict[str, str | int | bool]
-"""Of a span, and with fewer of them of what is measured."""
+"""Attributes of a span; metrics use some of them."""
 
 NOWHERE = Context()
-"""A context without a span: what begins in it is the root of a trace."""
+"""A context without a span: a span started in it is the root of a trace."""
 
 
 class Plan(NamedTuple):
-    """What a span is to be."""
+    """The properties of a span before it starts."""
 
     name: str
     kind: SpanKind
     attributes: Attributes
-    """Samplers see them; `error.type` is added when it fails."""
+    """Visible to samplers; `error.type` is added on failure."""
     parent: Context | None = NOWHERE
     """None: the context in which the code runs."""
     links: Sequence[Link] = ()
     carried: Context | None = NOWHERE
-    """What the code inside has beside the span: baggage. None: what it has already."""
+    """Context for the code inside, in addition to the span, such as baggage. None: keep its own context."""
 
 
 class Operation:
-    """A span that is the current one while a `with` lasts.
+    """A span that is current within a `with` block.
 
     Invariants:
-        * What a sampler, a processor or an exporter raises never reaches the code inside.
+        * Errors of a sampler, a processor or an exporter never reach the code inside.
     """
 
     __slots__ = ("_began", "_measure", "_name_error", "_plan", "_token", "_tracer", "context", "span")
 
     told = False
-    """Whether the log has a line that an SDK raised."""
+    """Whether an error of an SDK has already been logged."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Operation:
         measure: Callable[[float, Attributes], None] | None = None,
         name_error: Callable[[BaseException], str] | None = None,
     ) -> None:
-        """Make one; it begins with the `with`.
+        """Create an operation; it begins with the `with` block.
 
         Args:
-            tracer: Makes the span.
-            plan: What it is to be.
-            measure: Told its seconds and its attributes at the end.
-            name_error: Names what it failed with; the name of the class by default.
+            tracer: Creates the span.
+            plan: Properties of the span.
+            measure: Called with the duration in seconds and the attributes at the end.
+            name_error: Returns the name of an error; by default the name of its class.
         """
         self._tracer = tracer
         self._plan = plan
@@ -87,7 +87,7 @@ class Operation:
                 record_exception=False,
                 set_status_on_exception=False,
             )
-        except Exception as failure:  # noqa: BLE001 - samplers and processors may be anybody's
+        except Exception as failure:  # noqa: BLE001 - samplers and processors may be third-party code
             _tell(failure)
         self.context = set_span_in_context(self.span, carried)
         self._token = contexts.attach(self.context)
@@ -96,7 +96,7 @@ class Operation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not isinstance(error, GeneratorExit):  # who closes a coroutine has another context
+        if not isinstance(error, GeneratorExit):  # a coroutine may be closed in another context
             contexts.detach(self._token)
         ended = max(time.time_ns(), self._began)
         try:
@@ -133,7 +133,7 @@ def _tell(failure: Exception) -> None:
 
 
 def error_type(error: BaseException) -> str:
-    """The name of an exception's class with its module, but for Python's own.
+    """Return the name of an exception's class, with its module unless it is built in.
 
     Example:
         >>> error_type(ValueError("no")), error_type(asyncio.CancelledError())

@@ -1,4 +1,4 @@
-"""Trace context in the headers of records: read whatever they hold, written to what is published."""
+"""Trace context in record headers: read tolerantly, and written to published messages."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ logger = logging.getLogger("aioshard.telemetry.tracing")
 Headers = Sequence[tuple[str, bytes | None]]
 
 _LONGEST = 8 * 1024
-"""Bytes of a header that is looked at; W3C's baggage, the longest of them, may be as long."""
+"""Maximum bytes of a header that is read; W3C baggage, the longest of them, may be this long."""
 
 
 class _Reading(Getter[Headers]):
-    """Headers as a propagator reads them: the last of a name counts, and one that cannot be text is none."""
+    """Headers for a propagator: the last one of a name counts, and one that is not valid text is ignored."""
 
     def get(self, carrier: Headers, key: str) -> list[str] | None:
         for name, content in reversed(carrier):
@@ -46,33 +46,33 @@ _READING, _WRITING = _Reading(), _Writing()
 
 
 class Propagation:
-    """Reads and writes with the propagator that the process has chosen (`OTEL_PROPAGATORS`).
+    """Reads and writes headers with the propagator of the process (`OTEL_PROPAGATORS`).
 
     Invariants:
-        * Headers fail nothing, whatever is in them.
-        * A header that a message has already is not replaced.
+        * Invalid headers never cause an error.
+        * An existing header of a message is not replaced.
     """
 
     def __init__(self) -> None:
         self._told = False
 
     def extract(self, headers: Headers) -> Context:
-        """What the headers say, in an otherwise empty context."""
+        """Return the context from the headers, on top of an empty one."""
         try:
             return propagate.extract(headers, Context(), _READING)
-        except Exception as error:  # noqa: BLE001 - a propagator may be anybody's, and the headers too
+        except Exception as error:  # noqa: BLE001 - propagators and headers may come from third parties
             self._tell("the trace context of a record cannot be read", error)
             return Context()
 
     def origin(self, headers: Headers) -> trace.SpanContext | None:
-        """The span in which a message was made; None where its headers name none."""
+        """Return the span in which a message was created, or None if its headers do not name one."""
         if not headers:
             return None
         found = trace.get_current_span(self.extract(headers)).get_span_context()
         return found if found.is_valid else None
 
     def inject(self, message: Message, context: Context) -> Message:
-        """The message with *context* in its headers, beside those that whoever made it has given it."""
+        """Return the message with *context* added to its own headers."""
         added: list[tuple[str, bytes | None]] = []
         try:
             propagate.inject(added, context, _WRITING)

@@ -1,4 +1,4 @@
-"""What of an app becomes spans: attempts, commits, and what is published."""
+"""The spans of an app: attempts, commits and published messages."""
 
 import asyncio
 import contextlib
@@ -38,30 +38,30 @@ _TIMED_OUT = f"{AttemptTimeoutError.__module__}.{AttemptTimeoutError.__qualname_
 
 
 class About(NamedTuple):
-    """What is so of every span of a run."""
+    """The facts that all spans of a run share."""
 
     group: str
     client_id: str
     server: tuple[str, int] | None
-    """The broker, where a single one is named."""
+    """The broker, if the settings name a single one."""
     show_keys: bool
     commit_timeout: float
 
 
 class Spans:
-    """Makes the spans of one run of an app: puts them around its handlers and its clients.
+    """Creates the spans of one run of an app by wrapping its handlers and its clients.
 
-    Owned by the event loop, as what it is put around.
+    Owned by the event loop, like the objects it wraps.
     """
 
     def __init__(self, tracer: Tracer, metering: Metering | None, about: About, *, parent: bool) -> None:
-        """Make what makes them.
+        """Prepare the common attributes of the spans.
 
         Args:
-            tracer: Of the provider that was chosen.
-            metering: The instruments, where metrics were asked for.
-            about: What all of them say.
-            parent: Whether the span in a record's headers is the parent of its attempts, beside being linked.
+            tracer: A tracer of the chosen provider.
+            metering: The instruments, if metrics were requested.
+            about: The facts that all spans share.
+            parent: True to make the span in a record's headers the parent of its attempts, in addition to linking it.
         """
         self._tracer = tracer
         self._metering = metering
@@ -69,7 +69,7 @@ class Spans:
         self._parent = parent
         self._propagation = Propagation()
         self._parked: set[str] = set()
-        """Topics in which handlers park."""
+        """Topics that handlers park records in."""
         self._places: dict[tuple[str, int], Attributes] = {}
         common: Attributes = {
             Attribute.MESSAGING_SYSTEM: "kafka",
@@ -85,7 +85,7 @@ class Spans:
     # Attempts -----------------------------------------------------------------------
 
     def attempts(self, spec: HandlerSpec) -> HandlerSpec:
-        """The same handler, with a span for each attempt."""
+        """Return the handler with a span around each attempt."""
         if isinstance(spec.on_failure, Park):
             self._parked.add(spec.on_failure.topic)
         batched = spec.batched
@@ -133,7 +133,7 @@ class Spans:
 
     def _processed(self, first: int) -> Callable[[float, Attributes], None]:
         metering = self._metering
-        assert metering is not None  # noqa: S101 - asked for only then
+        assert metering is not None  # noqa: S101 - callers check it
         return lambda seconds, about: metering.processed(seconds, first, about)
 
     def _of_record(self, delivery: Delivery) -> Plan:
@@ -170,7 +170,7 @@ class Spans:
         return Plan(_name("process", attributes), SpanKind.CONSUMER, attributes, links=links)
 
     def _place(self, record: Record) -> Attributes:
-        """What is the same for every record of a partition."""
+        """Return the attributes that all records of a partition share."""
         key = record.topic, record.partition
         found = self._places.get(key)
         if found is None:
@@ -178,7 +178,7 @@ class Spans:
         return found
 
     def _common(self, places: Iterable[TopicPartition]) -> Attributes:
-        """Topic and partition, as far as they are the same."""
+        """Return the topic and the partition, each only if it is the same for all places."""
         distinct = set(places)
         if len({place.topic for place in distinct}) != 1:
             return {}
@@ -192,13 +192,13 @@ class Spans:
         if value is None:
             attributes[Attribute.MESSAGING_KAFKA_MESSAGE_TOMBSTONE] = True
         if key is not None and self._about.show_keys:
-            with contextlib.suppress(UnicodeDecodeError):  # without a text it has no attribute
+            with contextlib.suppress(UnicodeDecodeError):  # a key that is not text gets no attribute
                 attributes[Attribute.MESSAGING_KAFKA_MESSAGE_KEY] = key.decode()
 
     # Commits ------------------------------------------------------------------------
 
     def transport(self, transport: Transport) -> Transport:
-        """The same client, with a span for each commit request."""
+        """Return the client with a span around each commit request."""
         traced: Any = _TracedTransport(transport, self._commit)
         found: Transport = traced
         return found
@@ -221,10 +221,10 @@ class Spans:
         ):
             await transport.commit(offsets, membership)
 
-    # What is published -----------------------------------------------------------------
+    # Publishing ------------------------------------------------------------------------
 
     def producer(self, producer: Producer) -> Producer:
-        """The same producer, with a span for each message."""
+        """Return the producer with a span around each message."""
         return _TracedProducer(producer, self._publish)
 
     async def _publish(self, producer: Producer, message: Message) -> int:
@@ -251,7 +251,7 @@ class Spans:
             return offset
 
     def _detour(self, message: Message) -> tuple[bool, Context | None]:
-        """Whether the engine publishes a message, and not the application; and its parent.
+        """Return whether the engine, not the application, publishes a message, and the parent of its span.
 
         A dead letter or a parked record keeps the headers of its record, and belongs to the attempt that failed.
         """
@@ -278,7 +278,7 @@ def _inside(span: object) -> Context:
 
 
 def _name_failure(error: BaseException) -> str:
-    """What an attempt has failed with; a time-out cancels it."""
+    """Return the error name of a failed attempt; a timeout shows up as a cancellation."""
     at = serving()
     if isinstance(error, asyncio.CancelledError) and at is not None and at.worker.asked & Asked.TIME_OUT:
         return _TIMED_OUT
@@ -286,7 +286,7 @@ def _name_failure(error: BaseException) -> str:
 
 
 class _TracedTransport:
-    """A client whose commits are traced; in all else the other one."""
+    """Wraps a client and traces its commits."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class _TracedTransport:
 
 
 class _TracedProducer:
-    """A producer whose messages are traced."""
+    """Wraps a producer and traces its messages."""
 
     def __init__(self, producer: Producer, publish: Callable[[Producer, Message], Any]) -> None:
         self._producer = producer

@@ -1,7 +1,6 @@
-"""Spans of OpenTelemetry for attempts, commits and what is published; see docs/tracing.md.
+"""OpenTelemetry spans for attempts, commits and published messages; see docs/tracing.md.
 
-Where an app is not traced, nothing of this is on the way of a record: `trace` has it put around the attempts and the
-clients when the app starts.
+An app without tracing pays nothing per record: `trace` only wraps the attempts and the clients when the app starts.
 """
 
 import logging
@@ -34,10 +33,10 @@ logger = logging.getLogger("aioshard.telemetry.tracing")
 
 
 class Traceable(Protocol):
-    """What can be traced: an `App`."""
+    """An object that can be traced: an `App`."""
 
     def traced_by(self, tracing: "Tracing | None") -> None:
-        """From the next start on, be traced so; None is not at all."""
+        """Trace the app from its next start; None turns tracing off."""
 
 
 def trace(
@@ -47,20 +46,20 @@ def trace(
     meter_provider: MeterProvider | None = None,
     parent: bool = False,
 ) -> None:
-    """Trace an app from its next start on; called again, it replaces what was asked for before.
+    """Trace an app from its next start; another call replaces the earlier one.
 
-    Runs over history on Spark are not traced: they repeat what was.
+    Backfills on Spark are not traced, because they repeat earlier processing.
 
     Args:
         app: The app.
-        tracer_provider: Where spans go; without it, to the provider of the process at the time of the start.
-        meter_provider: Where the metrics of OpenTelemetry's conventions go; None measures nothing.
-        parent: Make the span that is named in a record's headers the parent of its attempts, so that they are in the
-            producer's trace. It is linked either way. Batches are only linked.
+        tracer_provider: Destination of the spans; by default the provider of the process when the app starts.
+        meter_provider: Destination of the metrics of OpenTelemetry's conventions; None measures nothing.
+        parent: True to make the span named in a record's headers the parent of its attempts, so that they are in the
+            producer's trace. The span is linked either way. Batches are only linked.
 
     Raises:
         MissingExtraError: On import of this module; OpenTelemetry's API is not installed.
-        StateError: The app runs.
+        StateError: The app is running.
 
     Example:
         >>> from aioshard import App
@@ -71,7 +70,7 @@ def trace(
 
 
 def warn_of_no_provider() -> None:
-    """Say so in the log where the process has no tracer provider, so that spans go nowhere."""
+    """Log a warning if the process has no tracer provider, so that spans are lost."""
     if isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         logger.warning(
             "spans go nowhere: the process has no tracer provider; start it with opentelemetry-instrument, which is in "
@@ -80,12 +79,12 @@ def warn_of_no_provider() -> None:
 
 
 class Tracing:
-    """How an app is traced."""
+    """The tracing configuration of an app."""
 
     def __init__(
         self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, *, parent: bool
     ) -> None:
-        """As `trace`."""
+        """See `trace`."""
         self._tracer_provider = tracer_provider
         self._meter_provider = meter_provider
         self._parent = parent
@@ -93,7 +92,7 @@ class Tracing:
     def around(
         self, clients: Clients, adapt: Adapt | None, group_id: str, settings: "Settings"
     ) -> tuple[Clients, Adapt]:
-        """The clients and the handlers of a run, traced."""
+        """Return the clients and the handler adapter of a run with tracing added."""
         provider = self._tracer_provider or api.get_tracer_provider()
         tracer = provider.get_tracer("aioshard", version(), SCHEMA_URL)
         metering = None if self._meter_provider is None else Metering(self._meter_provider, version())
@@ -120,6 +119,6 @@ def _about(group_id: str, settings: "Settings") -> About:
 
 
 def _only(servers: str | None) -> tuple[str, int] | None:
-    """Host and port where a single broker is named: of several, nobody knows here which one answers."""
+    """Return host and port if a single broker is named: of several, the one that answers is unknown here."""
     host, _, port = (servers or "").strip().rpartition(":")
     return (host.strip("[]"), int(port)) if "," not in host and port.isdigit() else None

@@ -1,4 +1,4 @@
-"""Versions of packages, for who observes: in metrics, spans and the journal."""
+"""Package versions, reported in metrics, spans and the journal."""
 
 import functools
 import importlib.metadata
@@ -8,7 +8,7 @@ __all__ = ["version"]
 
 @functools.cache  # a scrape must not read files
 def version(package: str = "aioshard") -> str:
-    """The version of a package; `unknown` where it is not installed, as one that runs from a source tree."""
+    """Return the version of a package, or `unknown` if it is not installed, such as in a source tree."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
