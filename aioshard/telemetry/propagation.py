@@ -20,7 +20,7 @@ _LONGEST = 8 * 1024
 
 
 class _Reading(Getter[Headers]):
-    """Headers for a propagator: the last one of a name counts, and one that is not valid text is ignored."""
+    """Headers for a propagator: the last one of a name counts; it is treated as missing if it is not valid text."""
 
     def get(self, carrier: Headers, key: str) -> list[str] | None:
         for name, content in reversed(carrier):

@@ -115,7 +115,7 @@ def plot_arrivals(found: Arrivals) -> str:
 
 
 def _milliseconds(value: float, _: object) -> str:
-    return f"{value / 1e3:g} s" if value >= 1e3 else f"{value:g} ms"  # noqa: PLR2004 - a thousand of them
+    return f"{value / 1e3:g} s" if value >= 1e3 else f"{value:g} ms"  # noqa: PLR2004 - milliseconds per second
 
 
 def _short(name: str) -> str:

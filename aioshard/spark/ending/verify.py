@@ -189,7 +189,7 @@ class _Verifying:
             named += [f"{name}/{offset}" for name, halted in found.items() for offset in halted.offsets]
         return tuple(named)
 
-    # On Spark -------------------------------------------------------------------------
+    # Spark queries --------------------------------------------------------------------
 
     def _rows(self) -> "DataFrame":
         if not self._place.exists(OUTCOMES):

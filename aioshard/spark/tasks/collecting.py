@@ -86,7 +86,7 @@ class Collected:
         """Add a record that was not processed."""
         began, ended, _ = getattr(delivery, "run", _NO_RUN)
         run = (began, ended, None)
-        message = message and as_text(message).decode()  # Arrow refuses half a surrogate pair
+        message = message and as_text(message).decode()  # Arrow rejects lone surrogates
         row = (delivery.record, spec.name, status, delivery.failures, error, message, run, delivery.key)
         self._open[spec.name].append(row)
         if len(self._open[spec.name]) >= _ROWS:

@@ -23,7 +23,7 @@ def resolve_app(target: str, places: Sequence[str] = ()) -> App:
         PlanError: This machine does not have the module, or the module does not have the app.
     """
     for place in places:
-        if place not in sys.path and os.path.isdir(place):  # noqa: PTH112 - as `sys.path` has them
+        if place not in sys.path and os.path.isdir(place):  # noqa: PTH112 - `sys.path` contains strings
             sys.path.append(place)
     name, _, attribute = target.partition(":")
     try:

@@ -264,8 +264,8 @@ def _bounded(adaptive: Adaptive, most: int) -> Adaptive:
     return dataclasses.replace(adaptive, minimum=least, maximum=highest, initial=initial)
 
 
-async def _keep(message: Message) -> int:  # noqa: ARG001 - one of several of one shape
-    """Discard the message: the outcome row is the dead letter, and is sent after verification."""
+async def _keep(message: Message) -> int:  # noqa: ARG001 - the signature of `Publish`
+    """Discard the message: the outcome row holds the dead letter, and a planned run sends it later."""
     return 0
 
 
