@@ -28,8 +28,8 @@ class BatchShards(Shards):
 
     Invariants:
         * A delivery in a forming batch occupies its shard and has not started.
-        * A forming batch waits for at most `linger`. It does not wait at all while a partition drains or the buffer
-          is full.
+        * A forming batch waits for at most `linger`. It does not wait at all while a partition drains or nothing
+          else can be taken in.
     """
 
     def __init__(self, batch: Batch, attempts: int, bound: int | None = None) -> None:
@@ -234,7 +234,7 @@ class BatchShards(Shards):
         self.put_first(deliveries)
 
     def no_room(self) -> None:
-        """Flush forming batches while no records can be taken in, unless a running batch will make room."""
+        """Flush forming batches: nothing else can be taken in now, unless a running batch will make room."""
         if self._forming and not self._running:
             for batch in self._forming.values():
                 batch.overdue = True

@@ -236,7 +236,7 @@ class Lot:
             self._superseded[offset] = others
 
     def _parked(self, found: ParkedRecord, stored_at: int) -> Message | None:
-        """Process a record that was parked since we own the partition; remove it again if a stale member parked it."""
+        """Process a record parked after we got the partition; remove it again if a stale member parked it."""
         offset, generation = found.coordinates.offset, found.generation
         known = self.keys.get(offset)
         if known is not None and known.generation == generation:
@@ -248,9 +248,9 @@ class Lot:
         return None  # a later generation belongs to the next owner of the partition
 
     def stale(self) -> Iterator[Message]:
-        """Yield tombstones for stale copies, and replies to release requests.
+        """Yield what is to be written: replies to release requests, and tombstones for copies that must not run.
 
-        A copy is stale if its write was stored but not acknowledged, and the record has ended otherwise since.
+        Among the latter are copies whose write was stored but not acknowledged, if the record ended otherwise since.
         """
         yield from self._answered()
         yield from self._to_write
@@ -328,7 +328,7 @@ class Lot:
         return bool(self._later)
 
     def believe(self) -> int:
-        """Accept our generation as current: the group was recreated since those records (it was deleted or expired).
+        """Accept our generation as the group's: the group was recreated since, after it was deleted or had expired.
 
         Returns:
             Number of records that become ours.
@@ -395,7 +395,7 @@ class Lot:
 
 
 def of_a_fixed_shard(shard_key: Callable[[Record], ShardKey], shards: int) -> Callable[[Record], ShardKey]:
-    """Wrap a sharding function to raise for invalid keys of fixed shards, like intake does."""
+    """Wrap a sharding function to raise for invalid keys of fixed shards, as intake does."""
 
     def checked(record: Record) -> ShardKey:
         key = shard_key(record)
@@ -427,7 +427,7 @@ class Retrieval:
         self._shelf.clear()
 
     def trouble(self) -> str | None:
-        """Explain in a sentence why a record cannot be fetched; None if there is no problem."""
+        """Explain in a sentence why a record cannot be fetched; None if every fetch succeeded."""
         self._missing = {entry: lot for entry, lot in self._missing.items() if lot.keys.get(entry.offset) is entry}
         for entry, lot in self._missing.items():
             return (
@@ -677,7 +677,7 @@ class Parking:
         return lot.in_doubt
 
     def believe(self, epoch: Epoch) -> None:
-        """Accept our generation: the brokers accepted a commit since `restore`, so there is no later owner."""
+        """Accept our generation: the brokers accepted a commit since `restore`, so nobody owned the partition later."""
         lot = self._lots.get(epoch)
         if lot is not None and lot.in_doubt:
             message = (

@@ -226,8 +226,8 @@ class Settlement:
     def begin_detour(self, delivery: Delivery) -> bool:
         """Return whether a worker may take a delivery's detour now; if not, call `hold_back`.
 
-        While detours fail or take long, they may occupy at most half of the workers: a side topic that acknowledges
-        nothing must not stop the records that succeed.
+        While detours fail or take long, they may occupy at most half of the workers (but always one): a side topic
+        that acknowledges nothing must not stop the records that succeed.
         """
         now = self._clock()
         oldest = next(iter(self._detours.values()), now)

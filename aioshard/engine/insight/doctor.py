@@ -1,4 +1,4 @@
-"""Why each partition does not advance: the record in front, the limits around it, since when, and what to do."""
+"""Explains why partitions do not advance: the oldest record, the limits around it, since when, and what to do."""
 
 import asyncio
 import bisect
@@ -42,35 +42,35 @@ __all__ = [
 ]
 
 _CHAIN = 3
-"""How many records are named that wait for each other."""
+"""Maximum number of records named in a chain that wait for each other."""
 
 
 def for_seconds(since: float | None) -> str:
-    """`" for 1.5 s"`, or nothing where nobody noted when it began."""
+    """Return `" for 1.5 s"`, or an empty string if the duration is unknown."""
     return "" if since is None else f" for {max(since, 0.0):.1f} s"
 
 
 class Cause(NamedTuple):
-    """What an incomplete record waits for."""
+    """Reason why a record is incomplete."""
 
     state: HeadState
     since: float | None
-    """Seconds."""
+    """Duration in seconds."""
     reason: str
-    """Without a subject: it follows the record's name."""
+    """Sentence without a subject: it follows the record's name."""
     what_to_do: str | None = None
     stack: Stack | None = None
 
 
 class Ward:
-    """The deliveries of one handler as they are at one moment: who runs what, and what occupies which shard."""
+    """Snapshot of one handler's deliveries: which worker runs each of them, and which ones occupy shards."""
 
     def __init__(self, running: Running, since: SinceWatch, now: float, *, show_keys: bool) -> None:
-        """Look at a handler; safe from any thread.
+        """Take the snapshot; safe from any thread.
 
         Args:
             running: The handler.
-            since: What was noted of when things began.
+            since: Knows since when conditions last.
             now: Loop time.
             show_keys: Whether record keys may be shown.
         """
@@ -88,7 +88,7 @@ class Ward:
         }
 
     def find_outliving(self) -> list[HeadOfLine]:
-        """The runs that were told to end, or whose partition is gone, and have not ended; of a batch, the first."""
+        """Return the runs that were cancelled or lost their partition, but have not ended; the first of each batch."""
         firsts: dict[Worker, Delivery] = {}
         for delivery, worker in self._workers.items():
             if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
@@ -96,7 +96,7 @@ class Ward:
         return [self.describe(delivery) for delivery in firsts.values()]
 
     def describe(self, delivery: Delivery) -> HeadOfLine:
-        """All that is known of an incomplete record."""
+        """Return everything known about an incomplete record."""
         cause = self.cause_of(delivery)
         block = delivery.block
         over = delivery.detour is not None or (block is not None and block.halted)
@@ -118,19 +118,19 @@ class Ward:
         )
 
     def owner(self, key: Hashable) -> Delivery | None:
-        """The delivery that occupies a shard; None when that is just changing."""
+        """Return the delivery that occupies a shard; None while that is changing."""
         return self._owners.get(key)
 
     def behind(self, delivery: Delivery) -> int:
-        """How many deliveries wait in the shard of one that occupies it."""
+        """Count the deliveries waiting in a shard behind the delivery that occupies it; 0 for other deliveries."""
         if delivery.key is None or self._owners.get(delivery.key) is not delivery:
             return 0
         return self.running.feed.shards_of(delivery).behind(delivery)
 
-    # Why it waits ---------------------------------------------------------------------
+    # Causes ---------------------------------------------------------------------------
 
     def cause_of(self, delivery: Delivery, depth: int = 0) -> Cause:
-        """What one delivery waits for."""
+        """Find out why a delivery is incomplete."""
         worker, epoch = self._workers.get(delivery), delivery.epoch
         if worker is not None:
             return self._in_hand(delivery, worker)
@@ -162,7 +162,7 @@ class Ward:
         name = self.running.spec.name
         batch = f" in a batch of {len(worker.deliveries)} records" if len(worker.deliveries) > 1 else ""
         if delivery not in worker.deliveries:
-            # Seen from a thread: the stack may be that of the next run.
+            # Seen from another thread, where the stack may already be that of the next run.
             return Cause("running", 0.0, f"has just been run by handler {name}")
         if worker.cancelled or delivery.epoch.gate is Gate.ENDED:
             return self._outliving(worker, ran, stack)
@@ -231,7 +231,7 @@ class Ward:
 
     def _limited(self, delivery: Delivery, since: float) -> Cause:
         pace = self.running.pace
-        assert pace is not None  # noqa: S101 - or nothing would be limited
+        assert pace is not None  # noqa: S101 - otherwise nothing would be limited
         waited, due = self._now - since, pace.key_due(delivery.key)
         reason = (
             f"waits for the rate limit of its key, key_rate_limit={pace.key_limit}{for_seconds(waited)}, {_in(due)}"
@@ -285,7 +285,7 @@ class Ward:
             "see why the runs take as long"
         )
 
-    # What all workers do, for many records that wait for one of them: found out once.
+    # State of all workers; computed once, because many records may wait for one of them.
 
     @functools.cached_property
     def _busy(self) -> list[Worker]:
@@ -293,7 +293,7 @@ class Ward:
 
     @functools.cached_property
     def _arrivals(self) -> list[float]:
-        """When what each busy worker has came in, sorted."""
+        """Arrival time of one record of each busy worker, sorted."""
         return sorted({worker: delivery.arrived for delivery, worker in self._workers.items()}.values())
 
     @functools.cached_property
@@ -309,11 +309,11 @@ class Ward:
         return shown(value, show_keys=self._show_keys)
 
     def key_of(self, delivery: Delivery) -> str | None:
-        """The key of its record, as it is shown."""
+        """Return the displayed key of a delivery's record."""
         return self._shown(delivery.record.key)
 
     def shard_of(self, delivery: Delivery) -> str | None:
-        """Its shard, where that is not its key."""
+        """Return the displayed shard of a delivery; None if it has none or it is the record key."""
         key, record = delivery.key, delivery.record
         if key is None or self.running.spec.shards is not None:
             return None if key is None else str(key)
@@ -333,7 +333,7 @@ def _in(seconds: float) -> str:
 
 
 def _place(stack: Stack) -> str:
-    """`, at file:line in function, waiting in ...`."""
+    """Format a stack as `, at file:line in function, waiting in ...`."""
     place = stack.place
     if place is None:
         return ""
@@ -355,7 +355,7 @@ def _place(stack: Stack) -> str:
 
 
 def stack_in_words(stack: Stack) -> str:
-    """A whole stack in one line, innermost last; empty when nothing is known."""
+    """Format a whole stack on one line, innermost last; empty if nothing is known."""
     frames = " > ".join(map(str, stack.frames))
     inside = [stack_in_words(task) for task in stack.tasks]
     if stack.more_tasks:
@@ -366,14 +366,14 @@ def stack_in_words(stack: Stack) -> str:
 
 
 _TURNS_WITHIN = 3.0
-"""Seconds without a look after which the event loop is said to stand still where nobody watches it otherwise."""
+"""Seconds without a sample after which the event loop is reported as blocked; used if no `LoopWatch` runs."""
 
 
 def restart_cures(engine: Engine, now: float) -> Iterator[str]:
-    """Why a restart would help; nothing when it would not. Safe from any thread.
+    """Yield the reasons why a restart would help; none if it would not. Safe from any thread.
 
-    What stands still because of its data, or because brokers are away, is not among it: after a restart it would
-    stand still again.
+    Partitions stuck because of their data or of unavailable brokers are not among them: they would be stuck again
+    after a restart.
 
     Args:
         engine: The engine.
@@ -398,13 +398,13 @@ def restart_cures(engine: Engine, now: float) -> Iterator[str]:
 
 
 def ready_anyway(engine: Engine, now: float) -> bool:
-    """Whether `ready_timeout` has passed before the first join; safe from any thread."""
+    """Return whether `ready_timeout` has passed before the first join; safe from any thread."""
     timeout = engine.settings.ready_timeout
     return engine.state == "starting" and timeout is not None and now - engine.started_at >= timeout
 
 
 def of_the_process(engine: Engine, now: float) -> Iterator[Finding]:
-    """What the process itself suffers from, whatever its brokers and records do; safe from any thread."""
+    """Yield the problems of the process itself, apart from brokers and records; safe from any thread."""
     blocked = _blocked(engine, now)
     if blocked is not None:
         advice = "compute or block in a thread, with a plain 'def' handler or asyncio.to_thread"
@@ -431,21 +431,21 @@ def _failed(engine: Engine) -> str:
 
 
 _MOMENT = 1.0
-"""Seconds in hand after which the oldest record of a partition is said to be in the way."""
+"""Seconds after which the oldest record of a partition is reported as holding it back."""
 _SLOW_FETCH = 5.0
-"""Seconds without a record after which it is said that none comes, though there are some."""
+"""Seconds without a record, although there are more, after which that is reported."""
 _PARKED = "parked"
-"""The kind of finding about a record that is out of the way of its partition."""
+"""Kind of finding about a parked record, which does not hold its partition back."""
 _HALTED = "halted"
-"""The kind of finding about halted records behind the oldest record, which do not hold their partition back yet."""
+"""Kind of finding about halted records behind the oldest record, which do not hold their partition back yet."""
 _NAMED = 3
-"""Of records that are waited for together so many are named."""
+"""Maximum number of records named when a drain waits for several."""
 _NAMED_HALTED = 10
-"""Of halted records so many are named: each is released by itself."""
+"""Maximum number of halted records named; larger, because each must be released individually."""
 
 
 def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
-    """Why each partition does not advance; safe to call from any thread.
+    """Explain why each partition does not advance; safe to call from any thread.
 
     Args:
         engine: The running engine.
@@ -466,7 +466,7 @@ def diagnose(engine: Engine, *, show_keys: bool) -> Diagnosis:
 
 
 def diagnose_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> PartitionDiagnosis:
-    """Why one partition does not advance; as `diagnose`."""
+    """Explain why one partition does not advance; see `diagnose`."""
     now = engine.clock()
     running = engine.handler_of(epoch.topic_partition.topic)
     return _examine(engine, epoch, now, _ward(engine, running, now, show_keys=show_keys))
@@ -480,7 +480,7 @@ def _ward(engine: Engine, running: Running, now: float, *, show_keys: bool) -> W
 
 
 def trouble_of(engine: Engine, now: float) -> str | None:
-    """What is wrong beyond single partitions, and since when; None when nothing is."""
+    """Describe a problem beyond single partitions, and its duration; None if all is well."""
     if engine.trouble is not None:
         return f"no Kafka client for {now - engine.trouble_since:.0f} s: {engine.trouble}"
     standstill = engine.standstill.sentence(now)
@@ -550,12 +550,12 @@ def _examine(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> PartitionD
 
 
 def _standing(engine: Engine, epoch: Epoch, committable: int, head: HeadOfLine | None, now: float) -> float | None:
-    """For how long the partition has not advanced; None when nobody noted that it did."""
+    """Return for how many seconds the partition has not advanced; None if that is unknown."""
     noted = engine.since.of(("committable", epoch.topic_partition), committable)
     moved = _seconds(engine.since.looked_at if noted is None else noted, now)
     if head is None:
         return moved
-    # Not since it came in: it may have been behind others that were slower. What was noted is a moment late.
+    # Not simply its age: it may have waited behind slower records. Sampled times are a moment late.
     return head.age if moved is None or (noted is not None and moved > head.age - 2 * _MOMENT) else min(moved, head.age)
 
 
@@ -590,7 +590,7 @@ def _sentence(epoch: Epoch, head: HeadOfLine, verdict: Verdict, since: float | N
     verb = "advances" if verdict == "advancing" else f"has not advanced{for_seconds(since)}"
     key = "" if head.key is None else f"key {head.key}, "
     shard = "" if head.shard is None else f"shard {head.shard}, "
-    # Of a halted record the reason says how many attempts there were; it may have given up before the last one.
+    # For a halted record, the reason gives the number of attempts; it may have been given up before the last one.
     attempt = "" if head.state == "halted" else f"attempt {head.attempt} of {head.attempts}"
     known = f"{key}{shard}{attempt}".removesuffix(", ")
     return (
@@ -610,7 +610,7 @@ def _sentence_of_none(engine: Engine, epoch: Epoch, verdict: Verdict, findings: 
     return f"{name} has nothing in hand at position {position}, committed {epoch.acknowledged}{there_is}{why}"
 
 
-# What is in the way beside the oldest record ------------------------------------------------
+# Findings besides the oldest record ---------------------------------------------------------
 
 
 def _findings(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float, ward: Ward) -> Iterator[Finding]:
@@ -688,7 +688,7 @@ def _closed(engine: Engine, epoch: Epoch, now: float) -> Finding:
 
 
 def _run_again(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> Iterator[Finding]:
-    """What was parked of a partition, and is in hand now: the oldest that does not come to an end."""
+    """Yield a finding if the oldest replay of a parked record takes long."""
     for side in engine.feed_of(epoch.topic_partition.topic).with_side(epoch)[1:]:
         oldest = side.tracker.oldest
         if oldest is not None and now - oldest.arrived > _MOMENT:
@@ -698,7 +698,7 @@ def _run_again(engine: Engine, epoch: Epoch, now: float, ward: Ward) -> Iterator
 
 
 def _also_halted(engine: Engine, epoch: Epoch) -> Iterator[Finding]:
-    """Records that will be in the way as soon as the oldest one is not."""
+    """Yield a finding about halted records that will hold the partition back once the oldest record is done."""
     shards = engine.feed_of(epoch.topic_partition.topic).shards
     oldest = epoch.tracker.oldest
     halted = [one for each in shards for one in each.halted if one.epoch is epoch and one is not oldest]
@@ -710,8 +710,8 @@ def _also_halted(engine: Engine, epoch: Epoch) -> Iterator[Finding]:
 
 
 def _intake(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -> Iterator[Finding]:
-    """Why nothing more is taken in, where there is more."""
-    # The end is that of the last fetch: one that was asked for since may be of records that are just being fetched.
+    """Yield a finding if nothing is taken in although the log has more records."""
+    # Use the end offset of the last fetch: a newer one may include records that are just being fetched.
     transport = engine.transport
     position, end = epoch.tracker.position, None if transport is None else transport.end_offset(epoch.topic_partition)
     if end is not None and end <= position and head is None:
@@ -730,7 +730,7 @@ def _intake(engine: Engine, epoch: Epoch, head: HeadOfLine | None, now: float) -
 
 
 def in_words(diagnosis: Diagnosis) -> str:
-    """The whole in sentences, one partition after the other."""
+    """Format a whole diagnosis in sentences, partition by partition."""
     lines = [f"The app is {diagnosis.state}."]
     for finding in diagnosis.findings:
         lines.append(f"{'Trouble: ' if finding.kind == 'trouble' else ''}{_as_sentence(finding.sentence)}")
@@ -760,7 +760,7 @@ def _lines_of(partition: PartitionDiagnosis) -> list[str]:
 
 
 def line_of(partition: PartitionDiagnosis) -> str:
-    """One partition in one line, for the log."""
+    """Format the diagnosis of a partition on one line, for the log."""
     return " ".join(line.strip() for line in _lines_of(partition))
 
 
@@ -773,33 +773,33 @@ def _as_sentence(text: str) -> str:
 
 
 class CurrentRecord(NamedTuple):
-    """The record that a handler runs for."""
+    """Record that a handler is processing."""
 
     topic: str
     partition: int
     offset: int
     key: str | None
-    """`#` and a hash, by which this process names the same key everywhere; None without a key."""
+    """`#` and a hash, which names the same key everywhere in this process; None without a key."""
     attempt: int
     """Counted from 1."""
     handler: str
     group: str
     records: int | None = None
-    """How many records the batch has of which this is the first; None where the handler takes single records."""
+    """Number of records in the batch, of which this is the first; None if the handler takes single records."""
 
 
 _FOUND: contextvars.ContextVar[CurrentRecord | None] = contextvars.ContextVar("aioshard record")
-"""In the context of a task or thread that a handler has started: what it was started for."""
+"""In the context of a task or thread started by a handler: the record it was started for."""
 _PATIENCE = 20
-"""Looks, a millisecond apart, at a run that is still on its way to wait for the thread that it has just started."""
+"""Number of checks, a millisecond apart, of a run that may not yet wait for the thread it has just started."""
 
 
 def current_record() -> CurrentRecord | None:
-    """The record that the handler which calls this runs for; None outside of handlers.
+    """Return the record that the calling handler is processing; None outside of handlers.
 
-    Tasks and threads that the handler waits for have it too: `asyncio.TaskGroup`, `gather`, `wait_for`,
-    `asyncio.to_thread`. One that it does not wait for at the time of the first call has none, because it may outlive
-    the run, and its worker has another record then.
+    This also works in tasks and threads that the handler waits for: `asyncio.TaskGroup`, `gather`, `wait_for`,
+    `asyncio.to_thread`. A task or thread that the handler does not wait for at the first call gets None: it may outlive
+    the run, and the worker may have another record by then.
 
     Example:
         >>> import asyncio
@@ -829,7 +829,7 @@ def current_record() -> CurrentRecord | None:
     found = None
     if delivery is not None and (_waits_for_thread(at) if task is None else waits_for(at.worker.running, task)):
         found = _record_of(at)
-        if at.worker.delivery is not delivery:  # the worker went on meanwhile
+        if at.worker.delivery is not delivery:  # the worker has moved on meanwhile
             found = None
     if found is not None or task is None:
         _FOUND.set(found)
@@ -837,7 +837,7 @@ def current_record() -> CurrentRecord | None:
 
 
 def _task() -> "asyncio.Task[object] | None":
-    """The task that asks; None in a thread without a loop."""
+    """Return the calling task; None in a thread without an event loop."""
     try:
         return asyncio.current_task()
     except RuntimeError:
@@ -845,7 +845,7 @@ def _task() -> "asyncio.Task[object] | None":
 
 
 def _waits_for_thread(at: Serving) -> bool:
-    """Whether the run waits for the calling thread, which may be quicker than who has started it."""
+    """Return whether the run waits for the calling thread, which may be ahead of the run that has started it."""
     ident = threading.get_ident()
     for _ in range(_PATIENCE):
         if waits_for(at.worker.running, ident):

@@ -1,4 +1,4 @@
-"""What the engine is doing, read from any thread: statistics, and an explanation of what stands still."""
+"""Snapshots of the engine, safe to take from any thread: statistics, and explanations of stuck partitions."""
 
 import heapq
 import time
@@ -46,7 +46,7 @@ __all__ = ["explain", "explain_partition", "statistics", "workload"]
 
 
 def statistics(engine: Engine, group_id: str, client: str = "") -> Statistics:
-    """A snapshot; safe to call from any thread."""
+    """Take a snapshot of the statistics; safe to call from any thread."""
     now, watch = engine.clock(), engine.loop_watch
     blocked = None if watch is None else watch.blocked()
     running = Counter(delivery.epoch for worker in engine.workers for delivery in worker.deliveries)
@@ -112,10 +112,10 @@ def _partition(engine: Engine, epoch: Epoch, now: float, running: int) -> Partit
 
 
 def _lag_seconds(oldest: Delivery | None, end: int | None, base: int) -> float | None:
-    """How old the oldest incomplete record is; unknown where nothing is in hand, and something is left to read."""
+    """Return the age of the oldest incomplete record; None if nothing is in flight but records are left to read."""
     if oldest is not None:
         written = oldest.record.timestamp
-        return max(time.time() - written, 0.0) if written >= 0.0 else None  # one without a timestamp has -1 ms
+        return max(time.time() - written, 0.0) if written >= 0.0 else None  # without a timestamp it is -1 ms
     return 0.0 if end is not None and end <= base else None
 
 
@@ -166,7 +166,7 @@ def _topic(topic: str, counts: TopicCounts) -> TopicStatistics:
 
 
 def _outliving(worker: Worker) -> Sequence[Delivery]:
-    """What a worker still runs although it was cancelled, or is not ours any more."""
+    """Return the deliveries that a worker still runs although they were cancelled or their partition is lost."""
     if worker.cancelled:
         return worker.deliveries
     return [delivery for delivery in worker.deliveries if delivery.epoch.gate is Gate.ENDED]
@@ -176,7 +176,7 @@ def _outliving(worker: Worker) -> Sequence[Delivery]:
 
 
 def explain(engine: Engine, *, show_keys: bool) -> str:
-    """Why each partition does not advance, in sentences; safe to call from any thread.
+    """Explain in sentences why each partition does not advance; safe to call from any thread.
 
     Args:
         engine: The running engine.
@@ -186,21 +186,21 @@ def explain(engine: Engine, *, show_keys: bool) -> str:
 
 
 def explain_partition(engine: Engine, epoch: Epoch, *, show_keys: bool) -> str:
-    """Why one partition does not advance, in a line for the log."""
+    """Explain on one line, for the log, why a partition does not advance."""
     return line_of(diagnose_partition(engine, epoch, show_keys=show_keys))
 
 
 _MOST = 50
-"""Of each kind so many are told."""
+"""Maximum number of entries of each kind."""
 
 
 def workload(engine: Engine, *, show_keys: bool, most: int = _MOST) -> Workload:
-    """What is going on inside the handlers; safe to call from any thread.
+    """Take a snapshot of the work inside the handlers; safe to call from any thread.
 
     Args:
         engine: The running engine.
         show_keys: Whether keys may be shown; they may be personal data.
-        most: How many of each kind are told.
+        most: Maximum number of entries of each kind.
     """
     now = engine.clock()
     looks = [_Look(running, engine, now, show_keys=show_keys, most=most) for running in engine.handlers]
@@ -237,7 +237,7 @@ class _Busy(NamedTuple):
 
 
 class _Look:
-    """One handler at one moment."""
+    """Snapshot of one handler."""
 
     def __init__(self, running: Running, engine: Engine, now: float, *, show_keys: bool, most: int) -> None:
         self._running = running
@@ -376,7 +376,7 @@ class _Look:
 
 
 def _record_key(identity: object, topic: str) -> object:
-    """The key of a record where that, with its topic, is the shard key: named as everywhere else."""
+    """Reduce a shard key `(topic, key)` to the record key, so that it is named as everywhere else."""
     match identity:
         case (str(within), key) if within == topic:
             return key

@@ -1,7 +1,7 @@
-"""Where a run stands: the stack of what a coroutine awaits, through tasks and threads; read from any thread.
+"""Stacks of runs: follows the awaits of a coroutine through tasks and threads, from any thread.
 
-Nothing here calls code of the application, and nothing here raises: what is read may change meanwhile, and the
-answer is then that of one moment, or shorter.
+Nothing here calls application code, and nothing here raises. The state may change while it is read; the result then
+describes one moment, or is shorter.
 """
 
 import asyncio
@@ -52,13 +52,13 @@ __all__ = [
 _STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", "uvloop")
 _INSTALLED = ("site-packages", "dist-packages")
 AIOSHARD = str(Path(records.__file__).parent) + os.sep
-"""Where this package is, told by a module at its top: this one may move."""
+"""Path of this package, taken from a top-level module because this one may move."""
 _ANYIO = "anyio"
-"""Stands between the engine and a handler in a thread."""
+"""Package whose frames lie between the engine and a handler in a thread."""
 
 
 def described(frame: FrameType, home: str) -> Frame:
-    """A frame in words; *home* is what `home_of` says of its stack."""
+    """Describe a frame; *home* is the result of `home_of` for its stack."""
     code = frame.f_code
     return Frame(
         file=code.co_filename,
@@ -69,18 +69,18 @@ def described(frame: FrameType, home: str) -> Frame:
 
 
 def function_of(frame: FrameType) -> str:
-    """The qualified name of a frame's function."""
+    """Return the qualified name of a frame's function."""
     return frame.f_code.co_qualname.replace("<locals>.", "")
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of a frame's module."""
+    """Return the name of a frame's module."""
     name = frame.f_globals.get("__name__")
     return name if type(name) is str else "?"
 
 
 def called_by_own(frames: Sequence[FrameType], home: str) -> str | None:
-    """The library's function in which the innermost frame of the application is."""
+    """Return the library function that the innermost frame of the application has called, if any."""
     called: FrameType | None = None
     for frame in reversed(frames):
         if is_own(frame, home):
@@ -94,7 +94,7 @@ def _is_installed(file: str) -> bool:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether a frame is of the standard library, of an installed package, or of aioshard."""
+    """Return whether a frame belongs to the standard library, an installed package or aioshard."""
     return _is_of_library(frame.f_code.co_filename)
 
 
@@ -104,12 +104,12 @@ def _is_of_library(file: str) -> bool:
 
 
 def is_own(frame: FrameType, home: str) -> bool:
-    """Whether a frame is the application's; *home* is what `home_of` says of its stack."""
+    """Return whether a frame belongs to the application; *home* is the result of `home_of` for its stack."""
     return not is_library(frame) or bool(home and frame.f_code.co_filename.startswith(home))
 
 
 def home_of(frames: Sequence[FrameType]) -> str:
-    """The folder of the application where all of it is installed, as a package is: that of the outermost frame."""
+    """Return the folder of an application that is itself an installed package, by its outermost frame; else `""`."""
     if not all(is_library(frame) for frame in frames):
         return ""
     for frame in frames:
@@ -122,10 +122,10 @@ def home_of(frames: Sequence[FrameType]) -> str:
 
 
 _LONGEST = 64
-"""Frames of one stack."""
+"""Maximum number of frames of one stack."""
 _MOST_TASKS = 3
 _DEEPEST = 4
-"""Of several tasks that are awaited at once so many are shown, and so many levels of tasks that await tasks."""
+"""Maximum number of tasks shown that are awaited together, and of levels of tasks awaiting tasks."""
 
 
 _LOOPS = ("asyncio.base_events", "asyncio.events", "selectors")
@@ -137,11 +137,11 @@ _GENERATORS: dict[type, tuple[str, str]] = {
     AsyncGeneratorType: ("ag_frame", "ag_await"),
 }
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
-"""What stands between a coroutine and what it awaits, and does not tell it; the garbage collector knows."""
+"""Objects between a coroutine and its awaitable that do not expose the awaitable; the garbage collector knows it."""
 
 
 class ThreadRun:
-    """Which thread runs something; a coroutine of ours that waits for a thread has one among its local variables."""
+    """Identifies the thread that runs something; aioshard's coroutines keep one as a local variable while they wait."""
 
     __slots__ = ("ident",)
 
@@ -149,41 +149,41 @@ class ThreadRun:
         self.ident: int | None = None
 
     def begins(self) -> None:
-        """This thread runs it."""
+        """Record that the current thread runs it."""
         self.ident = threading.get_ident()
 
     def ends(self) -> None:
-        """No thread runs it any more."""
+        """Record that the thread no longer runs it."""
         self.ident = None
 
 
 class _Walk(NamedTuple):
-    """What was found along a chain of awaits."""
+    """Result of following a chain of awaits."""
 
     frames: list[FrameType]
     """Outermost first."""
     future: "asyncio.Future[Any] | None"
-    """What the last of them waits for."""
+    """Future that the last frame waits for."""
     executing: bool
-    """Whether the last of them was executing at that moment."""
+    """Whether the last frame was executing at that moment."""
 
 
 _NOWHERE = Stack(frames=(), waits_in=None, executing=False, name=None, thread=None, tasks=(), more_tasks=0)
 
 _READING = threading.RLock()
-"""Held while frames of others are read: who reads has switched off the garbage collector for all."""
+"""Held while frames are read: the reader has disabled the garbage collector of the whole process."""
 if sys.platform != "win32":
-    # A child that is forked in the midst of that would be without a collector, and never get the lock.
+    # A child forked in the middle of that would have no garbage collector, and would never get the lock.
     os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running in the middle of reading a frame.
+    """Keep the garbage collector from running while a frame is read.
 
-    CPython 3.11 makes a frame's object when it is asked for, and may collect garbage in the midst of that. Finalizers
-    then let other threads go on, so that the frame of which the object is made may end before it is made: the object
-    tells of memory that is something else by then, and the process dies of it, there or much later.
+    CPython 3.11 creates a frame's object on first access, and may collect garbage while doing so. Finalizers then let
+    other threads run, so the frame may end before its object exists. The object then refers to memory that has been
+    reused, and the process crashes, right there or much later.
     """
     with _READING:
         collects = gc.isenabled()
@@ -196,25 +196,25 @@ def _uncollected() -> Iterator[None]:
 
 
 def stack_of(awaited: object) -> Stack:
-    """The stack of what is awaited: a coroutine, a task or another future.
+    """Return the stack of an awaitable: a coroutine, a task or another future.
 
     Args:
-        awaited: What a worker awaits; None has no frames.
+        awaited: The awaitable of a worker; None has no frames.
 
     Returns:
-        A stack without frames when nothing could be found out.
+        The stack; it has no frames if nothing could be found out.
     """
     try:
         with _uncollected():
             return _stack(awaited, set(), 0)
-    except Exception:  # noqa: BLE001 - it changed under the reader, or is of a kind that nobody has seen
+    except Exception:  # noqa: BLE001 - it changed while being read, or is of an unknown kind
         return _NOWHERE
 
 
 def waits_for(awaited: object, sought: "asyncio.Task[Any] | int") -> bool:
-    """Whether what is awaited waits for a task, or for a thread of that identifier, directly or through others.
+    """Return whether an awaitable waits, directly or indirectly, for a task or for a thread (given by its identifier).
 
-    Not so of one that was started and is not waited for yet.
+    A task or thread that was started but is not awaited yet does not count.
     """
     try:
         with _uncollected():
@@ -229,7 +229,7 @@ def _waits_for(awaited: object, sought: "asyncio.Task[Any] | int", seen: set[int
     if isinstance(sought, int) and _thread_of(walk) == sought:
         return True
     found = _awaited_futures(walk)
-    if any(one is sought for one in found):  # first of all: there may be thousands of them
+    if any(one is sought for one in found):  # before going deeper: there may be thousands of them
         return True
     deeper = [one for one in found if id(one) not in seen] if depth < _DEEPEST else []
     return any(_waits_for(one, sought, seen, depth + 1) for one in deeper)
@@ -259,22 +259,22 @@ def _stack(awaited: object, seen: set[int], depth: int) -> Stack:
 
 
 def stack_above(thread: int, runner: FrameType | None) -> Stack:
-    """What a thread executes above the frame that runs its event loop.
+    """Return the stack of a thread above the frame that runs its event loop.
 
     Args:
-        thread: Identifies the thread.
-        runner: That frame; None is the whole stack.
+        thread: Identifier of the thread.
+        runner: That frame; None for the whole stack.
 
     Returns:
-        A stack without frames when the loop waits for something to do.
+        The stack; it has no frames if the event loop is idle.
     """
     try:
         with _uncollected():
-            innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented in spite of its name
+            innermost = sys._current_frames().get(thread)  # noqa: SLF001 - documented despite its name
             frames = list(itertools.takewhile(lambda frame: frame is not runner, _callers(innermost)))[::-1]
             called = itertools.dropwhile(lambda frame: module_of(frame) in _LOOPS, frames)
             return _executed(list(called)[-_LONGEST:], None)
-    except Exception:  # noqa: BLE001 - it changed under the reader
+    except Exception:  # noqa: BLE001 - it changed while being read
         return _NOWHERE
 
 
@@ -303,17 +303,17 @@ def _walk(awaited: object) -> _Walk:
 
 
 def _attributes_of(awaited: object) -> tuple[str, str] | None:
-    """Where a coroutine or generator tells its frame and what it awaits; None for what is neither."""
+    """Return the attributes of a coroutine or generator for its frame and its awaitable; None for other objects."""
     kind = type(awaited)
     if kind in _GENERATORS:
         return _GENERATORS[kind]
-    # Compiled coroutines, such as Cython's, have the same attributes; a property of a user's class is not called.
+    # Compiled coroutines, such as Cython's, have the same attributes. This does not call properties of user classes.
     told = [name for name, of in kind.__dict__.items() if isinstance(of, GetSetDescriptorType | MemberDescriptorType)]
     return next((names for names in _GENERATORS.values() if names[0] in told and names[1] in told), None)
 
 
 def _inside(wrapper: object) -> object:
-    """What an object awaits that does not tell; None when the garbage collector does not know it either."""
+    """Return the awaitable of a wrapper that does not expose it; None if the garbage collector does not know it."""
     for referent in gc.get_referents(wrapper):
         kind = type(referent)
         if kind in _GENERATORS or kind.__name__ in _WRAPPERS or _is_future(referent):
@@ -323,8 +323,8 @@ def _inside(wrapper: object) -> object:
 
 
 def _called_from(frame: FrameType) -> list[FrameType] | None:
-    """The frames that *frame* has called, innermost last, when a thread executes it now."""
-    for innermost in sys._current_frames().values():  # noqa: SLF001 - documented in spite of its name
+    """Return the frames that *frame* has called, innermost last; None if no thread executes it now."""
+    for innermost in sys._current_frames().values():  # noqa: SLF001 - documented despite its name
         called: list[FrameType] = []
         at: FrameType | None = innermost
         while at is not None:
@@ -335,11 +335,11 @@ def _called_from(frame: FrameType) -> list[FrameType] | None:
     return None
 
 
-# What they wait for ---------------------------------------------------------------------------
+# Awaited tasks --------------------------------------------------------------------------------
 
 
 def _awaited_tasks(walk: _Walk, seen: set[int], depth: int) -> tuple[tuple[Stack, ...], int]:
-    """The stacks of the tasks that are waited for and have not ended, and how many more there are."""
+    """Return the stacks of awaited tasks that have not ended, and how many more there are."""
     found = [one for one in _awaited_futures(walk) if not one.done() and id(one) not in seen]
     if depth >= _DEEPEST:
         return (), len(found)
@@ -370,7 +370,7 @@ def _awaited_futures(walk: _Walk) -> Iterable["asyncio.Future[Any]"]:
 
 
 def _waited_for_in(frame: FrameType) -> tuple["asyncio.Future[Any]", ...]:
-    """What `asyncio.wait_for`, `asyncio.wait` and the task groups of asyncio and anyio wait for."""
+    """Return the futures that `asyncio.wait_for`, `asyncio.wait` or a task group (asyncio, anyio) waits for."""
     module, name = module_of(frame), frame.f_code.co_name
     if module == "asyncio.tasks" and name in {"wait_for", "_wait"}:
         local = frame.f_locals
@@ -383,7 +383,7 @@ def _waited_for_in(frame: FrameType) -> tuple["asyncio.Future[Any]", ...]:
 
 
 def _closed_over(future: "asyncio.Future[Any]", function: str, variable: str) -> object:
-    """A variable of the function of asyncio that is called when *future* ends."""
+    """Return a closure variable of the asyncio callback that runs when *future* ends."""
     for callback, *_ in getattr(future, "_callbacks", None) or ():
         if type(callback) is FunctionType and callback.__name__ == function and callback.__closure__ is not None:
             cells = dict(zip(callback.__code__.co_freevars, callback.__closure__, strict=True))
@@ -397,7 +397,7 @@ def _closed_over(future: "asyncio.Future[Any]", function: str, variable: str) ->
 
 
 def _thread_of(walk: _Walk) -> int | None:
-    """The thread that a coroutine waits for: one of our own, or one of an executor or of anyio."""
+    """Return the thread that a coroutine waits for: one of aioshard, of an executor or of anyio."""
     for frame in walk.frames:
         if frame.f_code.co_filename.startswith(AIOSHARD):
             for value in tuple(frame.f_locals.values()):
@@ -406,14 +406,14 @@ def _thread_of(walk: _Walk) -> int | None:
     if walk.future is None:
         return None
     source = _closed_over(walk.future, "_call_check_cancel", "source")
-    for ident, innermost in sys._current_frames().items():  # noqa: SLF001 - documented in spite of its name
+    for ident, innermost in sys._current_frames().items():  # noqa: SLF001 - documented despite its name
         if any(_runs_for(frame, walk.future, source) for frame in _callers(innermost)):
             return ident
     return None
 
 
 def _runs_for(frame: FrameType, future: "asyncio.Future[Any]", source: object) -> bool:
-    """Whether a frame is that of a pool's thread which works for *future*, or for the *source* of its result."""
+    """Return whether a frame belongs to a pool thread that works for *future*, or for the *source* of its result."""
     match module_of(frame), frame.f_code.co_qualname:
         case "concurrent.futures.thread", "_WorkItem.run":
             return source is not None and getattr(frame.f_locals.get("self"), "future", None) is source
@@ -430,12 +430,12 @@ def _callers(innermost: FrameType | None) -> Iterator[FrameType]:
 
 
 def _stack_of_thread(ident: int, name: str | None) -> Stack:
-    innermost = sys._current_frames().get(ident)  # noqa: SLF001 - documented in spite of its name
+    innermost = sys._current_frames().get(ident)  # noqa: SLF001 - documented despite its name
     frames = list(_callers(innermost))[::-1]
     home = home_of(frames)
     first = next((n for n, frame in enumerate(frames) if is_own(frame, home)), 0)
     thread = next((thread.name for thread in threading.enumerate() if thread.ident == ident), str(ident))
-    stack = _executed(frames[first:][-_LONGEST:], name)  # how the thread came there says nothing
+    stack = _executed(frames[first:][-_LONGEST:], name)  # the outer frames of the thread say nothing
     return dataclasses.replace(stack, thread=thread)
 
 
@@ -452,7 +452,7 @@ def _executed(frames: Sequence[FrameType], name: str | None) -> Stack:
     )
 
 
-# What is what ------------------------------------------------------------------------------
+# Types -------------------------------------------------------------------------------------
 
 
 def _kind_of(future: "asyncio.Future[Any] | None") -> str | None:
@@ -463,7 +463,7 @@ def _kind_of(future: "asyncio.Future[Any] | None") -> str | None:
 
 
 def _is_future(one: object) -> TypeGuard["asyncio.Future[Any]"]:
-    # Not `isinstance`, which asks an object of the application for its `__class__`.
+    # Not `isinstance`, which may run an application's `__class__` property.
     return issubclass(type(one), asyncio.Future)
 
 
@@ -477,11 +477,11 @@ _IDLE = Holder(
 
 
 def find_holder(engine: Engine, watch: LoopWatch) -> Holder:
-    """What executes in the thread of an engine's event loop; safe from any thread.
+    """Find the code that blocks an engine's event loop; safe from any thread.
 
     Args:
-        engine: Whose handlers may hold it; anything else in the process may do so too.
-        watch: Knows the loop.
+        engine: Engine whose handlers may block it; anything else in the process may do so too.
+        watch: Watches the event loop.
     """
     thread = watch.thread
     stack = None if thread is None else stack_above(thread, watch.runner)
@@ -493,7 +493,7 @@ def find_holder(engine: Engine, watch: LoopWatch) -> Holder:
     task = asyncio.current_task(watch.loop)
     if task is not None:
         ours = next((one for one in _busy(engine) if one[1].name == task.get_name()), None)
-        # Else one that waits for a task of its own making, or has named its own.
+        # Otherwise look for a handler that waits for a task it has created, or that has renamed its task.
         ours = ours or next((one for one in _busy(engine) if waits_for(one[1].running, task)), None)
         if ours is not None:
             name, worker = ours
