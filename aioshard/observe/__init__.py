@@ -1,4 +1,4 @@
-"""What the engine tells the outside: frozen snapshots of its state."""
+"""Frozen snapshots of the engine's state."""
 
 from aioshard.observe.diagnosis import (
     Diagnosis,

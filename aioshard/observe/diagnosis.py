@@ -1,4 +1,4 @@
-"""Why each partition does not advance: what `App.diagnose()` returns; `App.explain()` is the same in words."""
+"""Diagnosis of partitions that do not advance: the result of `App.diagnose()`; `App.explain()` is the same as text."""
 
 import dataclasses
 from typing import Any, Literal
@@ -25,35 +25,35 @@ class Frame:
     line: int
     function: str
     own: bool
-    """Whether it is the application's own code: not the standard library, no installed package, not aioshard."""
+    """Whether it is the application's own code: not the standard library, an installed package or aioshard."""
 
     def __str__(self) -> str:
-        """`file:line in function`."""
+        """Format as `file:line in function`."""
         return f"{self.file}:{self.line} in {self.function}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stack:
-    """Where something that runs stands."""
+    """The current stack of a run."""
 
     frames: tuple[Frame, ...]
     """Outermost first."""
     waits_in: str | None
-    """The library's function that the innermost frame of the application called, or the kind of future it awaits."""
+    """The library function called by the application's innermost frame, or the kind of future it awaits."""
     executing: bool
-    """Whether it was not suspended in an await at that moment: it computes, or is in a call that blocks."""
+    """Whether it was not suspended in an await at that moment: it is computing, or in a blocking call."""
     name: str | None
-    """Of the task, where it is another one than the worker's."""
+    """Name of the task, if it is not the worker's own task."""
     thread: str | None
-    """Name of the thread, where it runs in one."""
+    """Name of the thread, if it runs in one."""
     tasks: tuple["Stack", ...]
-    """Of the tasks and threads that it waits for; the first few of them."""
+    """Stacks of the tasks and threads that it waits for; only the first few."""
     more_tasks: int
-    """How many more it waits for."""
+    """Number of further tasks that it waits for."""
 
     @property
     def place(self) -> Frame | None:
-        """The innermost call of the application's own code, also when that is in the one task that is awaited."""
+        """The innermost call of the application's own code, even inside the only task that it awaits."""
         if len(self.tasks) == 1 and not self.more_tasks and (inside := self.tasks[0].place) is not None:
             return inside
         own = [frame for frame in self.frames if frame.own] or list(self.frames)
@@ -73,17 +73,17 @@ HeadState = Literal[
     "behind",
     "queued",
 ]
-"""What an incomplete record waits for.
+"""The reason why an incomplete record is waiting.
 
-`running`: its handler. `outliving`: a run that was told to end and has not. `detour`: what is done in place of its
-handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: somebody who releases it.
-`given back`: being fetched again, because it gave its room to others. `held`: its partition, which is paused or not
-ours for certain. `collecting`: others that go to the handler with it. `limited`: its rate limit. `behind`: another
-record of its shard. `queued`: a worker.
+`running`: its handler. `outliving`: a run that was cancelled but has not ended. `detour`: the work that replaces its
+handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: an operator who releases it.
+`given back`: another fetch, because it was evicted to make room for others. `held`: its partition, which is paused or
+not certainly ours. `collecting`: other records of its batch. `limited`: its rate limit. `behind`: another record of its
+shard. `queued`: a worker.
 """
 
 Verdict = Literal["up to date", "advancing", "waiting", "stuck"]
-"""`waiting`: something is in the way. `stuck`: a record is, that is halted or in hand for longer than `stuck_after`."""
+"""`waiting`: something is in the way. `stuck`: a record has been halted, or in flight for longer than `stuck_after`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,38 +94,38 @@ class HeadOfLine:
     partition: int
     offset: int
     key: str | None
-    """With `show_keys` as it is; else `#` and a hash, by which this process names the same key; None without one."""
+    """The key itself with `show_keys`; otherwise `#` and a hash that is stable in this process; None without a key."""
     shard: str | None
-    """Its shard, where that is not its key: as the key. None when it asks for no order."""
+    """Its shard, formatted like the key, if it differs from the key. None if the record has no order."""
     age: float
-    """Seconds since it came in."""
+    """Seconds since it arrived."""
     attempt: int
-    """The one that runs, or comes next; of a halted record its last."""
+    """The current or next attempt; for a halted record the last one."""
     attempts: int
-    """How many there are at most."""
+    """Maximum number of attempts."""
     state: HeadState
     since: float | None
-    """Seconds for which it has been in that state; None where nobody noted when it began."""
+    """Seconds in that state; None if the start is unknown."""
     reason: str
     """A sentence: what it waits for, and since when."""
     what_to_do: str | None
-    """A sentence; None when nothing needs to be done."""
+    """A sentence; None if nothing needs to be done."""
     stack: Stack | None
-    """Of its run, or of the run that it waits for."""
+    """Stack of its run, or of the run that it waits for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that keeps a partition, or all of them, from advancing."""
+    """A reason why a partition, or all of them, do not advance."""
 
     kind: str
-    """One word or two, for programs: `paused`, `rebalancing`, `unreadable`, `no room`, `commit`, ..."""
+    """A short identifier for programs: `paused`, `rebalancing`, `unreadable`, `no room`, `commit`, ..."""
     sentence: str
-    """What it is, and since when."""
+    """The problem, and since when."""
     since: float | None
-    """Seconds; None where nobody noted when it began."""
+    """Seconds; None if the start is unknown."""
     what_to_do: str | None
-    """A sentence; None when nothing needs to be done."""
+    """A sentence; None if nothing needs to be done."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,18 +136,18 @@ class PartitionDiagnosis:
     partition: int
     verdict: Verdict
     since: float | None
-    """Seconds for which it has not advanced; None while it does."""
+    """Seconds without progress; None while it advances."""
     sentence: str
-    """The whole in a sentence."""
+    """The whole diagnosis in one sentence."""
     head: HeadOfLine | None
-    """None when nothing is incomplete."""
+    """None if nothing is incomplete."""
     findings: tuple[Finding, ...]
-    """What is in the way beside that record."""
+    """Reasons other than that record."""
     window: int
     """Offsets from the oldest incomplete record to the position."""
     behind: int
-    """How many of those wait for that record: done and not to be committed (holes count as done), in its shard, or
-    given back."""
+    """Number of those that wait for that record: done but not committable (gaps count as done), in its shard, or
+    evicted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,11 +156,11 @@ class Diagnosis:
 
     state: AppState
     findings: tuple[Finding, ...]
-    """What concerns all partitions."""
+    """Findings that concern all partitions."""
     partitions: tuple[PartitionDiagnosis, ...]
     outliving: tuple[HeadOfLine, ...]
-    """Runs that were told to end, or whose partition is gone, and that still run: their shards wait."""
+    """Runs that were cancelled, or whose partition is gone, but that have not ended: their shards wait."""
 
     def asdict(self) -> dict[str, Any]:
-        """The same as plain dictionaries and tuples, ready for JSON."""
+        """Return the same as plain dictionaries and tuples, ready for JSON."""
         return dataclasses.asdict(self)

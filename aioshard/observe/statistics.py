@@ -1,4 +1,4 @@
-"""How much an app does: what `App.statistics()` returns. Metrics, health, the CLI and tests all read this one thing."""
+"""Statistics of an app: the result of `App.statistics()`, which metrics, health, the CLI and tests all use."""
 
 import dataclasses
 from typing import Any, Literal
@@ -30,39 +30,39 @@ class PartitionStatistics:
     epoch: int
     """Number of the uninterrupted ownership, counted in this process; continuing in place keeps it."""
     position: int | None
-    """Next offset to take in; None until the start position is resolved."""
+    """Next offset to read; None until the start position is resolved."""
     committed: int | None
-    """Last offset that the broker acknowledged, to us or before us; None when there is none."""
+    """Last offset that the broker acknowledged, from us or a previous owner; None if there is none."""
     committable: int | None
-    """The offset that may be committed: that of the oldest incomplete record, else the position."""
+    """The committable offset: that of the oldest incomplete record, otherwise the position."""
     end_offset: int | None
     """End of the log, at most 15 s old (the last stable offset under read_committed)."""
     lag: int | None
     """`end_offset - committed` (or the committable offset before the first commit), in offsets."""
     lag_seconds: float | None
-    """Seconds since the timestamp of the oldest incomplete record; 0 when all is committed, None when unknown, since
-    nothing of what is left to read is in hand, or it has no timestamp."""
+    """Seconds since the timestamp of the oldest incomplete record; 0 if everything is committed. None if unknown: no
+    unread record has been fetched yet, or the record has no timestamp."""
     incomplete: int
     """Records delivered to the engine and not complete."""
     buffered_records: int
     buffered_bytes: int
     paused: str | None
-    """None, or the sentence that says why nothing more of the partition is taken in."""
+    """None, or a sentence that says why fetching from the partition is paused."""
     oldest_incomplete_age: float | None
-    """Seconds since the oldest incomplete record came in; None when nothing is incomplete."""
+    """Seconds since the oldest incomplete record arrived; None if nothing is incomplete."""
     noted: float
-    """How full the text is in which the last commit noted what is finished beyond it, from 0 to 1."""
+    """Fill level, from 0 to 1, of the metadata in which the last commit stored completions beyond its offset."""
     fetched: int = 0
-    """Records taken in since this ownership began."""
+    """Records fetched since this ownership began."""
     in_flight: int = 0
-    """Records that workers run now."""
+    """Records that workers are running now."""
     queued: int = 0
-    """Records in memory that no worker runs."""
+    """Records in memory that no worker is running."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicStatistics:
-    """What a handler did with one of its topics; it goes on across rebalances."""
+    """Counters of a handler for one of its topics; they continue across rebalances."""
 
     topic: str
     processed: int
@@ -71,22 +71,22 @@ class TopicStatistics:
     dead_lettered: int
     parked: int
     durations: HistogramCounts
-    """Seconds that attempts took, failed ones among them; of a handler that takes batches, the attempts of a batch."""
+    """Seconds per attempt, including failed ones; for a handler that takes batches, per attempt of a batch."""
     waits: HistogramCounts
-    """Seconds from the arrival of records to their first attempt; sampled where they are quick."""
+    """Seconds from the arrival of records to their first attempt; only sampled when short."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandlerStatistics:
-    """One handler; the counters go on across rebalances."""
+    """One handler; the counters continue across rebalances."""
 
     name: str
     topics: tuple[str, ...]
     concurrency: int
     busy: int
-    """Workers that run the handler now."""
+    """Workers that are running the handler now."""
     shards: int
-    """Shards in use now; the fixed number where `shards=N` was given."""
+    """Shards in use now; with `shards=N`, the fixed number."""
     processed: int
     retried: int
     """Attempts after the first."""
@@ -94,34 +94,34 @@ class HandlerStatistics:
     dead_lettered: int
     parked: int
     halted: int
-    """Records that hold their shard now because their attempts are used up."""
+    """Records that block their shard now because their attempts are exhausted."""
     outliving: tuple[str, ...]
-    """`topic/partition/offset` of runs that outlive their cancellation or epoch and hold their shard; of a batch, the
-    first."""
+    """`topic/partition/offset` of runs that outlive their cancellation or epoch and block their shard; for a batch, of
+    its first record."""
     by_topic: tuple[TopicStatistics, ...] = ()
     shard_capacity: int = 0
-    """How many records may wait in one shard; `shard_depth` is how many do in the fullest."""
+    """Maximum number of records waiting in one shard; `shard_depth` is the current number in the fullest one."""
     shard_depth: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JournalStatistics:
-    """The journal of one run of an app, in rows: one for each record that is complete."""
+    """The journal of one run of an app, counted in rows: one per completed record."""
 
     written: int
-    """In finished files."""
+    """Rows in finished files."""
     waiting: int
-    """In memory, or in the file that is not finished."""
+    """Rows in memory, or in the unfinished file."""
     dropped: int
-    """Neither: the disk did not keep up, or failed."""
+    """Rows lost because the disk did not keep up, or failed."""
     files: int
-    """Finished ones."""
+    """Number of finished files."""
     trouble: str | None
     """Why nothing can be written now."""
 
 
 RebalanceKind = Literal["assigned", "revoked", "lost", "by_hand"]
-"""How it began: we were given partitions and lost none, some were taken away, the membership was lost, or by hand."""
+"""The trigger: we only received partitions, some were revoked, the membership was lost, or manual assignment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class RebalanceKindStatistics:
     kind: RebalanceKind
     count: int
     drains: HistogramCounts
-    """Seconds that the drains took."""
+    """Durations of the drains in seconds."""
 
 
 RebalancePhase = Literal["drain", "commit", "join", "resume", "over"]
@@ -139,7 +139,7 @@ RebalancePhase = Literal["drain", "commit", "join", "resume", "over"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceReport:
-    """What one rebalance did to this process. All times in seconds.
+    """The effects of one rebalance on this process. All durations are in seconds.
 
     Invariants:
         * `drain_seconds + commit_seconds + join_seconds + resume_seconds` is `seconds`.
@@ -148,39 +148,39 @@ class RebalanceReport:
     number: int
     """Counted in this process."""
     at: float
-    """When it began, since the epoch."""
+    """When it began, in seconds since the epoch."""
     cause: str
-    """As far as a member can know: only the one that assigns knows who came or went."""
+    """The cause as far as a member can know it: only the member that assigns knows who joined or left."""
     phase: RebalancePhase
-    """What it is at; `over` when everything that is ours goes on."""
+    """The current phase; `over` once all our partitions have resumed."""
     generation: int | None = None
-    """Of the group after it; None until the group has said what is ours."""
+    """Generation of the group after it; None until we have our assignment."""
     revoked: int = 0
-    """Partitions that were taken away, those among them that came back too."""
+    """Revoked partitions, including those that came back."""
     in_flight: int = 0
-    """Records of them that ran then."""
+    """Their records that were running at that moment."""
     drained: int = 0
-    """Those of them that ended within the drain."""
+    """Those that ended within the drain."""
     cancelled: int = 0
-    """Those that were cancelled at its deadline; they run again."""
+    """Those that were cancelled at its deadline; they will run again."""
     assigned: int = 0
-    """Partitions that were given."""
+    """Assigned partitions."""
     kept: int = 0
-    """Partitions that go on where they were: never taken away, or given back and continued in place."""
+    """Partitions that continue where they were: never revoked, or returned and continued in place."""
     dropped: int = 0
-    """Incomplete records in hand of partitions that went elsewhere or begin anew; they are fetched again."""
+    """Buffered incomplete records of partitions that moved elsewhere or start over; they are fetched again."""
     replayed: int = 0
-    """Records that this process has run again between this rebalance and the next one."""
+    """Records that this process ran again between this rebalance and the next one."""
     seconds: float = 0.0
-    """From its begin until everything that is ours goes on."""
+    """From its start until all our partitions have resumed."""
     drain_seconds: float = 0.0
-    """Until what ran had ended, or was cancelled."""
+    """Until running records had ended or been cancelled."""
     commit_seconds: float = 0.0
-    """Until that was committed."""
+    """Until their completions were committed."""
     join_seconds: float = 0.0
-    """Until the group had said what is ours: the other members drain, join and are told."""
+    """Until we had our assignment: the other members drain, join and receive theirs."""
     resume_seconds: float = 0.0
-    """Until the brokers had said where to go on."""
+    """Until the brokers had answered from which offsets to resume."""
     kind: RebalanceKind = "assigned"
 
 
@@ -191,45 +191,44 @@ class Statistics:
     state: AppState
     group_id: str
     member_id: str | None
-    """None while the process is no member of the group."""
+    """None while the process is not a member of the group."""
     rebalances: int
     commits: int
     """Commit requests that the broker acknowledged."""
     commit_failures: int
     replayed: int
-    """Records taken in that this process had started in an epoch that ended before they were committed."""
+    """Fetched records that this process had started in an earlier epoch, which ended before they were committed."""
     already_done: int
-    """Records that came again and were not run again: a commit had noted them as finished."""
+    """Redelivered records that were not run again, because a commit had stored them as finished."""
     buffered_records: int
     buffered_bytes: int
     client_losses: int
-    """How often a client was lost or could not connect, and the supervisor built a new one."""
+    """How often a client was lost or could not connect, so that the supervisor created a new one."""
     trouble: str | None
-    """What is wrong beyond single partitions, and since when: brokers away, access refused, commits or messages not
-    acknowledged, a topic missing, a task that hangs, an event loop that is blocked. None while there is nothing of
-    the kind."""
+    """Problems beyond single partitions, and since when: unreachable brokers, denied access, unacknowledged commits or
+    messages, a missing topic, a hanging task, a blocked event loop. None if there are none."""
     partitions: tuple[PartitionStatistics, ...]
     handlers: tuple[HandlerStatistics, ...]
     journal: JournalStatistics | None = None
-    """None where none is written."""
+    """None if no journal is written."""
     rebalance_reports: tuple[RebalanceReport, ...] = ()
-    """The latest rebalances, oldest first; the last one may be under way."""
+    """The latest rebalances, oldest first; the last one may be in progress."""
     loop_delays: HistogramCounts | None = None
-    """By how many seconds the event loop was late, a few times a second; None where nobody looks."""
+    """Delays of the event loop in seconds, measured a few times a second; None if they are not measured."""
     blocked: str | None = None
-    """What keeps the event loop from turning now, and for how long, in a sentence; None while it turns."""
+    """A sentence about the code that blocks the event loop now, and for how long; None while it is not blocked."""
     ready_anyway: bool = False
-    """Whether `ready_timeout` has passed and the group has not been joined yet: ready all the same."""
+    """Whether the app counts as ready although it has not joined the group, because `ready_timeout` has passed."""
     restart_cures: tuple[str, ...] = ()
-    """What is wrong that a restart of the process cures, in sentences; `/livez` is 503 while there is any."""
+    """Problems that a restart of the process would fix, as sentences; `/livez` returns 503 while there are any."""
     client: str = ""
-    """Which Kafka client; empty before the first start."""
+    """Name of the Kafka client; empty before the first start."""
     rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
     commit_durations: HistogramCounts | None = None
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None
-    """Seconds until it was known that one would not be."""
+    """Seconds until a commit request was known to have failed."""
 
     def asdict(self) -> dict[str, Any]:
-        """The same as plain dictionaries and tuples, ready for JSON."""
+        """Return the same as plain dictionaries and tuples, ready for JSON."""
         return dataclasses.asdict(self)

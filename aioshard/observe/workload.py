@@ -1,4 +1,4 @@
-"""What goes on inside the handlers: what `App.workload()` returns, for the page."""
+"""Current activity of the handlers: the result of `App.workload()`, for the dashboard."""
 
 import dataclasses
 from typing import Any
@@ -8,50 +8,50 @@ __all__ = ["FailedRecord", "HandlerLoad", "HotShard", "ParkedKey", "Pause", "Wor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerRun:
-    """What one worker runs now."""
+    """The current run of one worker."""
 
     handler: str
     worker: str
     topic: str
     partition: int
     offset: int
-    """Of a batch, those of its first record."""
+    """The coordinates are those of the first record if it is a batch."""
     records: int
-    """How many: more than one in a batch."""
+    """Number of records: more than one in a batch."""
     key: str | None
     """As in `HeadOfLine`."""
     doing: str
-    """`runs the handler`, or what comes in place of that, in words."""
+    """`runs the handler`, or a description of the work that replaces it."""
     seconds: float
-    """For how long."""
+    """Duration so far."""
     cancelled: bool
-    """Whether it was told to end, and has not."""
+    """Whether it was cancelled but has not ended."""
     place: str | None
     """`file:line in function` of the innermost call of the application's own code."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HotShard:
-    """A shard in which records wait for the one that occupies it."""
+    """A shard in which records wait behind the one that occupies it."""
 
     handler: str
     key: str | None
-    """Of the record that occupies it, as in `HeadOfLine`; None where nothing does now, or that has none."""
+    """Key of the record that occupies it, as in `HeadOfLine`; None if nothing does now, or it has no key."""
     shard: str | None
-    """Its shard, where that is not its key; of fixed shards the number."""
+    """Its shard, if it differs from the key; the number of a fixed shard."""
     waiting: int
-    """Records behind that one."""
+    """Number of records behind that one."""
     state: str
-    """What becomes of that one: `running`, `retrying`, `halted` or `queued`."""
+    """State of that record: `running`, `retrying`, `halted` or `queued`."""
     topic: str | None
     partition: int | None
     offset: int | None
-    """Where that one is."""
+    """Position of that record."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailedRecord:
-    """A record whose latest attempt failed, and that is not complete."""
+    """An incomplete record whose latest attempt failed."""
 
     handler: str
     topic: str
@@ -60,23 +60,23 @@ class FailedRecord:
     key: str | None
     """As in `HeadOfLine`."""
     state: str
-    """`halted`: its attempts are used up. `retrying`: it waits for the next one. `detour`: what is done in place of its
-    handler has failed, and is done again."""
+    """`halted`: its attempts are exhausted. `retrying`: it waits for the next one. `detour`: the work that replaces its
+    handler has failed, and is retried."""
     attempts: int
-    """That have failed."""
+    """Number of failed attempts."""
     most_attempts: int
     since: float
     """Seconds since the latest failure."""
     due: float | None
-    """Seconds until the next attempt; None when none comes by itself."""
+    """Seconds until the next attempt; None if it does not come automatically."""
     error: str
     waiting: int
-    """Records of its partition behind it in its shard."""
+    """Number of records of its partition behind it in its shard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParkedKey:
-    """A key whose records are parked, by the first of them."""
+    """A parked key, described by its first record."""
 
     handler: str
     stored_in: str
@@ -84,15 +84,15 @@ class ParkedKey:
     topic: str
     partition: int
     offset: int
-    """Of its first record."""
+    """Offset of its first record."""
     key: str | None
-    """The shard key, as in `HeadOfLine`; None where it has none, and is parked alone."""
+    """The shard key, as in `HeadOfLine`; None if the record has no key and is parked alone."""
     replays: int
-    """How often it was run again."""
+    """Number of retries so far."""
     due: float | None
-    """Seconds until it is run again; None when it waits until somebody releases it."""
+    """Seconds until it is retried; None if it waits for a manual release."""
     running: bool
-    """Whether it is being run again now."""
+    """Whether it is being retried now."""
     failed_at: float | None
     """Seconds since the epoch."""
     error: str | None
@@ -100,54 +100,54 @@ class ParkedKey:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pause:
-    """What the application, or an operator, has paused."""
+    """A pause requested by the application or an operator."""
 
     topic: str | None
     partition: int | None
     handler: str | None
-    """Either a partition or a handler."""
+    """Either a partition or a handler is set."""
     why: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandlerLoad:
-    """What of a handler is not in its statistics."""
+    """Properties of a handler that are not in its statistics."""
 
     name: str
     on_failure: str
     """`halt`, `skip`, `dead letter` or `park`."""
     side_topic: str | None
-    """Where its dead letters or parked records go."""
+    """Topic for its dead letters or parked records."""
     fixed_shards: int | None
-    """How many, where `shards=N` was given."""
+    """Number of fixed shards, if `shards=N` was given."""
     adapts: bool
-    """Whether its concurrency follows what the back end bears."""
+    """Whether its concurrency adapts to the capacity of the back end."""
     queued: int
-    """Records that no worker has looked at yet."""
+    """Records that no worker has picked up yet."""
     parked_records: int
-    """Of the partitions of this process, now."""
+    """Number of parked records in the current partitions of this process."""
     parked_keys: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """What is going on inside the handlers; of each kind the worst few, and how many there are."""
+    """Current activity of the handlers: the worst few items of each kind, and how many there are."""
 
     handlers: tuple[HandlerLoad, ...]
     workers: tuple[WorkerRun, ...]
-    """The longest runs first."""
+    """Longest runs first."""
     busy: int
     shards: tuple[HotShard, ...]
-    """The deepest first."""
+    """Deepest shards first."""
     deep: int
-    """How many shards have something waiting."""
+    """Number of shards with waiting records."""
     failed: tuple[FailedRecord, ...]
-    """The halted ones first, of each state the oldest first."""
+    """Halted records first, the oldest first within each state."""
     failing: int
     parked: tuple[ParkedKey, ...]
     parked_keys: int
     pauses: tuple[Pause, ...]
 
     def asdict(self) -> dict[str, Any]:
-        """The same as plain dictionaries and tuples, ready for JSON."""
+        """Return the same as plain dictionaries and tuples, ready for JSON."""
         return dataclasses.asdict(self)

@@ -1,1 +1,1 @@
-"""Bytes to objects and back: no await, no clock, no log, no client."""
+"""Convert bytes to objects and back: no await, no clock, no log, no client."""

@@ -1,4 +1,4 @@
-"""Annotations of handlers, as far as they say how a value is read."""
+"""Interpret the annotations of handlers that say how a value is decoded."""
 
 import typing
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ __all__ = ["alternatives", "is_constrained", "raw_type", "read_by_msgspec", "sho
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types that an annotation allows; none of them is a union, annotated, an alias or a `NewType`.
+    """Return the types that an annotation allows, with unions, `Annotated`, aliases and `NewType` resolved.
 
     Example:
         >>> alternatives(typing.Annotated[int, "a number"] | None)
@@ -28,7 +28,7 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def raw_type(annotation: Any) -> Any:
-    """The one type of `bytes`, `bytearray`, `memoryview` and `str` that it allows; None where JSON is read.
+    """Return the one of `bytes`, `bytearray`, `memoryview` and `str` that is annotated; None if JSON is decoded.
 
     Example:
         >>> raw_type(str | None), raw_type(str | int)
@@ -39,7 +39,7 @@ def raw_type(annotation: Any) -> Any:
 
 
 def is_constrained(annotation: Any) -> bool:
-    """Whether it is annotated with more than a type, such as how long a text may be."""
+    """Whether the annotation adds a constraint to a type, such as the maximum length of a text."""
     if _is_alias(annotation):
         return is_constrained(annotation.__value__)
     origin = typing.get_origin(annotation)
@@ -49,7 +49,7 @@ def is_constrained(annotation: Any) -> bool:
 
 
 def read_by_msgspec(annotation: Any) -> bool:
-    """Whether a value is read by msgspec to become this: there is a struct or a constraint of it in the annotation."""
+    """Whether msgspec decodes this type: the annotation contains a msgspec struct or constraint."""
     return any(
         hasattr(one, "__struct_fields__") or (type(one).__module__, type(one).__name__) == ("msgspec", "Meta")
         for one in _mentioned(annotation, frozenset())
@@ -57,7 +57,7 @@ def read_by_msgspec(annotation: Any) -> bool:
 
 
 def shown(annotation: Any) -> str:
-    """A type as its user writes it.
+    """Format a type as users write it.
 
     Example:
         >>> shown(dict[str, typing.Optional[int]])
@@ -78,14 +78,14 @@ def shown(annotation: Any) -> str:
 
 
 def _is_alias(annotation: Any) -> bool:
-    """Whether it was defined by `type X = …`, or by what stands for that on older Pythons."""
+    """Whether it was defined by `type X = …`, or by the backport for older Pythons."""
     return type(annotation).__name__ == "TypeAliasType"
 
 
 def _mentioned(annotation: Any, seen: frozenset[int]) -> Iterator[Any]:
-    """The classes that an annotation mentions, at any depth."""
+    """Iterate over the classes that an annotation mentions, at any depth."""
     if id(annotation) in seen:
-        return  # an alias may mention itself
+        return  # an alias may be recursive
     seen |= {id(annotation)}
     if _is_alias(annotation):
         yield from _mentioned(annotation.__value__, seen)

@@ -1,4 +1,4 @@
-"""What is wrong with a value, without the value: it may be personal, and what is said goes to logs and dead letters."""
+"""Describe decoding errors without the value: it may be personal, and messages go to logs and dead letters."""
 
 import re
 import sys
@@ -9,19 +9,19 @@ from typing import Any
 __all__ = ["fault", "raised_in"]
 
 _MOST = 3
-"""Faults of one value that are named."""
+"""Maximum number of faults reported per value."""
 _OF_MSGSPEC = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
-"""Where msgspec repeats what it found."""
+"""Matches messages in which msgspec repeats the value."""
 
 
 def fault(error: Exception, value: bytes | None = None) -> str:
-    r"""What a decoder says of a value, without what was found in it; empty where it is none that is known.
+    r"""Describe a decoder's error without the decoded value; empty for an unknown error.
 
-    Names of fields and keys are said, and what a validator of the user's own raises as a `ValueError`.
+    The message contains names of fields and keys, and the text of a `ValueError` raised by a user's own validator.
 
     Args:
-        error: That it raised.
-        value: What it read, where that is known.
+        error: The error that the decoder raised.
+        value: The decoder's input, if known.
 
     Example:
         >>> fault(UnicodeDecodeError("utf-8", b"ab\xff", 2, 3, "invalid start byte"), b"ab\xff")
@@ -46,7 +46,7 @@ def fault(error: Exception, value: bytes | None = None) -> str:
 
 
 def _told(one: Mapping[str, Any]) -> str:
-    """One fault, as pydantic found it."""
+    """Format one fault reported by pydantic."""
     said, of = one["msg"], one.get("ctx", {})
     if one["type"] == "union_tag_invalid":
         said = f"Input should have one of the tags {of['expected_tags']} in {of['discriminator']}"
@@ -56,7 +56,7 @@ def _told(one: Mapping[str, Any]) -> str:
 
 
 def raised_in(error: BaseException) -> str:
-    """What a function that knows a value has raised: the kind and the place, because the message may show the value.
+    """Describe an exception by its type and place only, because its message may contain the value.
 
     Example:
         >>> try:

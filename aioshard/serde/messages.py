@@ -1,4 +1,4 @@
-"""From what users publish to a message."""
+"""Build a message from the arguments of a user's publish call."""
 
 import json
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ __all__ = ["encoded", "message"]
 
 
 def encoded(value: object) -> bytes:
-    """Bytes as they are, text in UTF-8, anything else as JSON.
+    """Encode a value: bytes stay as they are, text becomes UTF-8, anything else JSON.
 
     Raises:
-        TypeError: JSON has no form for it.
+        TypeError: JSON cannot represent the value.
     """
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -29,17 +29,17 @@ def message(
     headers: Iterable[tuple[str, bytes | str | None]] = (),
     partition: int | None = None,
 ) -> Message:
-    """What a user publishes, as the producer takes it.
+    """Build the message that the producer publishes.
 
     Args:
-        topic: Where it goes.
+        topic: Destination topic.
         value: None is a tombstone; see `encoded` for the rest.
         key: Bytes, or text in UTF-8.
-        headers: Name and content of each.
+        headers: Pairs of name and content.
         partition: None lets the key choose.
 
     Raises:
-        MessageError: The topic is no name of one, or the headers are no pairs.
+        MessageError: The topic name is invalid, or the headers are not pairs.
 
     Example:
         >>> message("invoices", {"total": 7}, key="a").value

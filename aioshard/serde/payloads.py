@@ -1,4 +1,4 @@
-"""From a record to what its handler takes: chosen once, by an annotation or a function, and called for each record."""
+"""Convert records for handlers: the conversion is chosen once, by an annotation or function, and called per record."""
 
 import functools
 import inspect
@@ -15,29 +15,29 @@ from aioshard.serde.faults import fault, raised_in
 __all__ = ["Payload", "decoded_by", "payload_of"]
 
 _RAISED_ON = (DecodeError, HandlerError, OSError, MemoryError)
-"""Raised on as they are: what a decoder says itself, and what may pass, such as that a schema registry does not answer:
-then the attempt fails like any other. Among them are `TimeoutError` and `ConnectionError`."""
+"""Passed on unchanged: a decoder's own errors, and transient ones, such as an unreachable schema registry. The attempt
+then fails like any other. They include `TimeoutError` and `ConnectionError`."""
 
 
 class Payload(NamedTuple):
-    """How the records of a handler become what it takes."""
+    """The conversion of a record to the argument of its handler."""
 
     read: Callable[[Record], Any]
-    """Gives it, or an awaitable of it; raises `DecodeError` for a record of which it cannot be made."""
+    """Returns the argument, or an awaitable of it; raises `DecodeError` for a record that cannot be decoded."""
     is_async: bool
     type: Any
-    """As the handler is annotated; None where a function decodes."""
+    """The handler's annotation; None if a function decodes."""
 
 
 # By a function ------------------------------------------------------------------------
 
 
 def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload:
-    """What a function of the user makes of a record.
+    """Decode records with a user's function.
 
     Args:
-        decode: Takes the record. What it raises is a `DecodeError`, but for an `OSError`, which may pass.
-        is_async: Whether its result is to be awaited.
+        decode: Takes the record. Its exceptions become `DecodeError`, except `OSError`, which may be transient.
+        is_async: Whether its result is awaited.
 
     Example:
         >>> payload = decoded_by(lambda record: float(record.value), is_async=False)
@@ -87,7 +87,7 @@ def _not_decoded(record: Record, error: Exception) -> DecodeError:
 
 
 def _shown_cause(error: Exception) -> Exception | None:
-    """For the traceback in the log: not what a validator says, which shows the value."""
+    """Return the cause for the traceback in the log; None for a validator's error, which shows the value."""
     return None if fault(error) else error
 
 
@@ -95,17 +95,17 @@ def _shown_cause(error: Exception) -> Exception | None:
 
 
 def payload_of(annotation: Any, owner: str) -> Payload | None:
-    """How a value becomes an object of a type; None where the handler takes the record itself.
+    """Decode values into a type; None if the handler takes the record itself.
 
-    `bytes` is the value as it is, `str` is its text in UTF-8, a msgspec struct is read by msgspec, and anything else by
-    pydantic, both from JSON. `X | None` takes tombstones as None, which are refused otherwise.
+    `bytes` is the unchanged value, `str` its text in UTF-8; msgspec decodes its own structs, and pydantic anything
+    else, both from JSON. `X | None` accepts tombstones as None; otherwise they are rejected.
 
     Args:
-        annotation: Of the parameter, or of what its list is made of.
-        owner: For messages: whose annotation it is.
+        annotation: Annotation of the parameter, or of the elements of its list.
+        owner: Owner of the annotation, for messages.
 
     Raises:
-        HandlerError: No object can be made for it.
+        HandlerError: The type cannot be decoded.
 
     Example:
         >>> payload = payload_of(dict[str, bool], "handler 'on_order'")
@@ -144,7 +144,7 @@ def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> 
         except _RAISED_ON:
             raise
         except Exception as error:  # noqa: BLE001 - of the user's own types too
-            # What a validator says shows the value, which may be personal, and goes to logs and dead letters.
+            # A validator's message shows the value, which may be personal, and goes to logs and dead letters.
             raise DecodeError(f"{_place(record)} is no {name}: {fault(error, value) or raised_in(error)}") from None
 
     return read
@@ -155,7 +155,7 @@ def _place(record: Record) -> str:
 
 
 class _Validator(NamedTuple):
-    """A library, for one type."""
+    """A validation library, for one type."""
 
     of_json: Callable[[bytes], Any]
     of_object: Callable[[Any], Any]
@@ -167,7 +167,7 @@ def _then(first: Callable[[bytes], Any], second: Callable[[Any], Any]) -> Callab
 
 def _validator(annotation: Any, owner: str) -> _Validator:
     if read_by_msgspec(annotation):
-        import msgspec  # noqa: PLC0415 - something of it is there, so it is
+        import msgspec  # noqa: PLC0415 - installed, because the annotation uses it
 
         try:
             return _Validator(
@@ -180,7 +180,7 @@ def _validator(annotation: Any, owner: str) -> _Validator:
 
     try:
         adapter = TypeAdapter(annotation)
-        if not adapter.pydantic_complete:  # it may be that a name in it is not defined, and only the first record tells
+        if not adapter.pydantic_complete:  # a name may be undefined, and only the first record would show it
             adapter.rebuild(raise_errors=True)
     except (PydanticUserError, SchemaError, TypeError, NameError) as error:
         raise _cannot(annotation, owner, error) from error

@@ -1,14 +1,14 @@
-"""What a handler returned, as bytes: for outcome rows and the journal."""
+"""Encode the result of a handler as bytes, for outcome rows and the journal."""
 
 __all__ = ["encoded_result"]
 
 
 def encoded_result(result: object) -> bytes | None:
-    """The result of a handler as it is written down.
+    """Encode the result of a handler for storage.
 
     Args:
         result: None stays None, bytes stay as they are, and anything else becomes JSON: models, dataclasses, dates
-            and numbers as pydantic writes them, and what has no such form as its `repr`.
+            and numbers in pydantic's format, and unsupported objects as their `repr`.
 
     Example:
         >>> encoded_result(None), encoded_result(b"raw"), encoded_result({"paid": True})
@@ -20,7 +20,7 @@ def encoded_result(result: object) -> bytes | None:
 
     try:
         return to_json(result, fallback=repr)
-    except ValueError:  # such as one that contains itself
+    except ValueError:  # for example an object that contains itself
         return to_json(_shown(result))
 
 

@@ -1,22 +1,23 @@
-"""The records that aioshard writes beside the ones it reads: dead letters, and records that are parked.
+"""Formats of the records that aioshard writes to side topics: dead letters and parked records.
 
-Both keep the headers of the original record and add ours behind them, UTF-8 text each: `aioshard.topic`,
+Both keep the headers of the original record and append ours, each as UTF-8 text: `aioshard.topic`,
 `aioshard.partition`, `aioshard.offset`, `aioshard.timestamp` (seconds since the epoch), `aioshard.group`,
 `aioshard.handler`, `aioshard.attempts`, `aioshard.error` (class), `aioshard.message`, `aioshard.failed_at` (seconds
 since the epoch).
 
-**A dead letter** has the key, value and timestamp of the original. Headers that an earlier life of the record left are
-replaced, not doubled. One from a run over history has `aioshard.message_id` as well, `topic/partition/offset`: a crash
-may send it twice, and both have the same.
+**A dead letter** has the key, value and timestamp of the original. Headers left by an earlier failure of the record are
+replaced, not duplicated. A dead letter from a backfill also has `aioshard.message_id`, `topic/partition/offset`: a
+crash may send it twice, and both copies have the same id.
 
-**A parked record** lives in a compacted topic, in the partition that has the *same number* as its own. Its key is
-`topic/partition/offset@generation`: where the original is, and the generation of the group in which it was parked, so
-that whoever lost the partition since cannot take out what its new owner has parked. The original's own key moves into
-the header `aioshard.key` (bytes; missing where there was none). A null value, which would delete, becomes an empty one
-with `aioshard.null` = `1`. `aioshard.due` says when the key is run again (seconds since the epoch), `aioshard.replays`
-how often it was. The tombstone of that key takes the record out; with `aioshard.generation` it says which owner of the
-partition did, or that an operator did, without it. A request to release the key of a record has the key
-`release/topic/partition/offset` and the value `1`; its tombstone says that it was answered.
+**A parked record** lives in a compacted topic, in the partition with the *same number* as its own. Its key is
+`topic/partition/offset@generation`: the position of the original, and the generation of the group in which it was
+parked, so that a former owner of the partition cannot remove records that the new owner has parked. The original's own
+key moves to the header `aioshard.key` (bytes; missing if there was none). A null value, which would be a tombstone,
+becomes an empty one with `aioshard.null` = `1`. `aioshard.due` is the time of the next retry of the key (seconds since
+the epoch), `aioshard.replays` the number of retries so far. A tombstone for that key removes the record; its header
+`aioshard.generation` says which owner of the partition removed it, and is missing if an operator did. A request to
+release the key of a record has the key `release/topic/partition/offset` and the value `1`; its tombstone means that it
+was answered.
 """
 
 import math
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 LONGEST_MESSAGE = 1000
-"""Characters of an error's message that are kept; headers count against the size of a record."""
+"""Maximum length of a stored error message; headers count towards the size of a record."""
 
 _TOPIC = "aioshard.topic"
 _PARTITION = "aioshard.partition"
@@ -79,7 +80,7 @@ NULL = "aioshard.null"
 DUE = "aioshard.due"
 REPLAYS = "aioshard.replays"
 MESSAGE_ID = "aioshard.message_id"
-"""Of a dead letter from a run over history, `topic/partition/offset`: the same where it is sent again."""
+"""Id of a dead letter from a backfill, `topic/partition/offset`: the same if it is sent again."""
 
 _OF_A_DEAD_LETTER = frozenset(
     {_TOPIC, _PARTITION, _OFFSET, _TIMESTAMP, _GROUP, _HANDLER, _ATTEMPTS, _ERROR, _MESSAGE, _FAILED_AT}
@@ -101,13 +102,13 @@ class Failure(NamedTuple):
     error: str
     """Name of the exception's class."""
     message: str
-    """What the exception says; cut to `LONGEST_MESSAGE` characters when it is written."""
+    """Message of the exception; cut to `LONGEST_MESSAGE` characters when it is written."""
     failed_at: float
     """Seconds since the epoch."""
 
 
 class Coordinates(NamedTuple):
-    """Where a record is: unlike its key, no two records share them.
+    """The position of a record: unlike a key, it is unique.
 
     Example:
         >>> str(Coordinates("orders", 0, 41))
@@ -127,12 +128,12 @@ class Coordinates(NamedTuple):
 
     @classmethod
     def of(cls, record: Record) -> "Coordinates":
-        """Those of *record*."""
+        """Return the coordinates of *record*."""
         return cls(record.topic, record.partition, record.offset)
 
     @classmethod
     def parse(cls, text: str) -> "Coordinates | None":
-        """What `str` made of them; None when *text* is something else."""
+        """Parse the output of `str`; None for any other *text*."""
         match text.split("/"):
             case topic, partition, offset if TOPIC_NAME.fullmatch(topic) and is_number(partition) and is_number(offset):
                 return cls(topic, int(partition), int(offset))
@@ -141,10 +142,10 @@ class Coordinates(NamedTuple):
 
 
 class DeadLetterRecord(NamedTuple):
-    """A dead letter that was read."""
+    """A decoded dead letter."""
 
     original: Record
-    """As the handler got it; its coordinates are those in its own topic."""
+    """The record as the handler received it; its coordinates are those in its own topic."""
     failure: Failure
 
 
@@ -152,7 +153,7 @@ class DeadLetterRecord(NamedTuple):
 
 
 def failure_headers(record: Record, failure: Failure) -> Headers:
-    """What a side record says of its original, and of why it left its topic."""
+    """Return the headers that describe the original and why it left its topic."""
     return (
         (_TOPIC, as_text(record.topic)),
         (_PARTITION, as_text(str(record.partition))),
@@ -168,9 +169,9 @@ def failure_headers(record: Record, failure: Failure) -> Headers:
 
 
 def parted(headers: Headers) -> tuple[Headers, dict[str, bytes | None]]:
-    """The original's headers, and ours: those from the last `aioshard.topic` on that are named like ours.
+    """Split the original's headers from ours; ours are those with our names, from the last `aioshard.topic` on.
 
-    What a proxy or a tracer appended behind them is no less the record's own than what it came with.
+    Headers that a proxy or tracer appended after them count as the record's own.
     """
     begin = max((index for index, (name, _) in enumerate(headers) if name == _TOPIC), default=None)
     if begin is None:
@@ -182,13 +183,13 @@ def parted(headers: Headers) -> tuple[Headers, dict[str, bytes | None]]:
 def read_original(
     headers: Headers, ours: dict[str, bytes | None], key: bytes | None, value: bytes | None
 ) -> DeadLetterRecord | None:
-    """The original, and why it left its topic; None when our headers are missing or cannot be read.
+    """Restore the original and why it left its topic; None if our headers are missing or unreadable.
 
     Args:
-        headers: Of the original.
-        ours: As `parted` gives them.
-        key: Of the original.
-        value: Of the original.
+        headers: Headers of the original.
+        ours: Our headers, from `parted`.
+        key: Key of the original.
+        value: Value of the original.
     """
     try:
         coordinates = Coordinates(_string(ours, _TOPIC), whole(ours, _PARTITION), whole(ours, _OFFSET))
@@ -216,8 +217,8 @@ def _cut(message: str) -> str:
 
 
 def as_text(text: str) -> bytes:
-    """*text* as it is written."""
-    # Half a surrogate pair, as in the name of a file that is no UTF-8, must not keep a record from being written.
+    """Encode *text* for a header."""
+    # A lone surrogate, as in a file name that is not UTF-8, must not keep a record from being written.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -229,10 +230,10 @@ def _string(headers: dict[str, bytes | None], name: str) -> str:
 
 
 def whole(headers: dict[str, bytes | None], name: str) -> int:
-    """A header that is a whole number.
+    """Read a header that is a whole number.
 
     Raises:
-        ValueError: It is missing, or says something else.
+        ValueError: The header is missing, or is not a number.
     """
     text = _string(headers, name)
     if not is_number(text):
@@ -241,7 +242,7 @@ def whole(headers: dict[str, bytes | None], name: str) -> int:
 
 
 def seconds(headers: dict[str, bytes | None], name: str) -> float:
-    """A header that is a moment, or a time; as `whole`."""
+    """Read a header that is a timestamp or a duration; raises as `whole`."""
     found = float(_string(headers, name))
     if not math.isfinite(found):
         raise ValueError(name)
@@ -249,7 +250,7 @@ def seconds(headers: dict[str, bytes | None], name: str) -> float:
 
 
 def is_number(text: str) -> bool:
-    """Whether it is a number as `str` writes an offset: `int` takes signs, blanks and underscores too."""
+    """Whether *text* is a number as `str` writes an offset; unlike `int`, no signs, blanks or underscores."""
     return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER and (text == "0" or text[0] != "0")
 
 
@@ -261,7 +262,7 @@ _GENERATION = "aioshard.generation"
 
 
 class Place(NamedTuple):
-    """Under which key a parked record is stored: where the original is, and in which generation it was parked.
+    """The key under which a parked record is stored: position of the original, and generation in which it was parked.
 
     Example:
         >>> str(Place(Coordinates("orders", 0, 41), 7))
@@ -278,7 +279,7 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Place | None":
-        """What `str` made of it; None when *text* is something else."""
+        """Parse the output of `str`; None for any other *text*."""
         where, _, generation = text.rpartition("@")
         coordinates = Coordinates.parse(where)
         if coordinates is None or not is_number(generation):
@@ -290,12 +291,12 @@ class Place(NamedTuple):
 
 
 def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
-    """A record as a message for the dead-letter topic.
+    """Build the dead letter of a record.
 
     Args:
         topic: The dead-letter topic.
-        record: The record that failed.
-        failure: Why.
+        record: The failed record.
+        failure: Why it failed.
 
     Example:
         >>> record = Record("orders", 0, 41, b"k", b"{}", (("trace", b"7"),), 1700000000.0)
@@ -305,13 +306,13 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
     """
     own = tuple(header for header in record.headers if header[0] not in OURS)
     headers = own + failure_headers(record, failure)
-    # A record of the first message format has no time, and says -1 ms.
+    # A record of the first message format has no timestamp; it reads as -1 ms.
     timestamp = record.timestamp if record.timestamp >= 0 else None
     return Message(topic, record.value, record.key, headers, None, timestamp)
 
 
 def read_dead_letter(record: Record) -> DeadLetterRecord | None:
-    """The dead letter that *record* is; None when it is none, or its headers cannot be read."""
+    """Decode *record* as a dead letter; None if it is something else, or its headers cannot be read."""
     original, ours = parted(record.headers)
     if ours.keys() & ONLY_PARKED:
         return None
@@ -319,12 +320,12 @@ def read_dead_letter(record: Record) -> DeadLetterRecord | None:
 
 
 def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None, timestamp: float | None) -> Message:
-    """A dead letter as the record that it was, for the topic that it came from.
+    """Turn a dead letter back into its original record, for the topic that it came from.
 
     Args:
-        letter: What was read.
-        read: Where it was read; the message names it in the header `REPLAYED`.
-        partition: Where it is to go; that of the original keeps it behind the records that were there before.
+        letter: The decoded dead letter.
+        read: Position of the dead letter; the message names it in the header `REPLAYED`.
+        partition: Destination; the original's partition keeps it behind the records that were there before.
         timestamp: Seconds since the epoch; None is now.
     """
     record = letter.original
@@ -340,62 +341,62 @@ class ParkedRecord(NamedTuple):
     """A record that waits in a side topic."""
 
     original: Record
-    """As the handler got it."""
+    """The record as the handler received it."""
     failure: Failure
-    """Of a record that was parked because an older one of its key is, the failure of that one."""
+    """Why it failed; for a record parked behind an older one of its key, the failure of that one."""
     due: float
-    """Seconds since the epoch at which its key is run again by itself."""
+    """When its key is retried automatically, in seconds since the epoch."""
     replays: int
-    """How often it was run again so far."""
+    """Number of retries so far."""
     generation: int
-    """Of the group, when the record was parked first."""
+    """Generation of the group in which the record was first parked."""
 
     @property
     def place(self) -> Place:
-        """Under which key it is stored."""
+        """The key under which it is stored."""
         return Place(self.coordinates, self.generation)
 
     @property
     def coordinates(self) -> Coordinates:
-        """Of the original."""
+        """Coordinates of the original."""
         return Coordinates.of(self.original)
 
 
 class Removed(NamedTuple):
-    """A record is not parked any more: finished, or dropped."""
+    """Tells that a record is no longer parked: it was finished or dropped."""
 
     place: Place
     by: int | None = None
-    """Generation of the owner that took it out; None where an operator did."""
+    """Generation of the owner that removed it; None if an operator did."""
 
     @property
     def coordinates(self) -> Coordinates:
-        """Of the original."""
+        """Coordinates of the original."""
         return self.place.coordinates
 
 
 class ReleaseRequest(NamedTuple):
-    """Somebody wants the key of a parked record to be run again now."""
+    """A request to retry the key of a parked record now."""
 
     coordinates: Coordinates
 
 
 class ReleaseEnded(NamedTuple):
-    """A request was answered."""
+    """Tells that a request was answered."""
 
     coordinates: Coordinates
 
 
 def park(topic: str, record: Record, failure: Failure, *, generation: int, due: float, replays: int = 0) -> Message:
-    """A record as a message for the side topic; written again, it replaces what is there.
+    """Build the message that parks a record in the side topic; a later one replaces it.
 
     Args:
         topic: The side topic.
-        record: The record that is parked.
-        failure: Why.
-        generation: Of the group, when the record was parked first.
-        due: Seconds since the epoch at which its key is to be run again.
-        replays: How often it was run again so far.
+        record: The record to park.
+        failure: Why it is parked.
+        generation: Generation of the group in which the record was first parked.
+        due: When to retry its key, in seconds since the epoch.
+        replays: Number of retries so far.
 
     Example:
         >>> record = Record("orders", 3, 41, b"k", None, (), 1700000000.0)
@@ -408,36 +409,36 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
         extra.append((KEY, record.key))
     if record.value is None:
         extra.append((NULL, b"1"))
-    # The record comes back to its handler, so that even headers named like ours stay as they are.
+    # The record returns to its handler, so even headers with names like ours are kept.
     headers = record.headers + failure_headers(record, failure) + tuple(extra)
     place = Place(Coordinates.of(record), generation)
     return Message(topic, record.value or b"", as_text(str(place)), headers, record.partition)
 
 
 def tombstone(topic: str, place: Place, *, by: int | None = None) -> Message:
-    """What takes a parked record out of the side topic.
+    """Build the message that removes a parked record from the side topic.
 
     Args:
         topic: The side topic.
-        place: Under which key it is stored.
-        by: Generation in which the partition belongs to who takes it out; None for an operator.
+        place: The key under which the record is stored.
+        by: Generation in which the remover owns the partition; None for an operator.
     """
     headers = () if by is None else ((_GENERATION, as_text(str(by))),)
     return Message(topic, None, as_text(str(place)), headers, place.coordinates.partition)
 
 
 def release(topic: str, coordinates: Coordinates) -> Message:
-    """The request to run the key of a parked record again now; its owner answers."""
+    """Build the request to retry the key of a parked record now; the owner of the partition answers it."""
     return Message(topic, b"1", as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
 
 
 def released(topic: str, coordinates: Coordinates) -> Message:
-    """What takes an answered request out of the side topic."""
+    """Build the message that removes an answered request from the side topic."""
     return Message(topic, None, as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
 
 
 def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | ReleaseEnded | None:
-    """What a record of a side topic says; None when it is nothing of ours, or in a partition where it means nothing."""
+    """Decode a record of a side topic; None if it is not ours, or is in the wrong partition."""
     named = (record.key or b"").decode("utf-8", "replace")
     place = Place.parse(named)
     if place is None:

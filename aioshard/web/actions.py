@@ -1,6 +1,6 @@
-"""What an operator may do from the page: parsed, and done. Who may is in `aioshard.web.guard`.
+"""Parse and perform the actions that an operator can take on the dashboard. `aioshard.web.guard` decides who may.
 
-`POST actions` takes one JSON object. The token comes in `Authorization: Bearer …`, never in the address.
+`POST actions` takes one JSON object. The token is sent in `Authorization: Bearer …`, never in the URL.
 
 | `action` | with |
 | --- | --- |
@@ -8,9 +8,9 @@
 | `pause_handler`, `resume_handler` | `handler` |
 | `set_concurrency` | `handler`, `concurrency` |
 | `retry_now`, `skip`, `release_parked` | `topic`, `partition`, `offset` |
-| `check` | nothing: whether the token is right |
+| `check` | nothing: checks the token |
 
-Each may have `worker`, the process that is meant among several.
+With several processes, each action may also name its process in `worker`.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class RefusedError(Exception):
     """A request is refused.
 
     Attributes:
-        status: Of the answer.
-        sentence: What was found, and what was expected.
+        status: HTTP status of the response.
+        sentence: A message with the actual and the expected value.
     """
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -57,12 +57,12 @@ class RefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """Something that an operator asks for.
+    """An action requested by an operator.
 
     Attributes:
         name: As in the table above.
-        arguments: Of the names that belong to it.
-        worker: Which process is meant; None where there is only one.
+        arguments: Values by field name.
+        worker: The process to act in; None if there is only one.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Action:
     worker: str | None = None
 
     def __str__(self) -> str:
-        """For the log: in one line, whatever somebody put into it."""
+        """Format for the log: always a single line, because JSON escapes the values."""
         worker = {} if self.worker is None else {"worker": self.worker}
         return " ".join(
             [self.name, *(f"{name}={json.dumps(one)}" for name, one in {**self.arguments, **worker}.items())]
@@ -84,7 +84,7 @@ def parse(body: bytes) -> Action:
         body: JSON.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: The body is not a valid action.
 
     Example:
         >>> str(parse(b'{"action": "pause", "topic": "orders", "partition": 3}'))
@@ -116,22 +116,22 @@ def parse(body: bytes) -> Action:
 
 
 def _is_text(value: str) -> bool:
-    """Whether UTF-8 has it: JSON can also write halves of surrogate pairs, which no answer could repeat."""
+    """Whether UTF-8 can encode it: JSON can contain lone surrogates, which no response could repeat."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def perform(app: App, action: Action) -> str:
-    """Do it; returns when the app has.
+    """Perform an action; return once the app has done it.
 
     Args:
-        app: Of this process; called from any thread but that of its event loop.
-        action: What to do.
+        app: App in this process; call from any thread except that of its event loop.
+        action: The action to perform.
 
     Returns:
         A sentence that says what was done.
 
     Raises:
-        RefusedError: The app refused it, with its own sentence.
+        RefusedError: The app refused it; carries the app's own message.
     """
     try:
         return _VERBS[action.name](app, **action.arguments)

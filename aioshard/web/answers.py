@@ -1,4 +1,4 @@
-"""What the routes of one process and those of several have in common: how answers are made, and what they look like."""
+"""Responses shared by the routes of a single process and those of several."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ SAFE = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-"""Headers of every answer: it is true only now, and no page of another site may have it."""
+"""Headers of every response: it must not be cached, and pages of other sites must not get it."""
 
 
 async def _missing(_: Request, error: Exception) -> Response:
@@ -38,33 +38,33 @@ async def _missing(_: Request, error: Exception) -> Response:
 
 
 MISSING = {404: _missing, 405: _missing}
-"""Exception handlers of an application, for paths and methods that there are not."""
+"""Exception handlers of an application, for unknown paths and methods."""
 
 _THREADS = 4
-"""Answers that are computed at the same time: a slow scrape must not hold up a probe."""
+"""Number of responses computed concurrently: a slow scrape must not delay a probe."""
 
 T = TypeVar("T")
 
 
 class Threads:
-    """Threads of their own for some routes: the application's may all be busy, just when somebody wants to know why."""
+    """Dedicated threads for some routes: those of the application may all be busy just when you need a diagnosis."""
 
     def __init__(self) -> None:
-        """Make some; they start when they are used."""
+        """Create the pool; threads start on use."""
         self._limiter = anyio.CapacityLimiter(_THREADS)
 
     async def run(self, function: Callable[..., T], *given: Any) -> T:
-        """Call *function* in one of them: the event loop that serves, which may be that of the app, is not held."""
+        """Call *function* in one of the threads, so that the serving event loop, perhaps the app's, is not blocked."""
         return await anyio.to_thread.run_sync(function, *given, limiter=self._limiter)
 
 
 def probe_answer(state: str, reasons: Sequence[str], findings: Sequence[str]) -> Response:
-    """The answer to a probe: 200, or 503 where there are reasons.
+    """Build the response to a probe: 200, or 503 if there are reasons.
 
     Args:
-        state: Of the app.
-        reasons: Why it is not well.
-        findings: What an operator should know although it is.
+        state: State of the app.
+        reasons: Why the probe fails.
+        findings: Problems that an operator should know about even if the probe succeeds.
     """
     status = "unavailable" if reasons else "ok"
     body = {"status": status, "state": state, "reasons": list(reasons), "findings": list(findings)}
@@ -72,6 +72,6 @@ def probe_answer(state: str, reasons: Sequence[str], findings: Sequence[str]) ->
 
 
 def wants_json(request: Request) -> bool:
-    """Whether JSON is asked for rather than text: by `?format=json`, or else by the header `Accept`."""
+    """Whether the client wants JSON instead of text: by `?format=json`, otherwise by the header `Accept`."""
     asked = request.query_params.get("format")
     return asked == "json" if asked is not None else "application/json" in request.headers.get("accept", "")

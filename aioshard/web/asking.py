@@ -1,4 +1,4 @@
-"""HTTP to a process of this machine over its Unix socket: one request, one answer, in time."""
+"""HTTP to a local process over its Unix socket: one request, one response, with a timeout."""
 
 import asyncio
 from typing import NamedTuple
@@ -16,11 +16,11 @@ _LARGEST = 256 * 1024 * 1024
 
 
 class NoAnswerError(Exception):
-    """Nobody answered in time, or not with HTTP; the message says what happened."""
+    """No HTTP response arrived in time; the message says what happened."""
 
 
 class WorkerAnswer(NamedTuple):
-    """What a worker said."""
+    """The response of a worker."""
 
     status: int
     headers: dict[str, str]
@@ -37,18 +37,18 @@ async def ask_worker(
     body: bytes = b"",
     within: float = 2.0,
 ) -> WorkerAnswer:
-    """Ask the process that listens on a Unix socket.
+    """Send a request to the process that listens on a Unix socket.
 
     Args:
-        path: Of the socket.
-        target: What is asked for, with a slash in front.
-        method: Of the request.
-        headers: Beside those that HTTP needs.
-        body: Of the request.
-        within: Seconds for all of it.
+        path: Path of the socket.
+        target: Request target, with a leading slash.
+        method: HTTP method.
+        headers: Headers in addition to those that HTTP requires.
+        body: Request body.
+        within: Timeout in seconds for the whole exchange.
 
     Raises:
-        NoAnswerError: There is no whole answer.
+        NoAnswerError: No complete response arrived.
     """
     try:
         async with asyncio.timeout(within):
@@ -58,7 +58,7 @@ async def ask_worker(
     except OSError as error:
         raise NoAnswerError(error.strerror or type(error).__name__) from None
     except RuntimeError:
-        # uvloop's word for a connection that was lost before all was written.
+        # uvloop raises this for a connection that was lost before everything was written.
         raise NoAnswerError("the connection was lost") from None
     except h11.RemoteProtocolError as error:
         raise NoAnswerError(f"something that is no HTTP: {error}") from None

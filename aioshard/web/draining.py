@@ -1,4 +1,4 @@
-"""A route that drains the app, for the `preStop` hook of Kubernetes and what else ends a process in order."""
+"""A route that drains the app, for the `preStop` hook of Kubernetes and other graceful shutdowns."""
 
 import asyncio
 import math
@@ -22,19 +22,19 @@ _SIGNS_OF_A_BROWSER = ("origin", "sec-fetch-site")
 
 
 def drain_route(app: App, path: str = "/drain") -> Route:
-    """Make a route that drains the app, to stand beside those of `health_routes`.
+    """Create a route that drains the app, for use next to `health_routes`.
 
-    GET and POST call `App.drain` and answer when that has ended: 200, or 503 with what still ran. `/readyz` answers 503
-    from the first moment on. With `?wait=5` the answer comes after 5 s at the earliest, so that whoever watches
-    `/readyz` has noticed before the process is told to end.
+    GET and POST call `App.drain` and respond when it has ended: 200, or 503 with the runs that had not finished.
+    `/readyz` returns 503 from the start of the drain. With `?wait=5` the response comes after 5 s at the earliest, so
+    that clients of `/readyz` have noticed before the process is told to end.
 
-    GET has an effect because an `httpGet` hook of Kubernetes can do nothing else. So whoever reaches the route can take
-    the process out of its group: that is why it is not among the health routes, and an ingress should not lead to it.
-    HEAD, and what says that it comes from a browser, is refused.
+    GET has an effect because an `httpGet` hook of Kubernetes cannot do anything else. So any client that reaches the
+    route can take the process out of its group: therefore it is not one of the health routes, and an ingress should
+    not expose it. HEAD, and requests that identify themselves as coming from a browser, are refused.
 
     Args:
-        app: App in its own event loop, whichever serves the route.
-        path: Of the route.
+        app: The app, in its own event loop, regardless of which one serves the route.
+        path: Path of the route.
 
     In FastAPI: `FastAPI(lifespan=app.lifespan, routes=[*health_routes(app), drain_route(app)])`.
     """

@@ -1,4 +1,4 @@
-"""Who may act from the page, and the log of what was asked: the token, the origin and the body of a request."""
+"""Access control and audit log of the dashboard: checks the token, the origin and the body of a request."""
 
 import hmac
 import logging
@@ -20,20 +20,20 @@ __all__ = ["SHORTEST_TOKEN", "Guard", "body_of", "check_token"]
 logger = logging.getLogger("aioshard.web.audit")
 
 SHORTEST_TOKEN = 16
-"""Characters of a token; a shorter one can be guessed."""
+"""Minimum length of a token; a shorter one can be guessed."""
 LARGEST_BODY = 4096
-"""Bytes of a request."""
+"""Maximum bytes of a request body."""
 _BODY_TIMEOUT = 5.0
 _MOST_REFUSED = 20
 _REFUSED_WITHIN = 60.0
-"""So many refused requests are logged in so many seconds, so that nobody fills the log."""
+"""At most this many refused requests are logged in this many seconds, so that nobody can flood the log."""
 
 
 def check_token(token: str) -> str:
-    """A token that an operator has set, without the space around it.
+    """Return a token set by an operator, without surrounding white space.
 
     Raises:
-        SettingsError: It is too short, or cannot be sent in a header.
+        SettingsError: The token is too short, or cannot be sent in a header.
     """
     token = token.strip()
     if len(token) < SHORTEST_TOKEN:
@@ -50,20 +50,20 @@ def check_token(token: str) -> str:
 
 
 class Guard:
-    """Says who may act, and writes into the log what was asked, by whom, and what came of it.
+    """Decides who may act, and logs every request with its sender and result.
 
-    The logger is `aioshard.web.audit`; the token is in none of its lines.
+    The logger is `aioshard.web.audit`; the token never appears in its lines.
     """
 
     def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make a guard.
+        """Create a guard.
 
         Args:
-            token: What the operator has set.
-            clock: Seconds, for how much is logged.
+            token: The token set by the operator.
+            clock: Clock in seconds, to limit the log.
 
         Raises:
-            SettingsError: As `check_token`.
+            SettingsError: As for `check_token`.
         """
         self._token = check_token(token).encode()
         self._clock = clock
@@ -72,10 +72,10 @@ class Guard:
         self._not_logged = 0
 
     def check(self, request: Request) -> None:
-        """Let a request pass that has the token, and does not come from another site's page.
+        """Accept a request that has the token and does not come from another site's page.
 
         Raises:
-            RefusedError: It does not pass.
+            RefusedError: The request is not accepted.
         """
         own = _place(f"{request.url.scheme}://{request.headers.get('host', '')}")
         if any(_place(origin) != own for origin in request.headers.getlist("origin")):
@@ -90,11 +90,11 @@ class Guard:
             raise RefusedError(415, "the body is not declared as JSON: expected Content-Type: application/json")
 
     def done(self, request: Request, action: Action, sentence: str) -> None:
-        """Log what was done."""
+        """Log a performed action."""
         logger.warning("%s by %s: %s", action, _address(request), sentence)
 
     def refused(self, request: Request, what: Action | None, refusal: RefusedError) -> None:
-        """Log what was refused, unless that was logged often enough of late."""
+        """Log a refused request, unless the limit of the log is reached."""
         now = self._clock()
         if now - self._logged_since >= _REFUSED_WITHIN:
             if self._not_logged:
@@ -109,9 +109,9 @@ class Guard:
 
 
 def _place(origin: str) -> tuple[str, str]:
-    """Host and port of an origin, the port also where it goes without saying; the scheme does not count.
+    """Return host and port of an origin, without default ports; the scheme does not count.
 
-    A proxy in front may speak TLS to the browser and none to us.
+    A proxy in front may speak TLS to the browser and plain HTTP to us.
     """
     scheme, separator, place = origin.strip().lower().partition("://")
     host, colon, port = place.rpartition(":")
@@ -127,10 +127,10 @@ def _address(request: Request) -> str:
 
 
 async def body_of(request: Request) -> bytes:
-    """The body, which is not read further than it may be long.
+    """Read the body, and stop reading at its maximum size.
 
     Raises:
-        RefusedError: It is longer, or does not come.
+        RefusedError: The body is too long, or does not arrive.
     """
     too_large = RefusedError(413, f"the body is larger than {LARGEST_BODY} bytes: no action is")
     length = request.headers.get("content-length", "")

@@ -1,15 +1,15 @@
-"""Health, statistics and metrics over HTTP: routes for any Starlette app, and a small server of our own.
+"""Health, statistics and metrics over HTTP: routes for any Starlette app, and a small server.
 
 | path | answer |
 | --- | --- |
-| `/livez` | 503 only for what a restart cures; see `Statistics.restart_cures` |
+| `/livez` | 503 only if a restart would help; see `Statistics.restart_cures` |
 | `/readyz` | 200 from the first join of the group, or `ready_timeout`, until draining or failed |
 | `/statistics.json` | `app.statistics()` |
 | `/explain` | `app.explain()`, text; with `?format=json` or `Accept: application/json`, `app.diagnose()` |
 | `/metrics` | Prometheus |
 
-The first two carry a JSON object: `status`, `state`, `reasons` (why not 200) and `findings` (what an
-operator should know although the status is 200).
+The first two return a JSON object: `status`, `state`, `reasons` (why the status is not 200) and `findings` (problems
+that an operator should know about although the status is 200).
 """
 
 import contextlib
@@ -37,22 +37,22 @@ except ImportError as error:
 __all__ = ["PortError", "findings", "health_routes", "serve_health"]
 
 _OF_ALL = ("commit", "draining", "rebalancing")
-"""Kinds of findings that concern all partitions, and are told once."""
+"""Kinds of findings that concern all partitions, and are reported once."""
 
 
-# What the answers say -----------------------------------------------------------------
+# Content of the answers ----------------------------------------------------------------
 
 
 def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
-    """Sentences about what does not move, though a restart would not help.
+    """Describe problems that a restart would not fix.
 
     Args:
-        statistics: What happens.
-        diagnosis: Why it does not, of about the same moment.
+        statistics: Statistics of the app.
+        diagnosis: Diagnosis of the app at about the same moment.
     """
     sentences = [finding.sentence for finding in diagnosis.findings if finding.kind != "nothing assigned"]
     for partition in diagnosis.partitions:
-        # What is merely slow is no finding: it is stuck when it lasts, or something else is in the way.
+        # Slowness alone does not count: if it lasts, the partition is stuck, or another finding explains it.
         if partition.verdict == "stuck":
             sentences.append(partition.sentence)
         name = f"{partition.topic}/{partition.partition}"
@@ -95,16 +95,16 @@ def _not_ready(statistics: Statistics) -> list[str]:
 
 
 def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> list[BaseRoute]:
-    """The routes, to be mounted in any Starlette or FastAPI application.
+    """Return the health routes, to be mounted in any Starlette or FastAPI application.
 
-    Every answer is computed in a worker thread: the event loop that serves them, which may be that of the app, is
-    not held.
+    Every response is computed in a worker thread, so the serving event loop, which may be that of the app, is not
+    blocked.
 
     Args:
-        app: What is asked; any number of times, from any thread.
-        registry: What `/metrics` shows; None is a registry with the app's metrics alone. Give
-            `prometheus_client.REGISTRY`, with an `AppCollector` registered there, to have the
-            process's and the handlers' own metrics on the same page.
+        app: The app to observe; any number of route sets, from any thread.
+        registry: Source of `/metrics`; None uses a registry with the app's metrics alone. Pass
+            `prometheus_client.REGISTRY`, with an `AppCollector` registered there, to get the process's and the
+            handlers' own metrics on the same page.
 
     In FastAPI: `FastAPI(lifespan=app.lifespan, routes=health_routes(app))`; under a prefix:
     `Mount("/aioshard", routes=health_routes(app))`.
@@ -131,7 +131,7 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
 
 
 class _Answers:
-    """What the routes answer; computed in any thread."""
+    """The responses of the routes; computed in any thread."""
 
     def __init__(self, app: App, registry: CollectorRegistry) -> None:
         self._app = app
@@ -174,24 +174,24 @@ async def serve_health(
     registry: CollectorRegistry | None = None,
     routes: Sequence[BaseRoute] = (),
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serve the health routes while the context is open, in a thread with an event loop of its own.
+    """Serve the health routes while the context is open, in a thread with its own event loop.
 
-    So probes, scrapes and explanations are answered while the app's event loop is blocked, and never hold it.
+    So probes, scrapes and explanations are answered even while the app's event loop is blocked, and never block it.
 
     Args:
-        app: What is asked, from that thread.
+        app: The app to observe, from that thread.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         uds: Path of a Unix socket to listen on, in place of host and port.
-        registry: What `/metrics` shows, as in `health_routes`; its collectors are called in that thread.
-        routes: More routes, which come first. Their endpoints run in that thread's event loop: what of the app is
-            bound to the loop in which it runs, such as `App.publish`, is not to be awaited there.
+        registry: Source of `/metrics`, as in `health_routes`; its collectors are called in that thread.
+        routes: Additional routes, which take precedence. Their endpoints run in that thread's event loop: do not await
+            methods there that are bound to the app's own event loop, such as `App.publish`.
 
     Yields:
-        The address and port that are listened on, or the path and 0; connections are accepted from here on.
+        The address and port of the server, or the path and 0; it accepts connections from here on.
 
     Raises:
-        PortError: The address is in use or is not ours.
+        PortError: The address is in use or does not belong to this host.
     """
     application = Starlette(routes=[*routes, *health_routes(app, registry=registry)], exception_handlers=MISSING)
     async with serve_in_thread(application, host=host, port=port, uds=uds) as bound:

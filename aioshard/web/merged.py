@@ -1,6 +1,6 @@
-"""Metrics of several processes as those of one: every series gets the label `worker`.
+"""Merge the metrics of several processes into one exposition: every series gets the label `worker`.
 
-From text to text: the parser of prometheus_client makes an object of each sample, and takes more than ten times as
+It works on text: the parser of prometheus_client creates an object for each sample, and takes more than ten times as
 long.
 """
 
@@ -15,7 +15,7 @@ LABEL = "worker"
 _EOF = "# EOF"
 _HEADINGS = ("TYPE", "HELP", "UNIT")
 _TAKEN = re.compile(rf'(^|,){LABEL}="')
-"""The label in what follows a brace; within a value its quote would be escaped."""
+"""Matches the label in the text after a brace; within a value its quote would be escaped."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,17 +28,17 @@ class Family:
 
 
 def labelled(text: str, worker: str | None) -> dict[str, Family]:
-    r"""The metrics in an exposition by their names, with the label `worker` on every series.
+    r"""Return the metrics of an exposition by name, with the label `worker` on every series.
 
-    A label of that name which a series has already becomes `exported_worker`, as Prometheus does it.
+    An existing label of that name becomes `exported_worker`, as in Prometheus.
 
     Args:
-        text: As prometheus_client writes it, in the format of OpenMetrics or in the older one, with names of the
-            plain character set: each sample follows the headings of its metric.
-        worker: The label's value; None leaves the series as they are.
+        text: Output of prometheus_client, in the OpenMetrics format or the older one, with names in the plain
+            character set: each sample follows the headings of its metric.
+        worker: The label's value; None leaves the series unchanged.
 
     Raises:
-        ValueError: That is no such text.
+        ValueError: The text does not have this format.
 
     Example:
         >>> labelled('# TYPE orders counter\norders_total{shop="a"} 3.0\n# EOF\n', "1")["orders"].samples
@@ -65,14 +65,14 @@ def labelled(text: str, worker: str | None) -> dict[str, Family]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Without those that say nothing, and none of a text that breaks off."""
+    """Return the lines without empty ones and the end marker; reject a truncated text."""
     if not text.endswith("\n"):
         raise ValueError("the last line breaks off")
     return (line for line in text.split("\n") if line and line != _EOF)
 
 
 def _labelled(line: str, worker: str | None) -> str:
-    float(line.rpartition(" ")[2])  # a value, or the time of one
+    float(line.rpartition(" ")[2])  # a value, or its timestamp
     if worker is None:
         return line
     space, brace = line.find(" "), line.find("{")
@@ -86,14 +86,14 @@ def _labelled(line: str, worker: str | None) -> str:
 
 
 def merged(exposed: Iterable[Mapping[str, Family]], *, open_metrics: bool) -> str:
-    """One exposition of several: what belongs to a metric is told once, in the words of the first.
+    """Merge several expositions into one: the headings of a metric appear once, as in the first exposition.
 
-    Where a worker has another type under the same name, as while a new version is rolled out by hand, its samples are
-    left out: one metric has one type, and a mixture would spoil the whole scrape.
+    If a worker exposes another type under the same name, as during a manual rollout of a new version, its samples are
+    left out: a metric has one type, and a mixture would invalidate the whole scrape.
 
     Args:
-        exposed: All in the same format.
-        open_metrics: Whether that is OpenMetrics, which has an end.
+        exposed: The expositions, all in the same format.
+        open_metrics: Whether that format is OpenMetrics, which has an end marker.
     """
     families: dict[str, tuple[Family, list[str]]] = {}
     for one in exposed:

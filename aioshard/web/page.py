@@ -1,13 +1,13 @@
-"""The page of an app: what it does, why something does not advance, and with a token, what to do about it.
+"""The dashboard of an app: shows its activity, explains why a partition is stuck, and with a token allows actions.
 
-One page, one script, one stylesheet; the script asks `processes.json` again and again and keeps the history of what it
-draws. All addresses in it are relative, so it works below any path. Nothing comes from elsewhere.
+It is one page, one script and one stylesheet; the script polls `processes.json` and keeps the history of its graphs.
+All its URLs are relative, so it works below any path. Nothing is loaded from other sites.
 
 | path | answer |
 | --- | --- |
-| `/` | the page; `page.js`, `page.css` and `icon.svg` beside it |
-| `/processes.json` | what it shows, as `aioshard.web.processes` says |
-| `/actions` | POST: what it may do, as `aioshard.web.actions` says; without a token there is no such path |
+| `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
+| `/processes.json` | its data, as described in `aioshard.web.processes` |
+| `/actions` | POST: its actions, as described in `aioshard.web.actions`; this path exists only with a token |
 """
 
 import asyncio
@@ -43,24 +43,24 @@ _FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _LASTS = 0.5
-"""Seconds for which several pages get the same answer: each look costs the app's process its time."""
+"""Seconds for which several dashboards get the same response: each snapshot costs the app's process time."""
 
 
 class Source(NamedTuple):
-    """Where a page gets what it shows, and what acts for it: one app, or the processes of several."""
+    """Data and actions of a dashboard: from one app, or from several processes."""
 
     look: Callable[[], Awaitable[dict[str, Any]]]
-    """Makes `processes.json`."""
+    """Builds `processes.json`."""
     act: Callable[[Action], Awaitable[str]]
-    """Does what was asked, and says what was done in a sentence; raises `RefusedError`."""
+    """Performs an action and returns a sentence that says what was done; raises `RefusedError`."""
 
 
 def dashboard(app: App, *, token: str | None = None) -> Starlette:
-    """The page as an application of its own, to be mounted in FastAPI or Starlette.
+    """Return the dashboard as a separate application, to be mounted in FastAPI or Starlette.
 
     Args:
-        app: What is shown; it may run in another event loop than the page.
-        token: Who has it may act; at least 16 characters. None: the page only shows.
+        app: The app to show; it may run in another event loop than the dashboard.
+        token: Allows anyone who has it to act; at least 16 characters. With None the dashboard is read-only.
 
     Raises:
         SettingsError: The token is too short, or cannot be sent in a header.
@@ -76,19 +76,19 @@ def dashboard(app: App, *, token: str | None = None) -> Starlette:
 
 
 def page_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
-    """The routes of the page, to be served beside others.
+    """Return the routes of the dashboard, to be served with others.
 
     Args:
         app: As in `dashboard`.
         token: As in `dashboard`.
 
     Raises:
-        SettingsError: As `dashboard`.
+        SettingsError: As for `dashboard`.
     """
     threads = Threads()
 
     async def look() -> dict[str, Any]:
-        # In a thread: with a thousand partitions it takes long enough for the event loop to notice.
+        # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
         shown = await threads.run(process, app)
         return document([shown], actions=token is not None)
 
@@ -101,7 +101,7 @@ def page_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
 
 
 def routes_of(source: Source, *, token: str | None = None) -> list[BaseRoute]:
-    """The routes of a page that shows what *source* gives; for the rest see `page_routes`."""
+    """Return the routes of a dashboard that shows *source*; for the rest see `page_routes`."""
     threads = Threads()
     latest = _Latest(source.look, threads)
 
@@ -119,7 +119,7 @@ def routes_of(source: Source, *, token: str | None = None) -> list[BaseRoute]:
 
 
 class _Latest:
-    """The latest `processes.json`, for whoever asks within a moment."""
+    """The latest `processes.json`, shared by requests that arrive within a moment."""
 
     def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]], threads: Threads) -> None:
         self._look = look
@@ -129,7 +129,7 @@ class _Latest:
         self._body = b""
 
     async def body(self) -> bytes:
-        """As JSON; whoever asks while it is made waits for it."""
+        """Return it as JSON; concurrent requests wait for the same result."""
         async with self._turn:
             if time.monotonic() - self._at >= _LASTS:
                 found = await self._look()
@@ -159,7 +159,7 @@ async def _act(source: Source, guard: Guard, request: Request) -> Response:
         sentence = await source.act(action)
     except RefusedError as refusal:
         guard.refused(request, action, refusal)
-        headers = {**SAFE, "connection": "close"}  # what of its body was not read is not taken for a request
+        headers = {**SAFE, "connection": "close"}  # the unread rest of its body must not be taken for a request
         if refusal.status == 401:  # noqa: PLR2004 - Unauthorized
             headers["www-authenticate"] = "Bearer"
         return JSONResponse({"error": refusal.sentence}, status_code=refusal.status, headers=headers)

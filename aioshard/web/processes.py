@@ -1,12 +1,12 @@
-"""What the page and the terminal show of an app: one document, of one process or of several as one.
+"""The document behind the dashboard and the terminal, for one process or several.
 
-`GET processes.json` answers with it. In `processes` is one entry for each process: `worker` (None where there is only
-one), `statistics`, `diagnosis`, `workload`, and `error`: None, or why nothing is known of it now. `actions` says
-whether there are actions, for who has the token; `at` when it was made, in seconds since the epoch.
+`GET processes.json` returns it. `processes` has one entry per process: `worker` (None if there is only one),
+`statistics`, `diagnosis`, `workload`, and `error`: None, or why its state is unknown now. `actions` says whether a
+client with the token can perform actions; `at` is the time of the snapshot, in seconds since the epoch.
 
-`statistics` and `diagnosis` are `App.statistics()` and `App.diagnose()`; of the partitions in `diagnosis` only those
-that wait or are stuck, the worst first, at most `MOST_DIAGNOSED`, and `left_out` says how many more there are.
-`workload` is `App.workload()`, None while the app does not run.
+`statistics` and `diagnosis` are `App.statistics()` and `App.diagnose()`. Of the partitions in `diagnosis`, only those
+that are waiting or stuck are included, the worst first, at most `MOST_DIAGNOSED`; `left_out` is the number of further
+ones. `workload` is `App.workload()`, None while the app is not running.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from aioshard.observe import PartitionDiagnosis, PartitionStatistics
 __all__ = ["MOST_DIAGNOSED", "document", "process", "unknown_process"]
 
 MOST_DIAGNOSED = 100
-"""Partitions of one process that are explained."""
+"""Maximum number of diagnosed partitions per process."""
 _PARTITION = [field.name for field in dataclasses.fields(PartitionStatistics)]
 
 
 def process(app: App, worker: str | None = None) -> dict[str, Any]:
-    """What is shown of one process, ready for JSON; safe from any thread.
+    """Return the entry of one process, ready for JSON; safe from any thread.
 
     Args:
-        app: Of this process.
-        worker: Its name among several; None where it is the only one.
+        app: The app in this process.
+        worker: Its name among several processes; None if it is the only one.
     """
     statistics, diagnosis, workload = app.statistics(), app.diagnose(), app.workload()
-    # `asdict` copies deeply, which is most of the time where there are many partitions, and these are flat.
+    # `asdict` copies deeply, which takes most of the time with many partitions, and these are flat.
     partitions = [{name: getattr(one, name) for name in _PARTITION} for one in statistics.partitions]
     others = dataclasses.replace(statistics, partitions=())
     worth = sorted((one for one in diagnosis.partitions if one.verdict in ("stuck", "waiting")), key=_worst_first)
@@ -51,20 +51,20 @@ def _worst_first(partition: PartitionDiagnosis) -> tuple[bool, float]:
 
 
 def unknown_process(worker: str, error: str) -> dict[str, Any]:
-    """The entry of a process that does not answer.
+    """Return the entry of a process that does not respond.
 
     Args:
         worker: Its name.
-        error: Why not, in a sentence.
+        error: The reason, as a sentence.
     """
     return {"worker": worker, "statistics": None, "diagnosis": None, "workload": None, "error": error}
 
 
 def document(processes: Iterable[Mapping[str, Any]], *, actions: bool) -> dict[str, Any]:
-    """The whole of `processes.json`.
+    """Return the complete `processes.json`.
 
     Args:
-        processes: From `process` and `unknown_process`.
-        actions: Whether there are actions.
+        processes: Entries from `process` and `unknown_process`.
+        actions: Whether actions are available.
     """
     return {"processes": list(processes), "actions": actions, "at": time.time()}

@@ -1,4 +1,4 @@
-"""A small server of our own: an ASGI application in a thread and an event loop of its own."""
+"""A small server that runs an ASGI application in a thread with its own event loop."""
 
 import asyncio
 import contextlib
@@ -28,9 +28,9 @@ logger = logging.getLogger("aioshard.web")
 
 _BACKLOG = 128
 _STOPS_WITHIN = 1
-"""Seconds that requests in progress get when the server stops."""
+"""Seconds that requests in flight get when the server stops."""
 _ENDS_WITHIN = 5.0
-"""Seconds after which a thread that does not end is left to itself: a request may hang in somebody's collector."""
+"""Seconds after which a thread that does not end is abandoned: a request may hang in a user's collector."""
 
 
 class PortError(AioshardError):
@@ -38,7 +38,7 @@ class PortError(AioshardError):
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: whoever runs the app owns them."""
+    """A server that leaves the process's signals alone: they belong to the process that runs the app."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -46,10 +46,10 @@ class _Server(uvicorn.Server):
 
 
 class _OwnNames:
-    """Accepts only `localhost`, the given name and IP addresses in the header `Host`: against DNS rebinding.
+    """Accepts only `localhost`, the given name and IP addresses in the header `Host`, against DNS rebinding.
 
-    Another site can point its own name at this machine and read the answers. It cannot do that with an IP address, so
-    every address is accepted: a proxy in the pod may pass on that of the pod.
+    Another site can point its own name at this machine and read the responses. It cannot do that with an IP address,
+    so every address is accepted: a proxy in the pod may forward the pod's own address.
     """
 
     def __init__(self, application: ASGIApp, host: str) -> None:
@@ -57,9 +57,9 @@ class _OwnNames:
         self._names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or refuse with 403."""
+        """Forward the request to the application, or refuse it with 403."""
         application = self._application
-        # A browser always sends the header; a probe in HTTP 1.0 may not.
+        # A browser always sends the header; a probe using HTTP 1.0 may not.
         asked = [value.decode("latin-1").lower() for name, value in scope.get("headers", ()) if name == b"host"]
         if not all(map(self._is_own, asked)):
             sentence = "host not allowed: use http://localhost, or listen on another address with --host"
@@ -81,9 +81,9 @@ class _OwnNames:
 async def serve_in_thread(
     application: ASGIApp, *, host: str, port: int, uds: str | None = None
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serve an application in a thread while the context is open, whatever the caller's event loop does.
+    """Serve an application in a thread while the context is open, independently of the caller's event loop.
 
-    On a loopback address, requests for other names than `localhost`, *host* and IP addresses are refused.
+    On a loopback address, requests for names other than `localhost`, *host* and IP addresses are refused.
 
     Args:
         application: Runs in the event loop of that thread, not in the caller's; without a lifespan.
@@ -92,10 +92,10 @@ async def serve_in_thread(
         uds: Path of a Unix socket to listen on, in place of host and port. Only this user may connect.
 
     Yields:
-        The address and port that are listened on, or the path and 0; connections are accepted from here on.
+        The address and port of the server, or the path and 0; it accepts connections from here on.
 
     Raises:
-        PortError: The address is in use or is not ours.
+        PortError: The address is in use or does not belong to this host.
     """
     listener = _listen(host, port) if uds is None else _listen_on_path(uds)
     if uds is None and ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
@@ -104,7 +104,7 @@ async def serve_in_thread(
         application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_STOPS_WITHIN
     )
     server = _Server(config)
-    # A daemon: a process that is told to end must not wait for a request that hangs.
+    # A daemon: a terminating process must not wait for a request that hangs.
     thread = threading.Thread(target=_run, args=(server, listener), name="health server", daemon=True)
     try:
         bound = (uds, 0) if uds is not None else listener.getsockname()[:2]
@@ -113,11 +113,11 @@ async def serve_in_thread(
     finally:
         server.should_exit = True
         await finish(_until_ended(thread), "health server ends")
-        if not thread.is_alive():  # else its loop still has it
+        if not thread.is_alive():  # otherwise its event loop still uses it
             listener.close()
         if uds is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(uds)  # noqa: PTH108 - as it was bound
+                os.unlink(uds)  # noqa: PTH108 - same path as bound
 
 
 def _run(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -129,7 +129,7 @@ def _run(server: uvicorn.Server, listener: socket.socket) -> None:
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
-    # A connection whose request was given up is left open by the server.
+    # The server leaves connections of abandoned requests open.
     for connection in tuple(server.server_state.connections):
         if (transport := connection.transport) is not None:
             transport.abort()
@@ -146,10 +146,10 @@ async def _until_ended(thread: threading.Thread) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # Listening before the server runs: a probe that comes early waits for its answer.
+        # Listen before the server runs, so that an early probe waits for its response.
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        # Inherited by its connections: asyncio sets it only where the protocol is named, and without it a body that
-        # follows its headers waits 40 ms for the other side.
+        # Connections inherit it: asyncio sets it only if the protocol is given explicitly, and without it a body that
+        # follows its headers waits 40 ms for the peer.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise PortError(
@@ -160,13 +160,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    """Python adds the address to what the system says of a bind, and the sentence has that already."""
+    """Return the system's message alone: Python appends the address, which our message already contains."""
     system = error.errno if not isinstance(error, socket.gaierror) else None
     return os.strerror(system) if system else error.strerror or str(error)
 
 
 def _listen_on_path(path: str) -> socket.socket:
-    """Bind a Unix socket; one that a process left behind is in nobody's way."""
+    """Bind a Unix socket; remove one left behind by a dead process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_left(path)
@@ -185,7 +185,7 @@ def _listen_on_path(path: str) -> socket.socket:
 def _remove_left(path: str) -> None:
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):  # noqa: PTH116
-            return  # not ours to remove: binding says that it is there
+            return  # not ours to remove: binding will report it
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:

@@ -1,14 +1,14 @@
-"""Health, statistics and metrics of processes that one supervisor keeps running, as those of one.
+"""Health, statistics and metrics of the worker processes of one supervisor, merged into one view.
 
 | path | answer |
 | --- | --- |
-| `/livez` | 200: the supervisor is there, and starts its workers again; what is wrong with them is in `findings` |
+| `/livez` | 200: the supervisor is alive, and restarts its workers; their problems are in `findings` |
 | `/readyz` | 200 when every worker is ready |
-| `/statistics.json` | `workers`: what each is at, with its statistics |
+| `/statistics.json` | `workers`: the state of each, with its statistics |
 | `/explain` | the explanation of each worker, as text or as JSON |
 | `/metrics` | those of all workers, with the label `worker` |
 
-A worker is asked over its Unix socket, at the moment of the request, and left out when it does not answer in time.
+Each request queries the workers over their Unix sockets; a worker that does not respond in time is left out.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ SUPERVISOR = "supervisor"
 """The label `worker` of the supervisor's own process."""
 
 _PROBES_WITHIN = 0.7
-"""Seconds that workers get to answer a probe, which itself has one second as a rule."""
+"""Seconds that workers get to answer a probe, which itself usually has a timeout of one second."""
 _ANSWERS_WITHIN = 2.0
 _ESCAPING = re.compile(r";\s*escaping=[\w-]+")
 
 
 class _Told(NamedTuple):
-    """What one worker answered."""
+    """The response of one worker."""
 
     state: WorkerState
     answer: WorkerAnswer | None
@@ -51,7 +51,7 @@ class _Told(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """The answer's object; an empty one where there is none."""
+        """The JSON object of the response; empty without one."""
         try:
             return json.loads(self.answer.body) if self.answer is not None else {}
         except ValueError:
@@ -59,7 +59,7 @@ class _Told(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why there is no answer."""
+        """Why the response is missing."""
         return self.state.trouble or self.error or "no answer"
 
 
@@ -124,7 +124,7 @@ def _probes(supervised: Supervised) -> list[BaseRoute]:
     return [Route("/livez", livez), Route("/readyz", readyz)]
 
 
-# What there is to read ----------------------------------------------------------------
+# Views --------------------------------------------------------------------------------
 
 
 def _views(supervised: Supervised) -> list[BaseRoute]:
@@ -190,10 +190,10 @@ def _metrics(supervised: Supervised) -> list[BaseRoute]:
         return merged(exposed, open_metrics=content_type.startswith("application/openmetrics-text"))
 
     async def metrics(request: Request) -> Response:
-        # Of the plain character set: in names of any characters the label would have no place of its own.
+        # In the plain character set: with arbitrary characters in names, the label would have no fixed place.
         _, content_type = choose_encoder(_ESCAPING.sub("", request.headers.get("accept", "")))
         told = await _all(supervised, "/metrics", accept=content_type)
-        # In a thread: it takes a while where there are many series.
+        # In a thread: it takes a while with many series.
         text = await asyncio.to_thread(page, told, content_type)
         return Response(text, headers={**SAFE, "content-type": content_type})
 
@@ -215,11 +215,11 @@ def _of_workers(group: str, told: Sequence[_Told], up: dict[str, float]) -> list
 
 
 def supervised_application(supervised: Supervised, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application that a supervisor serves.
+    """Return the application that a supervisor serves.
 
     Args:
-        supervised: Whose workers are asked.
-        routes: More routes, which come first.
+        supervised: The supervisor whose workers are queried.
+        routes: Additional routes, which take precedence.
     """
     own = [*_probes(supervised), *_views(supervised), *_metrics(supervised)]
     return Starlette(routes=[*routes, *own], exception_handlers=MISSING)

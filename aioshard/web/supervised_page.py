@@ -1,4 +1,4 @@
-"""The page of several processes as one: what it shows comes from each of them, what it does goes to the one meant."""
+"""The dashboard of several processes: merges their data, and forwards actions to the chosen process."""
 
 import asyncio
 import json
@@ -19,11 +19,11 @@ _ACTS_WITHIN = 15.0
 
 
 def supervised_page(supervised: Supervised, *, token: str | None = None) -> list[BaseRoute]:
-    """The routes of the page of a supervisor, whose workers serve pages too.
+    """Return the routes of a supervisor's dashboard; its workers serve dashboards too.
 
     Args:
-        supervised: Whose workers are shown.
-        token: Who has it may act; that of the workers. None: the page only shows.
+        supervised: The supervisor whose workers are shown.
+        token: Allows anyone who has it to act; the same as that of the workers. With None the dashboard is read-only.
 
     Raises:
         SettingsError: The token is too short, or cannot be sent in a header.
@@ -59,7 +59,7 @@ async def _process(state: WorkerState) -> dict[str, Any]:
 
 
 async def _forwarded(state: WorkerState, action: Action, token: str) -> str:
-    """Have a worker do it, and tell what it told."""
+    """Forward an action to a worker and return its reply."""
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     body = json.dumps({"action": action.name, **action.arguments}).encode()
     try:

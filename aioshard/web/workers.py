@@ -1,4 +1,4 @@
-"""What a supervisor tells of its workers."""
+"""State of the workers, as reported by their supervisor."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ __all__ = ["Supervised", "WorkerState"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker, as its supervisor sees it."""
+    """One worker, from the supervisor's point of view."""
 
     worker: str
     pid: int | None
-    """None while it does not run."""
+    """None while it is not running."""
     socket: str
-    """Where it answers."""
+    """Path of the socket on which it serves."""
     restarts: int
-    """How often it was started again."""
+    """Number of restarts."""
     trouble: str | None
-    """Why it does not run, or was started again lately: a sentence."""
+    """Why it is not running, or was restarted lately, as a sentence."""
 
 
 class Supervised(Protocol):
-    """A supervisor, as far as the routes need it; read from another thread."""
+    """The part of a supervisor that the routes need; read from another thread."""
 
     @property
     def group_id(self) -> str:
@@ -31,7 +31,7 @@ class Supervised(Protocol):
 
     @property
     def draining(self) -> bool:
-        """Whether it is to end."""
+        """Whether it is shutting down."""
 
     def workers(self) -> Sequence[WorkerState]:
         """The workers, in order."""
