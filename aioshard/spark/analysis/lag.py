@@ -36,9 +36,9 @@ class LagOf(NamedTuple):
 class Lag(NamedTuple):
     """The lag of every partition over time.
 
-    A journal contains only finished records. Towards its end, records that were produced but never finished are
-    missing; at its start, records that finished earlier are. Timestamps are trusted even if the producer set them, from
-    its own clock or from the time of an event.
+    A journal contains only finished records. Records that were produced but never finished are missing towards its
+    end; records that finished before it began are missing at its start. Timestamps are trusted even if the producer
+    set them, from its own clock or from the time of an event.
     """
 
     handler: str

@@ -48,7 +48,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Return the key figures for the top of a page, as pairs of name and value."""
+    """Render key figures, pairs of name and value, as tiles for the top of a page."""
     return '<div class="tiles">' + "".join(f"<div><b>{value}</b>{name}</div>" for name, value in figures) + "</div>"
 
 

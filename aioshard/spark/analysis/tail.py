@@ -53,7 +53,7 @@ class Tail(NamedTuple):
     slowest_work_share: float
     """Their share of all work, from 0 to 1."""
     slowest_wait_share: float
-    """Share of all waits that records spent behind a running slow record of the same shard."""
+    """Share of all waits that records spent behind one of them in the same shard, while it ran."""
     partitions: tuple[Last, ...]
     keys: tuple[Last, ...]
 

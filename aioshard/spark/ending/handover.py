@@ -101,7 +101,7 @@ async def handover(
         GroupMovedError: The group has moved since the plan was made. Nothing was changed.
         DataLossError: The run ends past the end of the log: the topic was recreated.
         PlanError: The directory has no plan, *wait* is invalid, or another program's commit metadata cannot be kept.
-        TransportError: The brokers do not answer, or refuse the connection.
+        TransportError: The brokers do not answer, or refuse access.
 
     Example:
         ```python

@@ -57,7 +57,7 @@ def verify(spark: "SparkSession", directory: str | os.PathLike[str] | RunDirecto
     Raises:
         PlanError: The directory has no plan, or its checkpoint is unreadable.
         DataLossError: A range ends past the end of its log: the topic was recreated.
-        TransportError: The brokers do not answer, or refuse the connection.
+        TransportError: The brokers do not answer, or refuse access.
 
     Example:
         ```python

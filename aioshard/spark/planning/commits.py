@@ -13,7 +13,7 @@ __all__ = ["after", "leased", "moved", "noted", "then_of"]
 
 
 def noted(committed: Committed | CommittedThen | None) -> CommitMetadata:
-    """Return the parsed metadata of a commit; empty metadata if there is no commit."""
+    """Return the parsed metadata of a commit; it is empty without a commit."""
     if committed is None or committed.offset is None:
         return CommitMetadata()
     return CommitMetadata.read(committed.metadata, committed.offset)

@@ -32,7 +32,7 @@ async def lease(directory: str | os.PathLike[str] | RunDirectory, seconds: float
         PlanError: The directory has no plan, or *seconds* is out of range.
         GroupBusyError: The group has members. Nothing was changed.
         GroupMovedError: The group's commits have changed since the plan was made. Nothing was changed.
-        TransportError: The brokers do not answer, or refuse the connection.
+        TransportError: The brokers do not answer, or refuse access.
 
     Example:
         ```python
@@ -63,7 +63,7 @@ async def take_lease(brokers: HistoryBrokers, plan: Plan, seconds: float) -> lis
     together with its offsets and refuses to start with an explanation. The commit also keeps the brokers from
     expiring the offsets of a group that has no members for a long time. A lease is not a lock:
 
-    * Other consumers ignore it, and so do apps built with an aioshard version older than leases.
+    * Consumers without aioshard ignore it, and so do apps built with an aioshard version older than leases.
     * It changes no offset. A partition is skipped, and returned, if it has no commit that could carry the lease or if
       the lease would hide another program's metadata.
     * A consumer could start, commit and stop between reading the offsets and committing them again. That window is

@@ -107,7 +107,7 @@ async def plan(
             value, or a directory that already has a run.
         DataLossError: The log no longer has some of the records; the error names them.
         SettingsError: The brokers are unknown, or a setting is invalid.
-        TransportError: The brokers do not answer, or refuse the connection.
+        TransportError: The brokers do not answer, or refuse access.
 
     Example:
         ```python
