@@ -1,4 +1,4 @@
-"""Admin requests of the commands: everything except reading and writing records."""
+"""Admin requests for the CLI commands: everything except reading and writing records."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The backlogs of the subscribed partitions, for the group leader to balance by."""
+"""The backlogs of the subscribed partitions, which the group leader uses to balance them."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ __all__ = ["Backlog"]
 logger = logging.getLogger("aioshard.kafka.backlog")
 
 _TIMEOUT = 0.5
-"""Seconds to wait for the log end offsets, during which the group waits too; then earlier known ends apply."""
+"""Seconds to look up log end offsets while the group waits for us; after that, we use the last known ones."""
 
 
 class Backlog:

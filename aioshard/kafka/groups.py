@@ -44,7 +44,7 @@ class Group(NamedTuple):
     """The brokers' description of a group."""
 
     state: str
-    """The brokers' name in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
+    """The brokers' name for it, in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
     protocol: str
     """`classic`, or `consumer` (KIP-848)."""
     assignor: str

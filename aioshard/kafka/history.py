@@ -141,7 +141,7 @@ class HistoryBrokers(Administration):
     async def written(self, offsets: Mapping[TopicPartition, int], now: float) -> dict[TopicPartition, float]:
         """Estimate when the record at each offset was written, to within a hundredth of its age.
 
-        A binary search over times, with each request covering all partitions. It fetches no records, so permission
+        A binary search over times, with all partitions in each round. It fetches no records, so permission
         to describe the topic is enough. If timestamps are not in offset order, the result is the time of the first
         record at or after the offset.
 

@@ -1,6 +1,7 @@
-"""All uses of aiokafka's private attributes by the consumer, except those in `chunk`. Canary tests guard each of them.
+"""The consumer's uses of aiokafka's private attributes, except those in `chunk` and `connections`.
 
-The version is pinned (`aiokafka>=0.14,<0.15`). The private parts, and why the public API is not enough:
+Canary tests guard each attribute, and the version is pinned (`aiokafka>=0.14,<0.15`). The private parts, and why the
+public API is not enough:
 
 * We take records from the fetcher's buffer. `getmany` builds a slow record class, cannot be bounded per partition,
   overruns its time-out, and blocks while the group rebalances.
@@ -47,8 +48,8 @@ _IDLE_WAIT_MS = 500
 _TICK = 0.05
 _NO_LEADER = (None, -1)
 _REPLICATION_LAG = 2.0
-"""Seconds until a new coordinator knows all commits: by default, replicas ask it at least every 0.5 s. On Kafka 4.1.1,
-answers right after a commit were up to 1 s out of date in 5 of 6 moves, and in none of 6 after 2 s."""
+"""Seconds until a new coordinator knows all commits: by default, replicas fetch from it at least every 0.5 s. On Kafka
+4.1.1, answers right after a commit were up to 1 s out of date in 5 of 6 moves, and in none of 6 after 2 s."""
 _COORDINATOR_AWAY = (
     kafka.GroupCoordinatorNotAvailableError,
     kafka.NotCoordinatorForGroupError,

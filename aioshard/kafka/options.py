@@ -25,7 +25,7 @@ _NEVER_MS = 10**15
 _BATCH_BYTES = 64 * 1024
 _MOST_REQUEST_BYTES = 100 * 1024 * 1024
 """The largest request that brokers read (`socket.request.max.bytes`). They close the connection on a larger one without
-an error, and the producer would resend it forever. Below this, the topic's own limit refuses it with an error."""
+an error, and the producer would resend it forever. Smaller ones only meet the topic's limit, with a clear error."""
 _REQUEST_TIMEOUT_MS = 30_000
 """Milliseconds without a response after which a broker counts as gone; Kafka's own default."""
 

@@ -88,7 +88,7 @@ class KafkaProducer:
 
     Invariants:
         * A message that the brokers reject does not keep later ones of its partition from being stored.
-        * A message that was given up is never sent later without its caller's knowledge.
+        * A message that was given up is never retried behind its caller's back.
     """
 
     def __init__(self, settings: "Settings") -> None:

@@ -117,7 +117,7 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
         return 0
 
     async def _metadata_update(self, cluster_metadata: Any, topics: Any) -> bool:
-        """Replace aiokafka's version, which creates the requested topics, and without any requests all topics."""
+        """Replace aiokafka's method, which creates the topics it requests, and requests all if it follows none."""
         request = MetadataRequest(sorted(topics), allow_auto_topic_creation=False)
         nodes = [broker.nodeId for broker in self.cluster.brokers()]
         for node in random.sample(nodes, len(nodes)):
@@ -165,9 +165,9 @@ class ReadingClient(AIOKafkaClient):  # type: ignore[misc]
 
         Args:
             node: The broker that leads all the partitions.
-            offsets: The offset to fetch from, per partition. If nothing is returned for the first partition, it
-                certainly has no records up to its end. For a later partition, that is certain only if those before
-                it returned nothing either.
+            offsets: The offset to fetch from, per partition. If nothing is returned for the first partition, and the
+                broker did not throttle us, it certainly has no records up to its end. For a later partition, that is
+                certain only if those before it returned nothing either.
             wait: Seconds that the broker may wait for something to return.
             aside: Whether to use the connection that carries no waiting fetch.
 

@@ -1,6 +1,6 @@
-"""aiokafka's idempotent producer, fixed so that it survives a rejected batch; contains its private attributes.
+"""aiokafka's idempotent producer, fixed to survive a rejected batch. Only this module uses its private attributes.
 
-aiokafka's behaviour, observed on a real broker, and how it is fixed here:
+aiokafka's own behaviour, observed on a real broker, and some of the fixes:
 
 * A rejected batch (too large, not authorized) has used up its sequence numbers, so every later batch of its partition
   fails with OutOfOrderSequenceNumber, forever. Here, the client requests a new producer id.

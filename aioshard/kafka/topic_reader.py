@@ -1,4 +1,4 @@
-"""Read a topic once, without a group, from its start to its end at the time of opening."""
+"""Read a topic once, without a group, from its start to the end that it has when the reader opens."""
 
 import asyncio
 import time

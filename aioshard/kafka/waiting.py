@@ -15,7 +15,7 @@ __all__ = ["Waiting", "raise_ended_task"]
 
 
 class Waiting:
-    """The wait of one client's polls. Owned by one event loop; one poll at a time."""
+    """Lets the polls of one client wait, and wakes them. Owned by one event loop; one poll at a time."""
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None

@@ -108,7 +108,7 @@ class Asking:
         await self.transport.commit_by_hand(offsets)
 
     async def remove_member(self, member_id: str) -> None:
-        """Remove a member that has left from the group.
+        """Remove a stale member from the group.
 
         Raises:
             TransportError: The request failed; retriable if the cause may be transient.

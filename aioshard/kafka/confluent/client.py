@@ -51,8 +51,8 @@ _WAIT = 0.05  # seconds that one call to the client, and so a commit in the queu
 class ConfluentTransport(Asked):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
 
-    With manual assignment (`assign`), it never joins the group: it takes those partitions at the start, and the query
-    client also commits.
+    With manual assignment (`assign`), it never joins the group: it takes those partitions at the start, and commits
+    through the query client.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. One task, the
     owner, calls the client: it reads, and between reads it runs the queued calls (commits). During a rebalance, the
@@ -60,8 +60,8 @@ class ConfluentTransport(Asked):
 
     Invariants:
         * `poll` returns nothing of a partition before the engine has seeked and resumed it.
-        * Commits are sent only between reads, for partitions that are ours at that moment. Unanswered ones are
-          resolved before their partitions are revoked, so nothing is sent for those partitions later.
+        * Commits are sent only between reads or inside a callback, for partitions that are ours at that moment.
+          Unanswered ones are resolved before we release their partitions, so nothing is sent for those later.
         * Partitions kept in a rebalance stay buffered, and `poll` returns their records even while others drain.
     """
 

@@ -1,4 +1,4 @@
-"""Stale members: ids that our client had in the group before. Remove them from the group."""
+"""Remove stale members from the group: member ids that our client had before."""
 
 import logging
 from typing import TYPE_CHECKING

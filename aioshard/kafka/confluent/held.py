@@ -36,7 +36,7 @@ class Held:
         self.paused = True
         """Whether the engine has paused it."""
         self.fetching = False
-        """Whether the client should be fetching it, according to the last change."""
+        """Whether the last change told the client to fetch it."""
         self.moved = False
         """Whether the client must seek to `reach`; records that it delivers before that do not count."""
         self.broken = False

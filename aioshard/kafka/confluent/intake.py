@@ -18,7 +18,7 @@ _RECORDS_PER_POLL = 500
 """Maximum records per poll."""
 _PATIENCE = 0.25
 """Seconds to pause reading while a buffer is full, before we stop fetching its partition. Stopping discards the records
-that the client has prefetched; but while nothing is read, we do not notice rebalances either."""
+that the client has prefetched; but while nothing is read, we do not notice rebalances."""
 _SHORT_PATIENCE = 0.02
 """The same while the buffer of another fetched partition is empty."""
 _FAULT_INTERVAL = 1.0
@@ -188,7 +188,7 @@ class Intake:
                 partition.broken = True
 
     def start_over(self) -> bool:
-        """If the client has given up on a partition, mark all partitions to be seeked again, and return true."""
+        """Return whether the client has given up on a partition; if so, mark all partitions for another seek."""
         wanted = [p for p in self._partitions.values() if p.broken and p.placed and not p.paused and p.fault is None]
         if not wanted:
             return False

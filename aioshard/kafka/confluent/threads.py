@@ -16,7 +16,7 @@ class DaemonThreads(Executor):
     """A few threads for calls that may hang, such as leaving a group whose coordinator is gone.
 
     `ThreadPoolExecutor` would keep the process alive until the calls return, which may take as long as a session.
-    These threads end with the process, or after their current call once they are shut down.
+    These threads end with the process, or, once they are shut down, after the calls already submitted.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -49,7 +49,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End each thread after its current call; does not wait for them."""
+        """End the threads after the calls already submitted; does not wait for them."""
         del wait, cancel_futures
         if self._started:
             for _ in self._threads:

@@ -14,8 +14,8 @@ _NO_TOPIC = "^aioshard has found no topic$"
 class Topics:
     """The topic names that a transport subscribes to.
 
-    Patterns are Python's and match a whole name. librdkafka's patterns are in another language, and under the group
-    protocol `consumer` in the broker's. So we match them here and pass only names to the client.
+    Patterns are Python's and match a whole name. librdkafka has a different pattern language, and the group protocol
+    `consumer` uses the broker's. So we match them here and pass only names to the client.
     """
 
     def __init__(self, asking: Asking, names: frozenset[str], pattern: str | None, max_age: float) -> None:
