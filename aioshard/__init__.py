@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        # Settings are pydantic's; importing the package does not need them. Type checkers must not see this
-        # function: to them it would mean that every name is there.
+        # Settings need pydantic; importing the package does not. Type checkers must not see this function: they would
+        # conclude that every name exists.
         if name == "Settings":
             from aioshard.settings import Settings  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""`python -m aioshard` is the command `aioshard`."""
+"""`python -m aioshard` runs the command `aioshard`."""
 
 from aioshard.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The app: handlers and settings and a client become a running engine."""
+"""The app: turns handlers, settings and a client into a running engine."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
 class App(Lifecycle):
     """A member of a consumer group with its handlers.
 
-    Run it with `run` (blocks), `serve` (inside a running loop), `async with app:` or, in FastAPI, with
-    `lifespan=app.lifespan`. One app runs once at a time; it may be started again after it has stopped.
+    Run it with `run` (blocks), `serve` (inside a running event loop), `async with app:` or, in FastAPI, with
+    `lifespan=app.lifespan`. Each app runs only once at a time; you can start it again after it has stopped.
 
     Example:
         >>> from aioshard import App, Record
@@ -42,15 +42,15 @@ class App(Lifecycle):
         resources: Resources | None = None,
         **overrides: Any,
     ) -> None:
-        """Make an app; nothing connects yet.
+        """Create an app; nothing connects yet.
 
         Args:
             group_id: The consumer group.
-            bootstrap_servers: `host:port`; several as a list, or with commas.
-            settings: Instead of `AIOSHARD_*` variables and defaults.
-            resources: An async context manager around the time in which handlers run; what it yields is
+            bootstrap_servers: `host:port`; several as a list, or separated by commas.
+            settings: Used instead of `AIOSHARD_*` variables and defaults.
+            resources: An async context manager that is open while handlers run; the value it yields is
                 `Context.state`.
-            overrides: Single settings by name; they win over *settings* and the environment.
+            overrides: Single settings by name; they take precedence over *settings* and the environment.
 
         Raises:
             SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
@@ -89,7 +89,7 @@ class App(Lifecycle):
 
         Raises:
             SettingsError: As in the constructor.
-            StateError: If the app runs.
+            StateError: If the app is running.
         """
         if self._engine is not None:
             message = f"app {self.group_id!r} runs: its settings can be changed only before it is started"
@@ -103,22 +103,22 @@ class App(Lifecycle):
             raise
 
     def check(self) -> None:
-        """Refuse handlers and settings that do not go together; starting does it too.
+        """Reject handlers and settings that do not fit together; starting the app also calls it.
 
         Raises:
             HandlerError: A handler's batches wait longer than `stuck_after`.
-            SettingsError: The partitions of `assign` are not those of the handlers.
+            SettingsError: The partitions in `assign` do not match the handlers.
         """
         for handler in self:
             check_linger(handler.name, handler.batch, self._settings.stuck_after)
         check_assign(self._settings.assign, [(one.name, one.topics, one.pattern, one.on_failure) for one in self])
 
     def include(self, handlers: Handlers) -> None:
-        """Take over the handlers of another module.
+        """Add the handlers of another module.
 
         Raises:
-            HandlerError: If a topic has a handler already. Nothing was taken over then.
-            StateError: If the app runs.
+            HandlerError: If a topic already has a handler. Nothing is added then.
+            StateError: If the app is running.
         """
         before = list(self._registrations)
         try:

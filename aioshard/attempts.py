@@ -1,4 +1,4 @@
-"""From a handler as its user wrote it to what runs one attempt of it: payloads, contexts, threads, middleware."""
+"""Build the function that runs one attempt of a handler: payloads, contexts, threads, middleware."""
 
 import asyncio
 import contextlib
@@ -24,24 +24,24 @@ __all__ = ["Attempts", "Call", "Middleware", "Provided", "run_in_thread"]
 Call = Callable[[Any, Any], Awaitable[object]]
 """Runs the handler for a record, or a list of them, in a context."""
 Middleware = Callable[[Any, Any, Call], Awaitable[object]]
-"""What runs around it; see `Handlers.middleware`."""
+"""A function that runs around the handler; see `Handlers.middleware`."""
 
 
 class Provided(NamedTuple):
-    """What attempts are given by the app."""
+    """Values from the app that attempts use."""
 
     state: Callable[[], Any]
-    """Gives what the app's `resources` yielded."""
+    """Returns the value that the app's `resources` yielded."""
     publish: Publish
-    """Publishes what handlers send."""
+    """Publishes the messages of handlers."""
     replay: bool = False
-    """What `Context.replay` says."""
+    """Value of `Context.replay`."""
 
 
 class Attempts(NamedTuple):
-    """What runs one attempt of a handler.
+    """Builds the functions that run one attempt of a handler.
 
-    `for_record` and `for_batch` are called once; what they give is called for each attempt.
+    `for_record` and `for_batch` are called once; the functions they return are called for each attempt.
     """
 
     function: Callable[..., Any]
@@ -50,18 +50,18 @@ class Attempts(NamedTuple):
     timeout: float | None
     """Seconds, for `Context.deadline`."""
     threads: anyio.CapacityLimiter | None
-    """For a plain function; None where it is awaited."""
+    """For a plain function; None if it is awaited."""
     around: Sequence[Middleware]
-    """The outermost first."""
+    """Outermost first."""
     provided: Provided
 
     @property
     def is_plain(self) -> bool:
-        """Whether an attempt is nothing but a call of the function with the record."""
+        """Whether an attempt only calls the function with the record."""
         return self.threads is None and not self.takes_context and self.payload is None and not self.around
 
     def for_record(self) -> Callable[[Delivery], Awaitable[object]]:
-        """What runs an attempt of one record."""
+        """Return the function that runs an attempt of one record."""
         call = self._surrounded(self._call(None if self.payload is None else self.payload.read))
         if not self._wants_context:
             return lambda delivery: call(delivery.record, None)
@@ -75,7 +75,7 @@ class Attempts(NamedTuple):
         return attempt
 
     def for_batch(self) -> Callable[[DeliveryBatch], Awaitable[object]]:
-        """What runs an attempt of a batch."""
+        """Return the function that runs an attempt of a batch."""
         payload = self.payload
         each = None if payload is None else _for_each(payload.read)
         call = self._surrounded(self._call(each))
@@ -96,7 +96,7 @@ class Attempts(NamedTuple):
 
     @property
     def read_ahead(self) -> Callable[[Record], Any] | None:
-        """What makes the payloads of a batch before its attempt, where no middleware may change the records first."""
+        """The function that decodes a batch before its attempt; None if middleware may change the records first."""
         return None if self.payload is None or self.around else self.payload.read
 
     @property
@@ -112,7 +112,7 @@ class Attempts(NamedTuple):
         return call
 
     def _call(self, read: Callable[[Any], Any] | None) -> Call:
-        """What runs the function for what *read* makes of a record, in its thread where it has one."""
+        """Return a call of the function with the result of *read*, in a thread if it needs one."""
         function, threads, takes_context = self.function, self.threads, self.takes_context
 
         def run(given: Any, context: Any) -> Any:
@@ -142,7 +142,7 @@ def _around(layer: Middleware, call: Call) -> Call:
             return cast("Awaitable[object]", made)
 
         result = await layer(given, context, call_next)
-        if getattr(made, "cr_frame", None) is not None:  # it has not come to its end
+        if getattr(made, "cr_frame", None) is not None:  # the coroutine has not finished
             _refuse_unawaited(layer, made)
         return result
 
@@ -150,7 +150,7 @@ def _around(layer: Middleware, call: Call) -> Call:
 
 
 def _refuse_unawaited(layer: Middleware, made: Coroutine[Any, Any, object]) -> None:
-    """Fail the attempt when a middleware is over before the handler: else it would be complete, and nothing done."""
+    """Fail the attempt if a middleware ends before the handler; otherwise the record would complete unprocessed."""
     if inspect.getcoroutinestate(made) == inspect.CORO_CREATED:
         made.close()
     name = getattr(layer, "__name__", type(layer).__name__)
@@ -171,7 +171,7 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4)."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    # Who comes first, the thread or a cancellation, decides whether the function runs: `setdefault` is atomic.
+    # The first to arrive, thread or cancellation, decides whether the function runs: `setdefault` is atomic.
     first: dict[str, str] = {}
     thread = ThreadRun()
 
@@ -188,7 +188,7 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
                 _refuse_awaitable(result)
             finally:
                 thread.ends()
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
                     loop.call_soon_threadsafe(end)
         return result
 
@@ -196,13 +196,13 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
     except asyncio.CancelledError:
         if first.setdefault("came", "cancellation") == "thread":
-            # The thread cannot be stopped. Its shard key stays occupied until it ends, so this run does too.
+            # The thread cannot be stopped. Its shard key stays occupied until the thread ends, so this run must too.
             await asyncio.wait([ended])
         raise
 
 
 def _refuse_awaitable(result: object) -> None:
-    """Fail the attempt when a plain function only made a coroutine: nothing of it has run."""
+    """Fail the attempt if a plain function returned an awaitable: none of its code has run."""
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()

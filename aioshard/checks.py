@@ -1,4 +1,4 @@
-"""What `consume` refuses, and why: the sentences that a user reads when the decorator is applied."""
+"""Checks of `consume`, with the messages that users read when the decorator is applied."""
 
 import contextlib
 import functools
@@ -38,11 +38,11 @@ __all__ = [
 
 
 _LISTS = (list, Sequence, Collection, Iterable)
-"""What a list of records may be called in an annotation."""
+"""Accepted annotations for a list of records."""
 
 
 def check_batch(batch: object) -> None:
-    """Refuse what says nothing of a batch."""
+    """Reject a value that is not a `Batch`."""
     if batch is not None and not isinstance(batch, Batch):
         raise HandlerError(
             f"batch={batch!r} was refused: expected Batch(max_records=…, linger=…, max_bytes=…), or None"
@@ -50,7 +50,7 @@ def check_batch(batch: object) -> None:
 
 
 def check_linger(name: str, batch: Batch | None, stuck_after: float) -> None:
-    """Refuse a handler whose records would count as stuck while they wait for their batch to fill."""
+    """Reject a handler whose records would count as stuck while they wait for their batch to fill."""
     if batch is not None and batch.linger >= stuck_after:
         raise HandlerError(
             f"handler {name!r} lets batches wait for linger={batch.linger:g} s, and a record that is in hand for "
@@ -61,15 +61,15 @@ def check_linger(name: str, batch: Batch | None, stuck_after: float) -> None:
 def check_assign(
     assign: Mapping[str, Sequence[int]] | None, handlers: Iterable[tuple[str, Iterable[str], str | None, object]]
 ) -> None:
-    """Refuse partitions given by hand that are not those of the handlers.
+    """Reject a manual assignment that does not match the handlers.
 
     Args:
-        assign: The setting; None where the group assigns, which refuses nothing.
+        assign: The setting; None if the group assigns, which passes every check.
         handlers: Name, topics, pattern and `on_failure` of each.
 
     Raises:
-        SettingsError: A topic has partitions and no handler, or a handler and no partitions; or a handler wants what
-            only a group can give.
+        SettingsError: A topic has partitions but no handler, or a handler but no partitions; or a handler uses an
+            option that needs a group.
     """
     if assign is None:
         return
@@ -100,7 +100,7 @@ def check_assign(
 
 
 def check_pace(rate_limit: object, key_rate_limit: object, shard_by: object, batch: object) -> None:
-    """Refuse rate limits that are none, and those of keys where there are no keys."""
+    """Reject values that are not rate limits, and limits per key for handlers without keys."""
     for name, limit in (("rate_limit", rate_limit), ("key_rate_limit", key_rate_limit)):
         if limit is not None and not isinstance(limit, RateLimit):
             raise HandlerError(f"{name}={limit!r} was refused: expected RateLimit(per_second, burst), or None")
@@ -117,7 +117,7 @@ def check_pace(rate_limit: object, key_rate_limit: object, shard_by: object, bat
 
 
 def check_failing(timeout: object, retry: object, on_failure: object) -> None:
-    """Refuse a time-out or retries that are none, and a policy that is not known."""
+    """Reject an invalid timeout, retry or failure policy."""
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < float("inf")):  # type: ignore[operator]
         raise HandlerError(f"timeout={timeout!r} was refused: a number of seconds above 0, or None, was expected")
     if on_failure not in ("halt", "skip") and not isinstance(on_failure, DeadLetter | Park):
@@ -129,7 +129,7 @@ def check_failing(timeout: object, retry: object, on_failure: object) -> None:
 
 
 def check_ways_back(on_failure: object, topics: tuple[str, ...], pattern: str | None) -> None:
-    """Refuse a policy that leads back to a topic of its own handler."""
+    """Reject a policy that sends records back to a topic of the same handler."""
     if not isinstance(on_failure, DeadLetter | Park):
         return
     if on_failure.topic in topics:
@@ -145,7 +145,7 @@ def check_ways_back(on_failure: object, topics: tuple[str, ...], pattern: str | 
 
 
 def check_source(topics: tuple[object, ...], pattern: str | None) -> None:
-    """Refuse what names no topic."""
+    """Reject sources that name no topic, or an invalid one."""
     if not topics and pattern is None:
         message = "consume() was given neither a topic nor a pattern: name at least one topic"
         raise HandlerError(message)
@@ -161,14 +161,14 @@ def check_source(topics: tuple[object, ...], pattern: str | None) -> None:
         raise HandlerError(message)
     if pattern is not None:
         try:
-            re.compile(f"(?:{pattern})")  # as it is used beside the topics and patterns of other handlers
+            re.compile(f"(?:{pattern})")  # as it is combined with the topics and patterns of other handlers
         except re.error as error:
             message = f"pattern={pattern!r} is no regular expression that can stand beside others: {error}"
             raise HandlerError(message) from error
 
 
 def check_workers(shards: int | None, concurrency: int | Adaptive | None) -> int:
-    """How many workers are asked for, to begin with; refuses what contradicts itself."""
+    """Return the initial number of workers; reject contradictory options."""
     if shards is not None and concurrency is not None:
         message = (
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
@@ -184,7 +184,7 @@ def check_workers(shards: int | None, concurrency: int | Adaptive | None) -> int
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine."""
+    """Whether calling the function returns a coroutine."""
     plain = function
     while isinstance(plain, functools.partial):
         plain = plain.func
@@ -192,7 +192,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a function is called in messages; of a partial one that of its function, of an object that of its class."""
+    """Return a function's name for messages; for a partial that of its function, for an object that of its class."""
     plain: Any = function
     while isinstance(plain, functools.partial):
         plain = plain.func
@@ -200,7 +200,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def check_decode(decode: object, batch: object) -> None:
-    """Refuse what decodes nothing, and what would have to be awaited for each record of a batch."""
+    """Reject values that are not decoders, and async decoders for batches."""
     if decode is None:
         return
     expected = "expected a function that takes a Record and gives what the handler takes"
@@ -209,7 +209,7 @@ def check_decode(decode: object, batch: object) -> None:
     name = name_of(decode)
     if inspect.isgeneratorfunction(decode) or inspect.isasyncgenfunction(decode):
         raise HandlerError(f"decode={name} was refused, because it yields: {expected}")
-    with contextlib.suppress(ValueError):  # some that are built in tell nothing of what they take
+    with contextlib.suppress(ValueError):  # some built-in functions have no signature
         try:
             inspect.signature(decode).bind(None)
         except TypeError as error:
@@ -222,7 +222,7 @@ def check_decode(decode: object, batch: object) -> None:
 
 
 def check_middleware(around: object) -> None:
-    """Refuse what cannot run around a handler."""
+    """Reject values that are not middleware."""
     name = name_of(around) if callable(around) else around
     if not callable(around) or not is_async(around):
         raise HandlerError(f"middleware {name!r} was refused: expected an 'async def' of (record, context, call_next)")
@@ -235,23 +235,23 @@ def check_middleware(around: object) -> None:
 
 
 class Signature(NamedTuple):
-    """What a handler takes."""
+    """The parameters of a handler."""
 
     takes_context: bool
     payload: Any
-    """Annotation of the record or, with batches, of what is in the list."""
+    """Annotation of the record or, with batches, of the list's elements."""
 
 
 def check_signature(function: Callable[..., Any], *, batched: bool = False, decoded: bool = False) -> Signature:
-    """What the function takes; refuses what cannot be called with a record, or with a list of them.
+    """Return the parameters of a handler; reject a function that cannot be called with a record or list of records.
 
     Args:
         function: The handler.
         batched: Whether it takes lists.
-        decoded: Whether a function decodes, so that the annotation says nothing to us.
+        decoded: Whether a function decodes, so that the annotation does not matter.
 
     Raises:
-        HandlerError: It cannot be called so.
+        HandlerError: The function cannot be called this way.
     """
     name = name_of(function)
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
@@ -282,7 +282,7 @@ def check_signature(function: Callable[..., Any], *, batched: bool = False, deco
 
 
 def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
-    """What a parameter is annotated with: Any where nothing is, and a text where a name in it cannot be found."""
+    """Resolve the annotation of a parameter: Any if there is none, and the text itself if a name in it is unknown."""
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return Any
@@ -301,7 +301,7 @@ def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> A
 def _payload(
     parameter: inspect.Parameter, function: Callable[..., Any], name: str, *, batched: bool, decoded: bool
 ) -> Any:
-    """The annotation of what a handler takes first."""
+    """Return the annotation of a handler's first parameter."""
     annotation = _annotation(parameter, function)
     if annotation in (Any, object):
         return Any
@@ -333,7 +333,7 @@ def _payload(
 
 
 def _list_of(annotation: Any) -> str:
-    """What to annotate in place of an annotation that is no list."""
+    """Suggest a list annotation in place of one that is not a list."""
     for one in alternatives(annotation):
         if typing.get_origin(one) in _LISTS:
             return shown(one)
@@ -342,7 +342,7 @@ def _list_of(annotation: Any) -> str:
 
 
 def _unresolved(annotation: str, parameter: str, name: str, *, batched: bool, decoded: bool) -> Any:
-    """What a handler takes whose annotation has a name that is not there when the program runs."""
+    """Handle an annotation with a name that does not exist at run time."""
     inner = annotation.partition("[")[2].removesuffix("]") if batched else annotation
     if decoded or inner in ("Record", "aioshard.Record", "Any", ""):
         return Any
@@ -366,7 +366,7 @@ def _takes_context(
         )
         raise HandlerError(message)
     if parameter.default is not parameter.empty:
-        return is_wanted  # else it is the user's own, as in `async def h(record, cache=cache)`
+        return is_wanted  # otherwise it is the user's own parameter, as in `async def h(record, cache=cache)`
     if not is_wanted and not isinstance(annotation, str) and annotation not in (Any, object):
         message = (
             f"handler {name!r} takes {parameter.name}: {shown(annotation)} as its second parameter; a "

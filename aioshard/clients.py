@@ -1,4 +1,4 @@
-"""What an app talks to Kafka with: three clients, made when it starts."""
+"""The three Kafka clients of an app, created when it starts."""
 
 import importlib.util
 from typing import TYPE_CHECKING
@@ -22,11 +22,11 @@ __all__ = ["kafka_clients", "with_producer_or_none"]
 
 
 def kafka_clients(settings: "Settings", group_id: str) -> Clients:
-    """Clients of a Kafka cluster; they are imported when the first one is made.
+    """Return factories for the clients of a Kafka cluster; the client library is imported on first use.
 
     Raises:
         SettingsError: The brokers are not set.
-        MissingExtraError: The client that was chosen is not installed.
+        MissingExtraError: The chosen client is not installed.
     """
     settings.require_bootstrap_servers()
     confluent = settings.client == "confluent"
@@ -60,12 +60,12 @@ def with_producer_or_none(
     make_producer: ProducerFactory | None,
     make_side_topics: SideTopicsFactory | None,
 ) -> Clients:
-    """Clients of which some may be missing: what needs them says so."""
+    """Return client factories, some of which may be missing; using a missing one raises an error."""
     return Clients(make_transport, make_producer or _NoProducer, make_side_topics or _no_side_topics)
 
 
 class _NoProducer:
-    """For an app that was started with a client and no producer."""
+    """Stands in for the producer of an app that was started without one."""
 
     trouble: str | None = None
 
@@ -73,7 +73,7 @@ class _NoProducer:
         raise StateError(f"nothing can be published to topic {message.topic!r}: the app was started without a producer")
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: no connection was opened."""
 
 
 def _no_side_topics() -> SideTopics:

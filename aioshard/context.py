@@ -1,4 +1,4 @@
-"""What a handler may know beside its record."""
+"""The context that a handler can receive in addition to its record."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ async def _no_app(outgoing: Message) -> int:
 
 
 class _Publishes:
-    """A context whose handler may publish."""
+    """A context that lets its handler publish."""
 
     __slots__ = ()
     publisher: Publish
@@ -35,20 +35,20 @@ class _Publishes:
         headers: Iterable[tuple[str, bytes | str | None]] = (),
         partition: int | None = None,
     ) -> int:
-        """As `App.publish`: returns the offset when the brokers have acknowledged.
+        """Publish as `App.publish` does; return the offset once the brokers have acknowledged.
 
-        Nothing that the handler was given is complete before it returns, so what it has published is there when the
-        offsets of that are committed. After a crash it may be there twice.
+        The handler's input is complete only after the handler has returned, so its messages are stored before the
+        offsets of its input are committed. After a crash they may be published twice.
 
         Raises:
-            TransportError: Not acknowledged.
+            TransportError: The message was not acknowledged.
         """
         return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context(_Publishes):
-    """What a handler may know beside the record: declare it as the second parameter.
+    """Information about an attempt: declare it as the handler's second parameter.
 
     Example:
         >>> async def on_order(record: Record, context: Context) -> None:
@@ -60,15 +60,15 @@ class Context(_Publishes):
     attempt: int
     """Counted from 1."""
     deadline: float | None
-    """Loop time at which the attempt times out; None without a time-out."""
+    """Event loop time at which the attempt times out; None without a timeout."""
     revoked: asyncio.Event
-    """Set when the partition is being taken away: end soon, or the run is cancelled."""
+    """Set when the partition is being revoked: finish soon, or the run is cancelled."""
     replay: bool
-    """True where history is processed on Spark."""
+    """True in a backfill on Spark."""
     state: Any
-    """What the app's `resources` yielded; None without."""
+    """The value that the app's `resources` yielded; None without resources."""
     publisher: Publish = dataclasses.field(default=_no_app, repr=False)
-    """Where `publish` goes."""
+    """Publishes the messages of `publish`."""
 
     @property
     def idempotency_key(self) -> str:
@@ -78,7 +78,7 @@ class Context(_Publishes):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchContext(_Publishes):
-    """What a batch handler may know beside its records: declare it as the second parameter.
+    """Information about an attempt of a batch: declare it as the batch handler's second parameter.
 
     Example:
         >>> async def on_numbers(numbers: list[int], context: BatchContext) -> None:
@@ -91,21 +91,21 @@ class BatchContext(_Publishes):
     attempt: int
     """Counted from 1; the same for all records of a batch."""
     deadline: float | None
-    """Loop time at which the attempt times out; None without a time-out."""
+    """Event loop time at which the attempt times out; None without a timeout."""
     revoked: asyncio.Event
-    """Set when a partition of one of the records is being taken away: end soon, or the run is cancelled."""
+    """Set when a partition of one of the records is being revoked: finish soon, or the run is cancelled."""
     replay: bool
-    """True where history is processed on Spark."""
+    """True in a backfill on Spark."""
     state: Any
-    """What the app's `resources` yielded; None without."""
+    """The value that the app's `resources` yielded; None without resources."""
     publisher: Publish = dataclasses.field(default=_no_app, repr=False)
-    """Where `publish` goes."""
+    """Publishes the messages of `publish`."""
     records: Sequence[Record] = ()
-    """Those of the batch, in the order of what the handler was given: for keys, and to name what failed."""
+    """The records of the batch, in the order of the handler's list: use them for keys, and in `BatchError`."""
 
     def idempotency_key(self, record: Record) -> str:
-        """`topic/partition/offset` of a record: the same for every delivery of it, in whichever batch.
+        """Return `topic/partition/offset` of a record: the same for every delivery, in any batch.
 
-        A batch has none of its own: the next attempt may come with other records.
+        A batch as a whole has no key: the next attempt may combine the record with others.
         """
         return f"{record.topic}/{record.partition}/{record.offset}"

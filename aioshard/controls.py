@@ -1,4 +1,4 @@
-"""What a running app can be told and asked, beside being stopped."""
+"""Control and inspect a running app."""
 
 import asyncio
 import concurrent.futures
@@ -44,19 +44,19 @@ _ANSWER_TIMEOUT = 10.0
 
 
 class Controls:
-    """The part of an app that acts on its running engine, and looks into it.
+    """The part of an app that controls and inspects its running engine.
 
-    Coroutines are for the app's event loop. The others may be called from any thread: they return when the engine has
-    done it. From another thread they raise `TimeoutError` where something holds that loop for 10 s; it may be done
-    later.
+    Call coroutines in the app's event loop. You can call the other methods from any thread; they return when the
+    engine has acted. In another thread they raise `TimeoutError` if the event loop is blocked for 10 s; the engine may
+    still act later.
     """
 
     group_id: str
     _registrations: list[Registration]
-    # Set by the lifecycle alone, and only read here.
+    # Set only by the lifecycle, and only read here.
     _engine: Engine | None = None
     _draining: asyncio.Task[None] | None = None
-    """Ends the engine; set from the first moment of that until the app has ended."""
+    """The task that ends the engine; set from the start of the drain until the app has ended."""
     _loop: asyncio.AbstractEventLoop | None = None
     _last: Statistics | None = None
     _journal: "Journal | None" = None
@@ -75,23 +75,24 @@ class Controls:
         headers: Iterable[tuple[str, bytes | str | None]] = (),
         partition: int | None = None,
     ) -> int:
-        """Publish with the app's idempotent producer; returns when the brokers have acknowledged (`acks=all`).
+        """Publish with the app's idempotent producer; return once the brokers have acknowledged (`acks=all`).
 
-        Also when the app has drained, until it ends: requests that a web server still answers may need it.
+        It also works after the app has drained, until it ends: requests in flight in a web server may need it.
 
         Args:
-            topic: Where it goes.
+            topic: Destination topic.
             value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
-            key: Bytes or a string. Without *partition* it chooses the partition, as Java's partitioner does.
-            headers: Name and content of each.
-            partition: Instead of the key's choice.
+            key: Bytes or a string. Without *partition* it chooses the partition, as in Java's partitioner.
+            headers: Pairs of name and content.
+            partition: Overrides the partition chosen by the key.
 
         Returns:
             The offset.
 
         Raises:
-            StateError: The app does not run.
-            TransportError: Not acknowledged; see `AuthorizationError` and `MessageTooLargeError` among them.
+            StateError: The app is not running.
+            TransportError: The message was not acknowledged; subclasses include `AuthorizationError` and
+                `MessageTooLargeError`.
         """
         outgoing = message(topic, value, key=key, headers=headers, partition=partition)
         if self._engine is None:
@@ -99,33 +100,33 @@ class Controls:
         return await self._engine.producer.publish(outgoing)
 
     def retry_now(self, topic: str, partition: int, offset: int) -> None:
-        """Run a halted record again now, with all its attempts; also one that waits for its next attempt.
+        """Retry a halted record now, with all its attempts; also a record that waits for its next attempt.
 
         Raises:
-            StateError: The app does not run, or the record does not wait in this process.
+            StateError: The app is not running, or the record is not waiting in this process.
         """
         self._release(TopicPartition(topic, partition), offset, None)
 
     def skip(self, topic: str, partition: int, offset: int) -> None:
-        """Complete a halted record without processing it: its shard goes on, and its offset may be committed.
+        """Complete a halted record without processing it: its shard resumes, and its offset can be committed.
 
         Raises:
-            StateError: As `retry_now`.
+            StateError: As for `retry_now`.
         """
         self._release(TopicPartition(topic, partition), offset, skipping("the application asked for it"))
 
     def release_parked(self, topic: str, partition: int, offset: int) -> None:
-        """Run a parked record again now, and what is parked behind it under its key, in order.
+        """Retry a parked record now, followed in order by the records parked behind it under the same key.
 
-        `aioshard park release` asks for the same from outside, and is remembered where nobody has the partition.
+        `aioshard park release` requests the same from outside, and stores the request if no member owns the partition.
 
         Args:
-            topic: Where the record came from, not where it is parked.
-            partition: Its number.
-            offset: Of any parked record of the key.
+            topic: Topic that the record came from, not the one where it is parked.
+            partition: Partition number in that topic.
+            offset: Offset of any parked record of the key.
 
         Raises:
-            StateError: The app does not run, or the record is not parked in this process.
+            StateError: The app is not running, or the record is not parked in this process.
         """
         self._do(lambda engine: release_parked(engine, TopicPartition(topic, partition), offset))
 
@@ -133,25 +134,25 @@ class Controls:
         self._do(lambda engine: release(engine, topic_partition, offset, detour))
 
     def pause(self, topic: str, partition: int | None = None, *, why: str = "the application asked for it") -> None:
-        """Let no record of a partition start, or of all partitions of a topic; what runs goes on.
+        """Pause a partition, or all partitions of a topic: no record starts, while running ones continue.
 
-        Nothing more of it is taken in. It lasts until `resume`, also when the partition goes away and comes back.
+        Fetching stops too. The pause lasts until `resume`, even if the partition is revoked and comes back.
 
         Args:
             topic: A topic that the app consumes.
-            partition: Its number; None is every partition that this process has now.
+            partition: Partition number; None means every partition that this process owns now.
             why: Shown by `explain` and in the statistics.
 
         Raises:
-            StateError: The app does not run, or has no such partition now.
+            StateError: The app is not running, or does not own such a partition now.
         """
         self._do(lambda engine: pause(engine, assigned_partitions(engine, topic, partition), why))
 
     def resume(self, topic: str, partition: int | None = None) -> None:
-        """Take `pause` back; None resumes every paused partition of the topic.
+        """Undo `pause`; None resumes every paused partition of the topic.
 
         Raises:
-            StateError: The app does not run.
+            StateError: The app is not running.
         """
 
         def act(engine: Engine) -> None:
@@ -163,71 +164,71 @@ class Controls:
         self._do(act)
 
     def pause_handler(self, name: str, *, why: str = "the application asked for it") -> None:
-        """As `pause`, for everything that the handler of that name consumes, now and later.
+        """Pause everything that the handler of that name consumes, now and later; see `pause`.
 
         Raises:
-            StateError: The app does not run, or has no such handler.
+            StateError: The app is not running, or has no such handler.
         """
         self._do(lambda engine: pause(engine, handler_name(engine, name), why))
 
     def resume_handler(self, name: str) -> None:
-        """Take `pause_handler` back.
+        """Undo `pause_handler`.
 
         Raises:
-            StateError: As `pause_handler`.
+            StateError: As for `pause_handler`.
         """
         self._do(lambda engine: resume(engine, handler_name(engine, name)))
 
     async def seek(self, topic: str, partition: int, to: SeekTo) -> int:
-        """Have an assigned partition go on elsewhere; returns when it does.
+        """Move an assigned partition to another position; return once it has resumed there.
 
-        Nothing new of the partition starts, what runs has `drain_timeout` to end, and what it finished is committed.
-        Then the new position is committed, before a record from there is handed out. Nothing of what was finished
-        before is taken along: records behind the new position are processed again, noted as finished or not, and
-        those before it are passed over. Other partitions go on all the time.
+        No new records of the partition start, running ones have `drain_timeout` to end, and their completions are
+        committed. Then the new position is committed, before any record from there is delivered. Earlier completions
+        do not carry over: records from the new position on are processed again even if they were stored as finished,
+        and those before it are skipped. Other partitions continue throughout.
 
-        A rebalance meanwhile does not take the position back as long as the partition stays with this process, nor
-        does cancelling the call. From a handler of the same partition, ask in a task of its own: the drain waits for
-        the handler.
+        The new position survives a rebalance as long as the partition stays with this process, and also a cancelled
+        call. To seek the partition of a running handler, call this in a separate task: the drain waits for the handler.
 
         Args:
             topic: A topic that the app consumes.
-            partition: Its number.
-            to: An offset; a datetime with its time zone, or seconds since the epoch as a float, for the first record
-                that is not older (the end of the log where all are); `"beginning"` or `"end"` of the log.
+            partition: Partition number.
+            to: An offset; a datetime with a time zone, or seconds since the epoch as a float, for the first record at
+                or after that time (the end of the log if there is none); `"beginning"` or `"end"` of the log.
 
         Returns:
-            The offset. Where retention has passed it by then, the partition goes on at the start of its log.
+            The offset. If retention passes it before the partition resumes, the partition starts at the start of its
+            log.
 
         Raises:
-            StateError: The app does not run, or has no such partition now; an offset outside the log; a seek before
-                this one is under way; or the partition was given to another member before it was done.
-            TransportError: The brokers did not tell where that is.
+            StateError: The app is not running, or does not own the partition now; the offset is outside the log;
+                another seek is in progress; or the partition was assigned to another member before the seek was done.
+            TransportError: The brokers did not report the position.
         """
         return await seek(self.running_engine(), TopicPartition(topic, partition), to)
 
     def assignment(self) -> tuple[TopicPartition, ...]:
-        """The partitions that this process has now, sorted; those that are being handed over are not among them.
+        """Return the partitions that this process owns now, sorted, except those that are being handed over.
 
         Raises:
-            StateError: The app does not run.
+            StateError: The app is not running.
         """
         return self._do(lambda engine: tuple(sorted(e.topic_partition for e in engine.rebalance.epochs if e.is_open)))
 
     def position(self, topic: str, partition: int) -> int:
-        """The next offset of an assigned partition that is taken in; what lies before it may be incomplete still.
+        """Return the next offset to read of an assigned partition; earlier records may still be incomplete.
 
         Raises:
-            StateError: The app does not run, or does not have the partition now.
+            StateError: The app is not running, or does not own the partition now.
         """
         return self._do(lambda engine: open_epoch(engine, TopicPartition(topic, partition)).tracker.position)
 
     async def committed(self, topic: str, partition: int) -> int | None:
-        """What the group has committed on a partition, assigned or not, asked from the brokers now; None if nothing.
+        """Query the brokers for the group's committed offset of a partition, assigned or not; None if there is none.
 
         Raises:
-            StateError: The app does not run.
-            TransportError: The brokers did not tell.
+            StateError: The app is not running.
+            TransportError: The brokers did not report it.
         """
         engine, one = self.running_engine(), TopicPartition(topic, partition)
         found = await answered(engine, engine.rebalance.client.committed([one]), f"what is committed on {one}")
@@ -235,38 +236,38 @@ class Controls:
         return None if commit is None else commit.offset
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
-        """The numbers of a topic's partitions, in order; none where the topic does not exist. It is not created.
+        """Return the partition numbers of a topic, in order; empty if it does not exist. The topic is not created.
 
         Raises:
-            StateError: The app does not run.
-            TransportError: The brokers did not tell.
+            StateError: The app is not running.
+            TransportError: The brokers did not report them.
         """
         engine = self.running_engine()
         asking = engine.rebalance.client.partitions(topic)
         return tuple(sorted(await answered(engine, asking, f"the partitions of topic {topic!r}")))
 
     async def topics(self) -> tuple[str, ...]:
-        """The names of all topics that this user may see, sorted, without those of the brokers themselves.
+        """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.
 
         Raises:
-            StateError: The app does not run.
-            TransportError: The brokers did not tell.
+            StateError: The app is not running.
+            TransportError: The brokers did not report them.
         """
         engine = self.running_engine()
         return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
 
     def set_concurrency(self, handler: str | Callable[..., Any], concurrency: int) -> None:
-        """Have another number of workers for a handler from now on, until the app stops.
+        """Change the number of workers of a handler until the app stops.
 
-        More begin at once. Of those that are too many the idle ones end at once, the others after their current run:
-        nothing is interrupted, and order is kept. Threads of a plain `def` follow.
+        Additional workers start immediately. Of surplus workers, idle ones end immediately and the others after their
+        current run: nothing is interrupted, and order is kept. The threads of a plain `def` are adjusted too.
 
         Args:
-            handler: Its function, or the name of it.
-            concurrency: 1 to 10,000; `pause_handler` lets nothing start.
+            handler: The handler's function, or its name.
+            concurrency: 1 to 10,000; to stop a handler completely, use `pause_handler`.
 
         Raises:
-            StateError: The app does not run, or has no such handler.
+            StateError: The app is not running, or has no such handler.
             HandlerError: The number was refused, or the handler has fixed shards.
         """
 
@@ -276,7 +277,7 @@ class Controls:
         self._do(act)
 
     def _running(self, engine: Engine, handler: str | Callable[..., Any]) -> Running:
-        """What serves a handler."""
+        """Return the running handler."""
         if isinstance(handler, str):
             found = [running for running in engine.handlers if running.spec.name == handler_name(engine, handler)]
         else:
@@ -294,7 +295,7 @@ class Controls:
         return found[0]
 
     def _do(self, act: Callable[[Engine], T]) -> T:
-        """Act on the engine in its event loop, from whichever thread."""
+        """Act on the engine in its event loop, from any thread."""
         engine, loop = self.running_engine(), self._loop
         try:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
@@ -307,17 +308,17 @@ class Controls:
         def act_there() -> None:
             try:
                 answer.set_result(act(engine))
-            except BaseException as error:  # noqa: BLE001 - raised where it was asked
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread
                 answer.set_exception(error)
 
         loop.call_soon_threadsafe(act_there)
         return answer.result(_ANSWER_TIMEOUT)
 
     def running_engine(self) -> Engine:
-        """The engine, for parts of this package that run handlers in another way.
+        """Return the engine, for parts of this package that run handlers in another way.
 
         Raises:
-            StateError: The app does not run.
+            StateError: The app is not running.
         """
         if self._engine is None:
             raise self._does_not_run()
@@ -332,12 +333,12 @@ class Controls:
     def _does_not_run(self) -> StateError:
         return StateError(f"app {self.group_id!r} does not run")
 
-    # Looking in ---------------------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """A frozen snapshot of what the app does; safe to call from any thread.
+        """Return a frozen snapshot of the app's activity; safe to call from any thread.
 
-        After the app has ended: its last state.
+        After the app has ended, it returns the last state.
         """
         engine = self._engine
         if engine is not None:
@@ -364,7 +365,7 @@ class Controls:
         )
 
     def explain(self) -> str:
-        """Why each partition does not advance, in sentences; safe to call from any thread."""
+        """Explain in sentences why each partition does not advance; safe to call from any thread."""
         engine = self._engine
         if engine is None:
             return "The app does not run.\n"
@@ -373,16 +374,16 @@ class Controls:
         return explain(engine, show_keys=self.settings.show_keys)
 
     def diagnose(self) -> Diagnosis:
-        """What `explain` says, for programs: findings and oldest records with their stacks; from any thread."""
+        """Return the data behind `explain`: findings and oldest records with their stacks; from any thread."""
         engine = self._engine
         if engine is None:
             return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
         return diagnose(engine, show_keys=self.settings.show_keys)
 
     def workload(self) -> Workload | None:
-        """What workers run, which shards are deep, what failed and is parked; from any thread.
+        """Return current runs, deep shards, and failed and parked records; from any thread.
 
-        Of each kind the worst few. None while the app does not run.
+        It contains only the worst few of each kind. None while the app is not running.
         """
         engine = self._engine
         return None if engine is None else workload(engine, show_keys=self.settings.show_keys)

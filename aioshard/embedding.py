@@ -1,4 +1,4 @@
-"""An app within a web server: its lifespan, and stopping the server when the app has failed."""
+"""Run an app inside a web server: its lifespan, and stopping the server when the app has failed."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ __all__ = ["Lifespan", "embedded"]
 logger = logging.getLogger("aioshard.app")
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[Any]]
-"""What FastAPI and Starlette take: called with the ASGI application, entered at start-up, left at shutdown."""
+"""A lifespan of FastAPI and Starlette: called with the ASGI application, entered at startup, left at shutdown."""
 
 
 def embedded(
@@ -25,15 +25,16 @@ def embedded(
     lifespan: Callable[[Any], Any] | None,
     failing: Callable[[], asyncio.Future[None]] | None,
 ) -> Lifespan:
-    """A lifespan in which *app* runs.
+    """Return a lifespan in which *app* runs.
 
     Args:
-        app: Entered within *lifespan*, so that its handlers have what that opens until the last of them has ended.
-        lifespan: The user's own; what it yields goes to the server.
-        failing: Gives what ends with an error when the app has failed, where the server is to be stopped then.
+        app: Entered within *lifespan*, so that the resources opened there are available to its handlers until the last
+            one has ended.
+        lifespan: The user's own lifespan; the server receives the value that it yields.
+        failing: Returns a future that fails with the app; given if the server should stop in that case.
 
     Raises:
-        HandlerError: *lifespan* cannot be one.
+        HandlerError: *lifespan* is not a valid lifespan.
     """
     own = None if lifespan is None else _checked(lifespan)
 
@@ -51,7 +52,7 @@ def embedded(
 
 def _checked(lifespan: Any) -> Lifespan:
     if inspect.isasyncgenfunction(lifespan):
-        return contextlib.asynccontextmanager(lifespan)  # FastAPI takes these too
+        return contextlib.asynccontextmanager(lifespan)  # FastAPI accepts these too
     if not callable(lifespan) or inspect.iscoroutinefunction(lifespan):
         raise HandlerError(
             f"embed({lifespan!r}): a lifespan was expected, a function of the ASGI application that is decorated with "
@@ -63,7 +64,7 @@ def _checked(lifespan: Any) -> Lifespan:
 
 @contextlib.contextmanager
 def _stopping_server(failed: asyncio.Future[None]) -> Iterator[None]:
-    """While the context is open, a failure of the app stops the server; not while the server stops already."""
+    """Stop the server if the app fails while the context is open, but not while the server is already stopping."""
     failed.add_done_callback(_stop_server)
     try:
         yield
@@ -72,9 +73,9 @@ def _stopping_server(failed: asyncio.Future[None]) -> Iterator[None]:
 
 
 def _stop_server(_: asyncio.Future[None]) -> None:
-    """What an operator would do: SIGTERM to this process, which every server takes as the wish to stop in order."""
+    """Send SIGTERM to this process, as an operator would: every server handles it as a graceful shutdown."""
     if signal.getsignal(signal.SIGTERM) in {signal.SIG_DFL, None}:
-        # It would end the process on the spot, with requests in progress: in a test, or where a thread serves.
+        # SIGTERM would kill the process with requests in flight: in a test, or if a thread runs the server.
         logger.error("the server is not stopped: nothing in this process handles SIGTERM")
         return
     logger.error("the server is told to stop (SIGTERM), because the app has failed")

@@ -1,4 +1,4 @@
-"""Every exception of the package; each message says what was found, what was expected and what to do."""
+"""All exceptions of the package; each message says what was found, what was expected and what to do."""
 
 import datetime as dt
 from collections.abc import Iterable, Mapping
@@ -49,10 +49,10 @@ _SHOWN = 10
 
 
 class AioshardError(Exception):
-    """The root of every exception that the package raises on purpose."""
+    """Base class of every exception that the package raises on purpose."""
 
 
-# What the user wrote ------------------------------------------------------------------
+# Invalid use --------------------------------------------------------------------------
 
 
 class HandlerError(AioshardError):
@@ -60,11 +60,11 @@ class HandlerError(AioshardError):
 
 
 class MessageError(AioshardError):
-    """What was to be published is no message: the sentence says what was expected."""
+    """A message to publish is invalid; the error says what was expected."""
 
 
 class SettingsError(AioshardError):
-    """A setting was refused: the message names the value, the limit and the way out."""
+    """A setting was refused: the message names the value, the limit and the fix."""
 
 
 class MissingExtraError(AioshardError):
@@ -75,7 +75,7 @@ class MissingExtraError(AioshardError):
 
 
 class TaskCancelledError(AioshardError):
-    """A task without which records stand still was cancelled, and not by the engine."""
+    """A task that the engine cannot work without was cancelled, but not by the engine."""
 
     def __init__(self, task: str) -> None:
         super().__init__(
@@ -85,16 +85,16 @@ class TaskCancelledError(AioshardError):
 
 
 class StateError(AioshardError):
-    """A call came at a time when it cannot be served, such as starting an app twice."""
+    """A call is not possible in the current state, such as starting an app twice."""
 
 
-# What a handler says ------------------------------------------------------------------
+# Raised by handlers -------------------------------------------------------------------
 
 
 class DecodeError(AioshardError):
-    """A record is not what its handler takes: an attempt that failed, and is not made again, since it would fail again.
+    """A record cannot be decoded into its handler's type: the attempt fails and is not retried.
 
-    What `on_failure` says happens to the record. A function given as `decode` may raise it.
+    `on_failure` decides what happens to the record. A function given as `decode` may raise it.
     """
 
 
@@ -104,11 +104,11 @@ class BatchError(AioshardError):
     Each record that it names has failed one attempt, with the error given for it.
 
     Attributes:
-        errors: The error of each record that failed.
+        errors: The error of each failed record.
 
     Raises:
-        HandlerError: It names no record, or what is given for one is no exception. Raised in a handler, that fails
-            the whole batch.
+        HandlerError: It names no record, or an error is not an exception. If this happens in a handler, the whole
+            batch fails.
 
     Example:
         >>> one, two = (Record("clicks", 0, offset, None, b"", (), 0.0) for offset in (7, 8))
@@ -138,14 +138,14 @@ class BatchError(AioshardError):
         super().__init__(f"{len(failed)} record(s) of the batch failed: {_some_of(failed)}")
 
 
-# What the brokers answered ------------------------------------------------------------
+# Broker errors ------------------------------------------------------------------------
 
 
 class TransportError(AioshardError):
-    """Something between the process and the brokers failed.
+    """Communication with the brokers failed.
 
     Attributes:
-        retriable: Whether the same request may succeed later without anybody changing anything.
+        retriable: Whether the same request may succeed later without any intervention.
     """
 
     retriable = True
@@ -160,13 +160,13 @@ class ClientLostError(TransportError):
 
 
 class AuthenticationError(TransportError):
-    """The brokers refused who we say we are, or we refused their certificate."""
+    """The brokers rejected our credentials, or we rejected their certificate."""
 
     retriable = False
 
 
 class AuthorizationError(TransportError):
-    """The brokers know us and refuse the topic or the group, which the message names."""
+    """The brokers know us but deny access to the topic or group that the message names."""
 
     retriable = False
 
@@ -178,11 +178,11 @@ class CorruptRecordError(TransportError):
 
 
 class OffsetOutOfRangeError(TransportError):
-    """A position is outside its partition's log: retention passed it, or the topic was made anew.
+    """A position is outside its partition's log: retention passed it, or the topic was recreated.
 
     Attributes:
         topic_partition: The partition.
-        position: The offset that was asked for.
+        position: The requested offset.
     """
 
     retriable = False
@@ -197,32 +197,32 @@ class OffsetOutOfRangeError(TransportError):
 
 
 class CommitError(TransportError):
-    """A commit was not acknowledged; it stays due and is tried again after a new check."""
+    """A commit was not acknowledged; it stays pending and is retried after a new check."""
 
 
 class CommitRefusedError(CommitError):
-    """The broker refused a commit because the group has moved on; it must not be sent again as it is."""
+    """The broker refused a commit because the group has moved on; it must not be sent again unchanged."""
 
     retriable = False
 
 
 class MetadataRefusedError(CommitError):
-    """The broker takes no text of this length with a committed offset; without it, or shorter, it may be sent again."""
+    """The broker rejected commit metadata of this length; the commit may be sent again with less or no metadata."""
 
 
 class MessageTooLargeError(TransportError):
-    """A message is larger than its topic takes (`max.message.bytes`)."""
+    """A message is larger than its topic allows (`max.message.bytes`)."""
 
     retriable = False
 
 
 class SideTopicError(TransportError):
-    """A topic that keeps parked records cannot do so: not compacted, or too few partitions."""
+    """A topic for parked records is unsuitable: not compacted, or too few partitions."""
 
     retriable = False
 
 
-# How the engine ended -----------------------------------------------------------------
+# End of the engine --------------------------------------------------------------------
 
 
 class StartError(AioshardError):
@@ -230,7 +230,7 @@ class StartError(AioshardError):
 
 
 class LeasedError(StartError):
-    """A run over history has partitions of the group for a time; nothing was consumed of them."""
+    """A backfill holds a lease on partitions of the group; nothing of them was consumed."""
 
     def __init__(self, group_id: str, topic_partition: TopicPartition, plan: str, until: float) -> None:
         when = dt.datetime.fromtimestamp(until, dt.UTC).isoformat()
@@ -244,7 +244,7 @@ class LeasedError(StartError):
 
 
 class NoOffsetError(AioshardError):
-    """A partition has no committed offset and no policy says where to begin."""
+    """A partition has no committed offset, and no policy decides where to begin."""
 
     def __init__(self, group_id: str, topic_partition: TopicPartition) -> None:
         super().__init__(
@@ -255,7 +255,7 @@ class NoOffsetError(AioshardError):
 
 
 class HaltedError(AioshardError):
-    """Consuming to the end was asked for, and records that failed for good are in the way.
+    """Consuming up to the end was requested, but permanently failed records block it.
 
     Attributes:
         records: `topic/partition/offset` of each halted record.
@@ -270,15 +270,16 @@ class HaltedError(AioshardError):
 
 
 class StuckError(AioshardError):
-    """Nothing has come to its end for `stuck_after` seconds, where nobody is there to look into it."""
+    """Nothing has completed for `stuck_after` seconds in a run that no operator watches."""
 
 
 class NotDrainedError(AioshardError):
     """The app could not finish and commit everything within `shutdown_timeout`; the rest is delivered again.
 
     Attributes:
-        records: `topic/partition/offset` of each record that still ran.
-        uncommitted: How many finished records run again, by `topic/partition`: their last commit was not acknowledged.
+        records: `topic/partition/offset` of each record that was still running.
+        uncommitted: Number of finished records that will run again, by `topic/partition`: their last commit was not
+            acknowledged.
     """
 
     def __init__(
@@ -309,18 +310,18 @@ class NotDrainedError(AioshardError):
         super().__init__(". ".join(sentences))
 
 
-# Runs over history --------------------------------------------------------------------
+# Backfills ----------------------------------------------------------------------------
 
 
 class PlanError(AioshardError):
-    """A run over history cannot be planned as asked, or its plan cannot be used."""
+    """A backfill cannot be planned as requested, or its plan cannot be used."""
 
 
 class DataLossError(AioshardError):
-    """Records that were to be read are not in the log any more.
+    """Records to be read are no longer in the log.
 
     Attributes:
-        lost: `topic/partition: offsets first to last` of each partition that misses some.
+        lost: `topic/partition: offsets first to last` of each partition with lost records.
     """
 
     def __init__(self, lost: Iterable[str], advice: str) -> None:
@@ -335,7 +336,7 @@ class GroupBusyError(AioshardError):
     """The brokers refused to store offsets for a group from outside: it has members. Nothing was changed.
 
     Attributes:
-        members: What the brokers say of them; empty where they do not tell (the newer group protocol).
+        members: The members as described by the brokers; empty if they do not list them (the newer group protocol).
     """
 
     def __init__(self, group_id: str, members: Iterable[str], waited: float) -> None:
@@ -348,7 +349,7 @@ class GroupBusyError(AioshardError):
 
 
 class GroupMovedError(AioshardError):
-    """What the group has committed is not what the plan was made from: somebody consumed meanwhile.
+    """The group's committed offsets differ from those in the plan: another consumer has moved them.
 
     Attributes:
         moved: `topic/partition: then 5, now 9` of each partition.
@@ -364,18 +365,18 @@ class GroupMovedError(AioshardError):
 
 
 class DrainError(AioshardError):
-    """A run over history ended before its end for a reason that is none of its records; it may be started again."""
+    """A backfill ended early for a reason unrelated to its records; it may be started again."""
 
 
 class NotVerifiedError(AioshardError):
-    """A run over history may not be handed over: it was not verified, or halted records are in it."""
+    """A backfill cannot be handed over: it was not verified, or it contains halted records."""
 
 
-# What one epoch or run comes upon -----------------------------------------------------
+# Errors of a single epoch or run ------------------------------------------------------
 
 
 class CancelledRunError(AioshardError):
-    """A handler raised `CancelledError` although nobody had cancelled it: the attempt failed."""
+    """A handler raised `CancelledError` although it had not been cancelled: the attempt failed."""
 
     def __init__(self) -> None:
         super().__init__("the handler raised CancelledError by itself: something that it awaited was cancelled")
@@ -389,7 +390,7 @@ class AttemptTimeoutError(AioshardError, TimeoutError):
 
 
 class SwallowedCancellationError(AioshardError):
-    """A run that had timed out went on, and returned: what it did is not known."""
+    """A run that had timed out continued and returned: its effects are unknown."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(
@@ -399,7 +400,7 @@ class SwallowedCancellationError(AioshardError):
 
 
 class OffsetRegressionError(AioshardError):
-    """An offset came that is not above those before it: the partition was rewound and needs a new epoch."""
+    """An offset arrived that is not above the previous ones: the partition was rewound and needs a new epoch."""
 
     def __init__(self, offset: int, expected: int) -> None:
         super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
@@ -410,11 +411,11 @@ def _is_a_failure(record: object, error: object) -> bool:
 
 
 def _some_of(records: tuple[str, ...]) -> str:
-    """The first of many records, so that a message stays readable; all of them are in `records`."""
+    """Return the first of many records, to keep a message readable; all of them are in `records`."""
     shown = ", ".join(records[:_SHOWN])
     return shown if len(records) <= _SHOWN else f"{shown}, …"
 
 
 def _counted(count: int) -> str:
-    """`1 record` or `2 records`."""
+    """Return `1 record` or `2 records`."""
     return "1 record" if count == 1 else f"{count:,} records"

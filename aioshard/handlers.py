@@ -1,4 +1,4 @@
-"""The decorator: handlers and their options, checked when they are applied."""
+"""The decorator: handlers and their options, checked when they are registered."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Middleware)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """A handler with its options, after they were checked."""
+    """A handler with its checked options."""
 
     function: Callable[..., Any]
     name: str
@@ -52,7 +52,7 @@ class Registration:
     shard_by: ShardBy
     shards: int | None
     concurrency: int
-    """To begin with, where it is adaptive."""
+    """The initial value if it is adaptive."""
     adaptive: Adaptive | None
     retry: Retry
     timeout: float | None
@@ -63,18 +63,18 @@ class Registration:
     takes_context: bool
     is_async: bool
     payload: Payload | None
-    """What becomes of a record before the handler gets it; None where it takes the record itself."""
+    """Conversion of a record for the handler; None if it takes the record itself."""
     decode: Callable[[Record], object] | None
-    """What makes it, where a function of the user's does."""
+    """The user's function for this conversion, if there is one."""
     around: tuple[Sequence[Middleware], ...]
-    """The middleware of the app, and of the set of handlers that it is from; those may grow until the app starts."""
+    """Middleware of the app and of the set that the handler comes from; both may grow until the app starts."""
 
     def takes(self, topic: str) -> bool:
-        """Whether the records of *topic* are this handler's."""
+        """Whether this handler takes the records of *topic*."""
         return is_subscribed(topic, self.topics, self.pattern)
 
     def spec(self, provided: Provided) -> HandlerSpec:
-        """The handler as the engine runs it."""
+        """Return the handler in the form that the engine runs."""
         one_topic = len(self.topics) == 1 and self.pattern is None
         threads = None if self.is_async else anyio.CapacityLimiter(self.concurrency)
         around = [layer for level in self.around for layer in level]
@@ -110,7 +110,7 @@ def _resize(threads: anyio.CapacityLimiter, concurrency: int) -> None:
 
 
 class Handlers:
-    """A set of handlers, for a module of its own; `App.include` takes it over.
+    """A set of handlers in a separate module; add it to an app with `App.include`.
 
     Example:
         >>> handlers = Handlers()
@@ -144,39 +144,40 @@ class Handlers:
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
 
-        The function takes the record and, optionally, a `Context`. With a parameter annotated otherwise it takes what
-        the value says: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type of pydantic's, from
-        JSON, or `bytes` or `str` as it is. `X | None` takes tombstones, as None. `async def` runs on the event loop, a
-        plain `def` in a thread of its own limiter with *concurrency* threads. With *batch* it takes a list of records
-        and, optionally, a `BatchContext`.
+        The function takes the record and, optionally, a `Context`. If you annotate its parameter with another type, it
+        takes the decoded value: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type that pydantic
+        supports, from JSON, or `bytes` or `str` unchanged. `X | None` accepts tombstones, as None. An `async def` runs
+        on the event loop, a plain `def` in a thread, up to *concurrency* threads per handler. With *batch* it takes a
+        list of records and, optionally, a `BatchContext`.
 
         Args:
-            topics: Names; each belongs to one handler of the app.
-            pattern: A regular expression that whole topic names must match, instead of or beside names.
-            shard_by: What must stay in order: `"key"`, `"partition"`, `"record"` (nothing), or a function
-                of the record. Records for which it is None, or that have no key, ask for no order.
-            shards: None makes shards on demand, served by *concurrency* workers. A number makes that many
-                fixed shards, each a bounded queue with one worker: for local caches, or to spare a back end.
-            concurrency: Workers, 64 by default; with *shards* it must not be given. `Adaptive(1, 512)` finds out how
-                many the back end bears, and goes on doing so.
-            timeout: Seconds that an attempt may take. Then the handler is cancelled and the attempt has failed. A
+            topics: Topic names; each topic belongs to one handler of the app.
+            pattern: A regular expression that whole topic names must match, instead of or in addition to names.
+            shard_by: The scope in which records stay in order: `"key"`, `"partition"`, `"record"` (no order), or a
+                function of the record. Records for which it returns None, or that have no key, have no order.
+            shards: None creates shards on demand, served by *concurrency* workers. A number creates that many
+                fixed shards, each a bounded queue with one worker: for local caches, or to protect a back end.
+            concurrency: Workers, 64 by default; not allowed with *shards*. `Adaptive(1, 512)` continuously adapts it
+                to the capacity of the back end.
+            timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
-            retry: When and how often a failed record is tried again; `Retry()` by default.
-            on_failure: What happens to a record whose attempts are used up. `"halt"`: it keeps its shard, and nothing
-                is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
+            retry: When and how often to retry a failed record; `Retry()` by default.
+            on_failure: Decides what happens once retries are exhausted. `"halt"`: the record blocks its shard, and
+                nothing is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
                 and counted. `DeadLetter(...)`, `Park(...)`: it goes to another topic; see there.
-            batch: Gives the handler lists of records; *concurrency* is then the number of batches at the same time.
-            rate_limit: How many runs of the handler may start in a time, in this process; a batch is one run.
-            key_rate_limit: The same for each shard key: its later records wait, other keys do not. With *shards* it is
-                for each shard; records without a key have none.
-            decode: Makes of a `Record` what the handler takes, whatever its annotation: a function, or without *batch*
-                an async function. What it raises is a `DecodeError`, but for an `OSError`, which may pass.
+            batch: Passes lists of records to the handler; *concurrency* is then the number of concurrent batches.
+            rate_limit: Limits the starts of the handler per second, in this process; a batch is one start.
+            key_rate_limit: The same for each shard key: later records of the key wait, other keys do not. With *shards*
+                it applies to each shard; records without a key are not limited.
+            decode: Converts a `Record` into the handler's argument, regardless of annotations: a function, or without
+                *batch* an async function. Its exceptions become `DecodeError`, except `OSError`, which may be
+                transient.
 
         Returns:
-            The function unchanged, so that it stays callable in tests.
+            The unchanged function, so that you can call it in tests.
 
         Raises:
-            HandlerError: If the function or an option cannot work. Nothing was registered.
+            HandlerError: If the function or an option is invalid. Nothing was registered.
         """
         check_batch(batch)
         check_decode(decode, batch)
@@ -227,12 +228,12 @@ class Handlers:
         """Register the decorated function to run around every attempt of every handler of this set.
 
         It takes the record (with batches the list of records), the context, and `call_next(record, context)`, which
-        runs the handler and may be given another record or context. What it raises is the attempt's failure; an attempt
-        whose exception it keeps to itself has succeeded. What was registered first is outermost, and that of an app is
-        around that of the sets which it includes. Let `CancelledError` pass.
+        runs the handler and accepts a replaced record or context. An exception that it raises fails the attempt; if it
+        swallows one, the attempt has succeeded. The first registered middleware is outermost, and that of an app runs
+        around that of the sets it includes. Let `CancelledError` pass.
 
         Raises:
-            HandlerError: It is no async function of three parameters.
+            HandlerError: It is not an async function of three parameters.
 
         Example:
             >>> handlers = Handlers()
@@ -249,7 +250,7 @@ class Handlers:
         return around
 
     def _refuse_late(self, what: str) -> None:
-        """Raise where nothing more can be registered: in an app that runs."""
+        """Raise if registration is closed: in a running app."""
 
     def _add(self, registration: Registration) -> None:
         self._refuse_late(f"handler {registration.name!r}")
@@ -272,7 +273,7 @@ def _check_overlap(one: Registration, other: Registration) -> None:
 
 
 def _check_parking(one: Registration, other: Registration) -> None:
-    """Refuse that another handler reads, or writes dead letters to, the topic in which one parks."""
+    """Reject another handler that reads, or writes dead letters to, the topic of parked records of this one."""
     if not isinstance(one.on_failure, Park):
         return
     topic = one.on_failure.topic

@@ -1,4 +1,4 @@
-"""From the start of an app to its end: run, serve, a context, drain and commit."""
+"""Start and stop an app: run, serve, use as a context, drain and commit."""
 
 import asyncio
 import contextlib
@@ -45,13 +45,13 @@ logger = logging.getLogger("aioshard.app")
 
 
 class Lifecycle(Handlers, Controls):
-    """The part of an app that starts it, waits, and ends it; one start at a time."""
+    """The part of an app that starts it, waits, and ends it; it can only be started once at a time."""
 
     def __init__(self, resources: Callable[[Any], AbstractAsyncContextManager[Any]] | None) -> None:
-        """Make what does not run yet.
+        """Create an app that is not running yet.
 
         Args:
-            resources: Made from the app; open from before its handlers run until the last of them has ended.
+            resources: Called with the app; open from before its handlers run until the last of them has ended.
         """
         super().__init__()
         self._resources = resources
@@ -61,23 +61,23 @@ class Lifecycle(Handlers, Controls):
         self._exit: contextlib.AsyncExitStack | None = None
         """Set from before the resources are opened until they are closed."""
         self._lent = False
-        """Whether a test client runs it: entering it means to use that."""
+        """Whether a test client runs the app: entering the app then uses that run."""
 
     @property
     def state(self) -> Any:
-        """What the app's `resources` yielded, as `Context.state` is; None while it does not run."""
+        """The value that the app's `resources` yielded, like `Context.state`; None while the app is not running."""
         return self._state
 
     @property
     def is_traced(self) -> bool:
-        """Whether it makes spans when it runs."""
+        """Whether the app creates spans when it runs."""
         return self._tracing is not None
 
     def traced_by(self, tracing: "Tracing | None") -> None:
-        """From the next start on, be traced so; for `aioshard.telemetry.tracing.trace`.
+        """Trace the app from the next start on; for `aioshard.telemetry.tracing.trace`.
 
         Raises:
-            StateError: The app runs.
+            StateError: The app is running.
         """
         if self._engine is not None:
             raise StateError(f"app {self.group_id!r} runs: trace it before it is started")
@@ -85,25 +85,25 @@ class Lifecycle(Handlers, Controls):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse handlers and settings that do not go together; starting does it too."""
+        """Reject handlers and settings that do not fit together; starting the app also calls it."""
 
     def run(self, *, until_caught_up: bool = False) -> None:
-        """Run until SIGINT or SIGTERM; blocks. On uvloop where it is installed.
+        """Run until SIGINT or SIGTERM; blocks. Uses uvloop if it is installed.
 
-        The first signal drains and commits, a second one ends the process at once with exit code 130. While a handler
-        blocks the event loop neither is heard; `aioshard run` hears both.
+        The first signal drains and commits, a second one ends the process immediately with exit code 130. While a
+        handler blocks the event loop, neither is noticed; `aioshard run` notices both.
 
         Args:
             until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
 
         Raises:
-            AioshardError: As `serve`.
+            AioshardError: As for `serve`.
         """
         runner = asyncio.Runner(loop_factory=loop_factory())
         try:
             runner.run(self._serve_with_signals(until_caught_up=until_caught_up))
         except NotDrainedError:
-            raise  # closing the loop would wait for the handler that did not end
+            raise  # closing the event loop would wait for the handler that did not end
         except BaseException:
             runner.close()
             raise
@@ -120,7 +120,7 @@ class Lifecycle(Handlers, Controls):
                 os._exit(130)
             asked = True
             if self.statistics().state == "starting" and task is not None:
-                task.cancel()  # there is nothing to drain yet
+                task.cancel()  # nothing to drain yet
             self.stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,14 +139,14 @@ class Lifecycle(Handlers, Controls):
             until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
 
         Raises:
-            StartError: It could not start within `start_timeout`, or was refused.
-            NotDrainedError: Records still ran after `shutdown_timeout`.
-            HaltedError: With *until_caught_up*, halted records are in the way.
-            AioshardError: What makes consuming impossible.
+            StartError: The app could not start within `start_timeout`, or was refused.
+            NotDrainedError: Records were still running after `shutdown_timeout`.
+            HaltedError: With *until_caught_up*, halted records block the end.
+            AioshardError: Consuming is impossible.
         """
         async with self:
             engine, stop = self._engine, self._stop
-            assert engine is not None  # noqa: S101 - made at the start, as the next one
+            assert engine is not None  # noqa: S101 - created at the start, like the next one
             assert stop is not None  # noqa: S101
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:
@@ -160,30 +160,31 @@ class Lifecycle(Handlers, Controls):
             for future in done:
                 future.result()
         if engine.failed.done() and isinstance(refused := engine.failed.exception(), GroupHasMembersError):
-            raise refused  # the last commit was, after we had been told to stop
+            raise refused  # it was the last commit that was refused, after the call of stop
 
     def stop(self) -> None:
-        """Ask `run` or `serve` to drain, commit and end; returns at once. Safe from any thread.
+        """Request `run` or `serve` to drain, commit and end; return immediately. Safe from any thread.
 
-        Before the start and after the end it does nothing; where the app is a context, leaving that stops it.
+        Before the start and after the end it does nothing. If you use the app as a context, leave the context instead.
         """
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
 
     async def drain(self) -> None:
-        """Finish what runs, commit it and leave the group, but go on living: for a `preStop` hook.
+        """Finish running records, commit and leave the group, but keep the process alive: for a `preStop` hook.
 
-        The others have the partitions at once (with `group_instance_id`, when the successor comes). The app is not
-        ready from the first moment of it on. What `resources` opened stays open, and `publish` works, until the app
-        is ended; that has nothing more to wait for then. All calls, and the end of the app, wait for the same drain
-        and have the same result. Before the start and after the end there is nothing to do.
+        The other members get the partitions immediately (with `group_instance_id`, when the successor joins). The app
+        is not ready from the start of the drain. Resources stay open, and `publish` works, until the app is ended,
+        which then has nothing more to wait for. All calls, and the end of the app, wait for the same drain and have the
+        same result. Before the start and after the end it does nothing.
 
-        It may be awaited in any event loop, and a cancelled call does not end the drain. A handler that awaits it
-        waits for itself: let it call `stop`, or do this in a task of its own.
+        You can await it in any event loop, and cancelling a call does not end the drain. A handler that awaits it would
+        wait for itself: call `stop` there, or drain in a separate task.
 
         Raises:
-            NotDrainedError: Records still ran after `shutdown_timeout`; they were cancelled and stay uncommitted.
+            NotDrainedError: Records were still running after `shutdown_timeout`; they were cancelled and stay
+                uncommitted.
         """
         engine, loop = self._engine, self._loop
         if engine is None or loop is None or loop.is_closed():
@@ -194,17 +195,17 @@ class Lifecycle(Handlers, Controls):
         await asyncio.shield(self._drained(engine))
 
     def _drained(self, engine: Engine) -> asyncio.Task[None]:
-        """The one task that ends the engine."""
+        """Return the single task that ends the engine."""
         if self._draining is None:
             engine.be_draining()
             self._draining = asyncio.create_task(engine.stop(), name="drain")
         return self._draining
 
     async def __aenter__(self) -> Self:
-        """Start; returns once the first assignment is complete.
+        """Start the app; return once the first assignment is complete.
 
         Raises:
-            StartError: As `serve`.
+            StartError: As for `serve`.
         """
         if not self._lent:
             await self._start(kafka_clients(self.settings, self.group_id))
@@ -218,25 +219,25 @@ class Lifecycle(Handlers, Controls):
             await self._end()
 
     def lifespan(self, asgi_app: object) -> AbstractAsyncContextManager[Any]:
-        """The lifespan of an ASGI app: `FastAPI(lifespan=app.lifespan)`.
+        """Return the lifespan of an ASGI app: `FastAPI(lifespan=app.lifespan)`.
 
-        Start-up returns once the first assignment is complete; shutdown drains and commits. Signals stay
-        with the server.
+        Startup returns once the first assignment is complete; shutdown drains and commits. The server keeps handling
+        signals.
         """
         return self.embed()(asgi_app)
 
     def embed(self, lifespan: Callable[[Any], Any] | None = None, *, stop_server: bool = False) -> Lifespan:
-        """Make a lifespan in which the app runs: `FastAPI(lifespan=app.embed(lifespan))`.
+        """Return a lifespan in which the app runs: `FastAPI(lifespan=app.embed(lifespan))`.
 
         Args:
-            lifespan: One of yours, around the app: what it opens is there until the last handler has ended, and what
-                it yields is the state of the requests.
-            stop_server: When the app has failed, send this process SIGTERM, which the server handles: the requests
-                in progress end, and so does the process. Without it the server goes on, and `/livez` and `/readyz`
-                answer 503.
+            lifespan: Your own lifespan, around the app: its resources stay open until the last handler has ended, and
+                the value that it yields is the state of the requests.
+            stop_server: If the app fails, send SIGTERM to this process, which the server handles: it finishes the
+                requests in flight, and the process ends. Without it the server continues, and `/livez` and `/readyz`
+                return 503.
 
         Raises:
-            HandlerError: *lifespan* cannot be one.
+            HandlerError: *lifespan* is not a valid lifespan.
 
         Example:
             >>> import asyncio, contextlib
@@ -256,7 +257,7 @@ class Lifecycle(Handlers, Controls):
         """
 
         def failing() -> asyncio.Future[None]:
-            assert self._engine is not None  # noqa: S101 - the app is entered
+            assert self._engine is not None  # noqa: S101 - the app has been entered
             return self._engine.failed
 
         return embedded(self, lifespan, failing if stop_server else None)
@@ -272,15 +273,15 @@ class Lifecycle(Handlers, Controls):
         observe: Observe | None = None,
         replay: bool = False,
     ) -> AsyncIterator[Self]:
-        """As `async with app:`, with another client: the test kit's in-memory broker, or history.
+        """Run like `async with app:`, but with another client: the test kit's in-memory broker, or a backfill.
 
         Args:
-            make_transport: Makes the client.
+            make_transport: Creates the client.
             make_producer: Without it, nothing can be published.
             make_side_topics: Without it, nothing can be parked.
-            adapt: Makes another handler of each, for this run.
-            observe: Told what becomes of each record.
-            replay: What `Context.replay` says.
+            adapt: Replaces each handler for this run.
+            observe: Receives the outcome of each record.
+            replay: Value of `Context.replay`.
         """
         clients = with_producer_or_none(make_transport, make_producer, make_side_topics)
         await self._start(clients, adapt=adapt, observe=observe, replay=replay)
@@ -354,7 +355,7 @@ class Lifecycle(Handlers, Controls):
         engine, stack = self._engine, self._exit
         try:
             if engine is not None:
-                # Whoever is cancelled here cuts the drain short.
+                # A cancellation here cuts the drain short.
                 await outlast(self._drained(engine), cut_short=True)
         except Exception:
             if not quietly:
@@ -375,6 +376,6 @@ class Lifecycle(Handlers, Controls):
         return explain_partition(engine, epoch, show_keys=self.settings.show_keys)
 
     def _closing(self, side_topics: SideTopics) -> SideTopics:
-        assert self._exit is not None  # noqa: S101 - the app is being started
+        assert self._exit is not None  # noqa: S101 - the app is starting
         self._exit.push_async_callback(side_topics.close)
         return side_topics

@@ -1,4 +1,4 @@
-"""Which event loop the package runs in where the choice is ours."""
+"""Choose the event loop where the choice is ours."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,14 +7,14 @@ __all__ = ["in_real_time", "loop_factory"]
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """What makes event loops: uvloop where it is installed, else asyncio."""
+    """Return the factory of event loops: uvloop if it is installed, otherwise asyncio."""
     try:
-        import uvloop  # noqa: PLC0415 - not there on Windows
+        import uvloop  # noqa: PLC0415 - not available on Windows
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
 
 
 def in_real_time(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the clock of a loop is that of the machine, and not the virtual one of the test kit."""
+    """Whether an event loop uses the machine's clock rather than the virtual one of the test kit."""
     return not getattr(loop, "virtual_time", False)

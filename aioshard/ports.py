@@ -1,6 +1,6 @@
-"""What the engine needs from the outside: a Kafka client behind a small protocol.
+"""Ports of the engine: protocols for Kafka clients.
 
-The engine knows no client. `aioshard.kafka.client` implements `Transport` on aiokafka,
+The engine does not depend on a client. `aioshard.kafka.client` implements `Transport` on aiokafka,
 `aioshard.testing.broker` in memory. All methods are called from one event loop.
 """
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 RECORD_OVERHEAD = 500
-"""Bytes that a record costs in memory beyond its key, value and headers."""
+"""Memory overhead of a record in bytes, beyond its key, value and headers."""
 
 
 class Membership(NamedTuple):
-    """Who we are in the group. The generation is -1 while we are no member.
+    """Our membership in the group. The generation is -1 while we are not a member.
 
-    Who has partitions that were given by hand has no member id, and a generation that no group has given out: another
-    one in each life of the client. It allows commits, and nothing of it is sent.
+    Manually assigned consumers have no member id, and a generation that no group has given out: a different one in
+    each life of the client. It allows commits, but is never sent.
     """
 
     member_id: str
@@ -55,11 +55,11 @@ NOT_A_MEMBER = Membership("", -1)
 
 
 class InstanceIdTakenError(TransportError):
-    """Another process has joined with our `group_instance_id`. Once may be an overlap; where it goes on, the app ends.
+    """Another process joined with our `group_instance_id`. Once may be an overlap; if it persists, the app ends.
 
     Attributes:
-        session_timeout: Seconds within which a second loss means that it goes on.
-        goes_on: Whether that is known already.
+        session_timeout: Seconds within which a second loss means that the conflict persists.
+        goes_on: Whether it is already known to persist.
     """
 
     retriable = False
@@ -76,18 +76,18 @@ class InstanceIdTakenError(TransportError):
 
 
 class GroupHasMembersError(CommitRefusedError):
-    """Partitions are given by hand, and the group has members: brokers take no commit beside theirs. The app ends."""
+    """Manual assignment in a group with members: brokers accept no other commits than theirs. The app ends."""
 
 
 class Allowance(NamedTuple):
-    """How much more of one partition the engine takes in now."""
+    """How much more of one partition the engine accepts now."""
 
     records: int
     bytes: int
-    """Counted as `record_size` counts. The first record that does not fit stays with the client,
+    """Counted as by `record_size`. The first record that does not fit stays with the client,
     unless *alone* is true."""
     alone: bool = False
-    """Whether the first record is taken whatever its size: nothing else is buffered."""
+    """Whether the first record is accepted regardless of its size, because nothing else is buffered."""
 
 
 NOTHING = Allowance(0, 0)
@@ -96,14 +96,14 @@ AllowanceOf = Callable[[TopicPartition], Allowance]
 
 
 class FetchedBatch(NamedTuple):
-    """Records of one partition that came together, in offset order; possibly none.
+    """Records of one partition that arrived together, in offset order; possibly none.
 
     Invariants:
-        * `next_offset` is the client's position right after these records were taken, captured in the
-          same step. It passes offsets that hold no record for us: transaction markers, aborted
-          batches, compacted records. A batch without records carries a position that moved.
+        * `next_offset` is the client's position right after these records were fetched, captured in the same step. It
+          skips offsets without a record for us: transaction markers, aborted batches, compacted records. A batch
+          without records carries a position that moved.
         * `sizes[i]` is `record_size(records[i])`.
-        * With `places` the client cannot go back: the engine gives nothing back to be fetched again.
+        * With `places` the client cannot seek: the engine evicts nothing to be fetched again.
     """
 
     topic_partition: TopicPartition
@@ -111,14 +111,14 @@ class FetchedBatch(NamedTuple):
     sizes: Sequence[int]
     next_offset: int
     places: Sequence[int] | None = None
-    """Where the records are in what the engine tracks, ascending, in place of their own offsets: for records of
-    several partitions that come as one sequence. `next_offset` counts as these do."""
+    """Positions of the records in the engine's sequence, ascending, in place of their own offsets: for records of
+    several partitions that arrive as one sequence. `next_offset` is then such a position too."""
 
 
 class Fault(NamedTuple):
     """A partition that cannot be read now, and why. Other partitions are not affected.
 
-    A record that does not fit its allowance is no fault; see `Oversized`.
+    A record that exceeds its allowance is not a fault; see `Oversized`.
     """
 
     topic_partition: TopicPartition
@@ -126,21 +126,21 @@ class Fault(NamedTuple):
 
 
 class Oversized(NamedTuple):
-    """The next record of a partition does not fit its allowance; it stays with the client."""
+    """Reports that the next record of a partition exceeds its allowance; it stays with the client."""
 
     topic_partition: TopicPartition
     size: int
 
 
 class Committed(NamedTuple):
-    """A committed offset and the text stored with it."""
+    """A committed offset and its metadata."""
 
     offset: int
     metadata: str
 
 
 class LogRange(NamedTuple):
-    """The first offset of a partition's log and the one past the last that may be read.
+    """The first offset of a partition's log, and one past the last readable offset.
 
     Under `read_committed` the end is the last stable offset.
     """
@@ -150,133 +150,132 @@ class LogRange(NamedTuple):
 
 
 class GroupListener(Protocol):
-    """What a transport tells the engine about the group."""
+    """Callbacks by which a transport informs the engine about the group."""
 
     async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
-        """Partitions are being taken away; the group waits until this returns.
+        """Release partitions that are being revoked; the group waits until this returns.
 
-        Until it returns, commits under the current membership are accepted, unless *lost*: then the
-        membership is already gone and nothing may be committed. Never raises; returns within the
-        engine's drain deadline.
+        Until it returns, commits under the current membership are accepted, unless *lost*: then the membership is
+        already gone and nothing may be committed. Never raises; returns within the engine's drain deadline.
         """
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        """Partitions were given to us. Called synchronously, before the client fetches any of them.
+        """Accept an assignment. Called synchronously, before the client fetches any of it.
 
-        The transport has paused what is new of *partitions*; the engine seeks and resumes each when it has
-        checked where to go on. *partitions* is the whole assignment: where only partitions that move are taken
-        away, also those that were kept; they were not paused and go on as if nothing had happened.
+        The transport has paused the new ones of *partitions*; the engine seeks and resumes each once it has checked
+        where to resume. *partitions* is the whole assignment: if only moving partitions are revoked, it includes those
+        that were kept; they were not paused and continue undisturbed.
         """
 
 
 class Transport(Protocol):
     """A member of a consumer group, as the engine sees it.
 
-    Owned by one engine, used from one event loop. Methods that are not coroutines neither block nor
-    raise for a partition that is not assigned any more: they do nothing.
+    Owned by one engine, used from one event loop. Methods that are not coroutines neither block nor raise for a
+    partition that is no longer assigned: they do nothing.
     """
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing, or not everything, can be consumed now although the client lives, else None.
+        """Why consuming is impaired now although the client is alive, or None.
 
-        A client without brokers raises nothing: it goes on trying.
+        A client without brokers raises no error: it keeps trying.
         """
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """Connect and begin to join the group, or take what was given by hand; *listener* is told of assignments.
+        """Connect and begin to join the group, or take the manual assignment; *listener* learns of assignments.
 
-        What is subscribed to are *topics* and every topic whose whole name matches *pattern*.
+        Subscribes to *topics* and every topic whose whole name matches *pattern*.
 
-        Returns once the brokers answered, before or after the first assignment.
+        Returns once the brokers have answered, before or after the first assignment.
 
         Raises:
             ConnectError: No broker could be reached.
-            AuthenticationError: The brokers refused our credentials, or we their certificate.
+            AuthenticationError: The brokers rejected our credentials, or we their certificate.
             AuthorizationError: The group or a topic is not allowed.
         """
 
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
-        """Take what the client has fetched, as far as *allowance* goes, or wait up to *timeout* seconds.
+        """Return fetched records, within *allowance*, or wait up to *timeout* seconds.
 
-        A partition whose allowance has no records is left alone: what the client holds of it stays
-        there (at most one fetch) and nothing more is fetched, so back-pressure loses nothing. Returns
-        an empty sequence on time-out and after `wake`. Never hands out a record of a paused or
-        unassigned partition, nor one twice unless `seek` went back. Cancelling a poll loses nothing.
+        A partition whose allowance has no records is left alone: records already fetched stay in the client (at most
+        one fetch) and nothing more is fetched, so backpressure loses nothing. Returns an empty sequence on timeout and
+        after `wake`. Never returns a record of a paused or unassigned partition, nor the same record twice unless
+        `seek` went back. Cancelling a poll loses nothing.
 
         Raises:
-            ClientLostError: The client's background work ended; build a new transport.
-            TransportError: The group refused us (authorisation, fencing); see `retriable`.
+            ClientLostError: The client's background work ended; create a new transport.
+            TransportError: The group rejected us (authorization, fencing); see `retriable`.
         """
 
     def wake(self) -> None:
         """Make a waiting `poll` return now: allowances have changed."""
 
     def membership(self) -> Membership:
-        """Who we are in the group now."""
+        """Return our current membership in the group."""
 
     def position(self, topic_partition: TopicPartition) -> int | None:
-        """The next offset that `poll` would hand out, or None when it is not known."""
+        """Return the next offset that `poll` would return, or None if it is unknown."""
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """The end of the log as of the last fetch (last stable offset under read_committed)."""
+        """Return the end of the log as of the last fetch (last stable offset under read_committed)."""
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """Stop fetching and handing out these partitions; what was prefetched may be fetched again."""
+        """Stop fetching and returning these partitions; prefetched records may be fetched again."""
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """Go on with these partitions at their positions."""
+        """Resume these partitions at their positions."""
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """Set the position; what was prefetched of the partition is discarded."""
+        """Set the position; prefetched records of the partition are discarded."""
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
         """Send one commit request (offsets with their metadata), once, under *membership*.
 
         Raises:
-            CommitRefusedError: *membership* is not ours any more (checked before sending and by the
+            CommitRefusedError: *membership* is no longer ours (checked before sending and by the
                 broker). The offsets must not be sent again without a new check.
-            CommitError: Not acknowledged for a reason that passes; the request may have been applied.
+            CommitError: Not acknowledged for a transient reason; the request may have been applied.
             AuthorizationError: The group or a topic is not allowed.
         """
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """The group's committed offsets as the broker has them; None where there is none.
+        """Return the group's committed offsets from the broker; None for partitions without one.
 
-        Every partition is in the answer: a broker that leaves one out, or answers with an error, is asked again.
+        The result contains every partition: if a broker leaves one out, or answers with an error, it is queried again.
         """
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """The log's first and end offset of each partition, asked from the brokers now.
+        """Query the brokers for the first and end offset of each partition's log.
 
-        A partition whose leader is away, or does not answer soon, is left out: it keeps no other one waiting.
+        A partition whose leader is unavailable, or does not answer soon, is left out: it does not delay the others.
         """
 
     async def partitions(self, topic: str) -> frozenset[int]:
-        """The partition numbers of a topic as last known; empty when the topic does not exist."""
+        """Return the partition numbers of a topic as last known; empty if the topic does not exist."""
 
     async def topics(self) -> frozenset[str]:
-        """Every topic that we may see now, without those of the brokers themselves."""
+        """Return every topic that is visible to us now, without Kafka's internal topics."""
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """The first offset whose record is not older than *timestamp* (seconds since the epoch); None without one."""
+        """Return the first offset of a record at or after *timestamp* (seconds since the epoch); None without one."""
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """Bound what the client may hold of *partitions* partitions together to *max_bytes*."""
+        """Limit the client's buffer for *partitions* partitions together to *max_bytes*."""
 
     async def close(self) -> None:
-        """Leave the group and close all connections; commits nothing, calls no listener.
+        """Leave the group and close all connections; commit nothing and call no listener.
 
-        May take as long as a rebalance in progress: bound it with a deadline.
+        This may take as long as a rebalance in progress: bound it with a deadline.
         """
 
 
 TransportFactory = Callable[[], Transport]
-"""Makes a transport for one life of the client; called again by the supervisor after a loss."""
+"""Creates a transport for one life of the client; called again by the supervisor after a loss."""
 
 
 class Message(NamedTuple):
-    """What is to be published."""
+    """A message to publish."""
 
     topic: str
     value: bytes | None
@@ -284,7 +283,7 @@ class Message(NamedTuple):
     key: bytes | None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
     partition: int | None = None
-    """None: the key chooses as Java's partitioner does, and without a key any partition."""
+    """None: the key chooses, as in Java's partitioner, and without a key any partition."""
     timestamp: float | None = None
     """Seconds since the epoch; None is now."""
 
@@ -292,35 +291,35 @@ class Message(NamedTuple):
 class Producer(Protocol):
     """Publishes for an app: idempotent, acknowledged by all in-sync replicas (`acks=all`).
 
-    One per app, used from one event loop. It connects with the first message, and builds its client anew after
-    an error that the client cannot get over.
+    One per app, used from one event loop. It connects with the first message, and recreates its client after an error
+    from which the client cannot recover.
 
     Invariants:
-        * A topic that cannot be written to keeps no message of another one from being stored.
+        * A topic that cannot be written to does not block messages of other topics.
     """
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing has been acknowledged for a while although something waits for it, else None."""
+        """Why nothing has been acknowledged for a while although messages are waiting, or None."""
 
     async def publish(self, message: Message) -> int:
-        """Publish, and wait until the brokers have acknowledged; any number at the same time.
+        """Publish, and wait until the brokers have acknowledged; any number of calls may run concurrently.
 
-        Messages of one partition are stored in the order of the calls, as long as none of them fails. A call
-        that was cancelled, or that failed with a retriable error, may have been stored or not. While brokers are
-        gone it waits for them, but not for ever.
+        Messages of one partition are stored in the order of the calls, as long as none of them fails. A message may or
+        may not have been stored if its call was cancelled or failed with a retriable error. While brokers are
+        unreachable it waits for them, but not indefinitely.
 
         Returns:
             The offset.
 
         Raises:
             AuthorizationError: The brokers do not allow the topic.
-            MessageTooLargeError: Its topic does not take a message of this size.
+            MessageTooLargeError: The topic does not accept a message of this size.
             TransportError: Not acknowledged for another reason; see `retriable`.
         """
 
     async def close(self) -> None:
-        """Close all connections; what still waits, and what is published later, raises `ClientLostError`."""
+        """Close all connections; waiting and later calls of `publish` raise `ClientLostError`."""
 
 
 ProducerFactory = Callable[[], Producer]
@@ -329,53 +328,54 @@ ProducerFactory = Callable[[], Producer]
 class SideTopics(Protocol):
     """Reads partitions outside of the group: the parked records of the handlers.
 
-    One per app, used from one event loop. It connects with the first call, and builds its client anew when that
-    is lost.
+    One per app, used from one event loop. It connects with the first call, and recreates its client when the
+    client is lost.
     """
 
     async def ensure(self, topic: str, partitions: int) -> None:
-        """See to it that a compacted topic with at least so many partitions exists; create it where there is none.
+        """Ensure that a compacted topic with at least this many partitions exists; create it if it is missing.
 
         Raises:
-            SideTopicError: It is not compacted, or has too few partitions.
-            TransportError: It could not be found out, or not be created.
+            SideTopicError: The topic is not compacted, or has too few partitions.
+            TransportError: The topic could not be checked or created.
         """
 
     def watch(self, partitions: Collection[TopicPartition]) -> None:
-        """From now on `poll` reads exactly these: from their start where they are new, else on from where it is."""
+        """Set the partitions that `poll` reads: new ones from their start, others from their current position."""
 
     async def poll(self, timeout: float) -> Sequence[Record]:
-        """Records of what is watched, in offset order per partition; waits up to *timeout* seconds for the first.
+        """Return records of the watched partitions, in offset order each; wait up to *timeout* seconds for the first.
 
-        Returns an empty sequence on time-out, and when a position has passed offsets that hold no record. What can
-        be read is handed out before a failure of another partition is raised. Cancelling a poll loses nothing.
+        Returns an empty sequence on timeout, and when a position has skipped offsets that hold no record. Readable
+        records are returned before a failure of another partition is raised. Cancelling a poll loses nothing.
 
         Raises:
-            TransportError: Nothing came, and no broker is there or a partition cannot be read. The next call tries
-                again, and nothing is left out.
+            TransportError: Nothing arrived, and no broker is reachable or a partition cannot be read. The next call
+                tries again, and no record is skipped.
         """
 
     def position(self, topic_partition: TopicPartition) -> int:
-        """The next offset of a watched partition that `poll` would give; 0 before its first one.
+        """Return the next offset of a watched partition that `poll` would return; 0 before its first poll.
 
-        It passes offsets that hold no record (compaction, transaction markers, what retention deleted), so it comes
-        to `end` when everything before that was handed out.
+        It skips offsets that hold no record (compaction, transaction markers, retention), so it reaches `end` once
+        everything before that has been returned.
         """
 
     async def end(self, topic_partition: TopicPartition) -> int:
-        """The end of a partition's log, asked from the brokers now: its last stable offset.
+        """Query the brokers for the end of a partition's log: its last stable offset.
 
         Raises:
-            TransportError: It could not be found out.
+            TransportError: The end could not be determined.
         """
 
     async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
-        """Some records from *offset* on, as many as one fetch brings; empty only when there are none up to the end.
+        """Return some records from *offset* on, up to one fetch; empty only if none is left up to the end.
 
-        Independent of what is watched. Where *offset* holds no record any more, the first one is the next that is left.
+        This is independent of `watch`. If *offset* no longer holds a record, the result starts at the next existing
+        one.
 
         Raises:
-            TransportError: They cannot be read now.
+            TransportError: The records cannot be read now.
         """
 
     async def close(self) -> None:
@@ -386,7 +386,7 @@ SideTopicsFactory = Callable[[], SideTopics]
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
-    """What a record counts against the byte bound: its bytes + `RECORD_OVERHEAD`."""
+    """Return the size of a record for the byte limit: its bytes + `RECORD_OVERHEAD`."""
     size = RECORD_OVERHEAD
     if key is not None:
         size += len(key)
@@ -398,7 +398,7 @@ def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[
 
 
 class Clients(NamedTuple):
-    """Makes what an app talks to Kafka with."""
+    """Factories of an app's Kafka clients."""
 
     transport: TransportFactory
     producer: ProducerFactory

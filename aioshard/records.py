@@ -1,4 +1,4 @@
-"""The nouns of the package: what Kafka delivers and where it came from."""
+"""Basic types of the package: a record, and the topic and partition that it came from."""
 
 import re
 from collections.abc import Collection
@@ -7,7 +7,7 @@ from typing import NamedTuple
 __all__ = ["TOPIC_NAME", "Record", "TopicPartition", "is_subscribed"]
 
 TOPIC_NAME = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")
-"""What Kafka takes for the name of a topic, as a whole."""
+"""Matches a whole topic name that Kafka accepts."""
 
 
 def is_subscribed(topic: str, topics: Collection[str], pattern: str | None) -> bool:
@@ -21,7 +21,7 @@ def is_subscribed(topic: str, topics: Collection[str], pattern: str | None) -> b
 
 
 class TopicPartition(NamedTuple):
-    """One log: a partition of a topic."""
+    """A single log: a partition of a topic."""
 
     topic: str
     partition: int
@@ -31,7 +31,7 @@ class TopicPartition(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One record as Kafka delivered it; immutable, and cheap to build.
+    """A record as delivered by Kafka; immutable, and cheap to build.
 
     Example:
         >>> record = Record("orders", 0, 41, b"k", b"{}", (), 1700000000.0)
@@ -51,5 +51,5 @@ class Record(NamedTuple):
 
     @property
     def topic_partition(self) -> TopicPartition:
-        """The log that the record is in."""
+        """The topic and partition of the record."""
         return TopicPartition(self.topic, self.partition)
