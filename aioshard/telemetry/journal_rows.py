@@ -60,7 +60,7 @@ its arrival; start, end and result of its latest run, or `NO_RUN`; the key of it
 a `Trouble`, or None if it was processed.
 
 They are kept in one flat list, row after row. Tuples would cost twice as much: each is another object that the garbage
-collector scans repeatedly while it waits.
+collector scans repeatedly for as long as the row waits.
 """
 
 

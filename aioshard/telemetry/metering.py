@@ -20,7 +20,7 @@ _OF_METRICS = frozenset(
         Attribute.SERVER_PORT,
     }
 )
-"""Span attributes with few distinct values, the only ones that the conventions allow for metrics."""
+"""Span attributes with few distinct values, as the conventions require for metrics."""
 
 
 class Metering:

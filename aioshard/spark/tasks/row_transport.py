@@ -121,7 +121,7 @@ class _Lane:
         self.position = 0
         self.paused = True
         self.settled = False
-        """Whether the engine has resumed it, and with that opened it."""
+        """Whether the engine has opened the partition, which it does by resuming it."""
 
     @property
     def end(self) -> int:
