@@ -119,7 +119,7 @@ class _Runs:
 
     @property
     def seconds(self) -> float:
-        """Mean duration of a run."""
+        """Geometric mean of the duration of a run."""
         return math.exp(self.total / self.count)
 
     @property

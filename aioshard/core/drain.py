@@ -9,7 +9,7 @@ __all__ = ["DrainPlan", "Drainable"]
 
 
 class Drainable(Protocol):
-    """A record in flight."""
+    """A record in the engine."""
 
     @property
     def offset(self) -> int:

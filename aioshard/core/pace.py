@@ -15,15 +15,15 @@ _DEFAULT_BURST = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RateLimit:
-    """A limit on the runs of a handler that start: at most `at_once + per_second * t` in any *t* seconds.
+    """A limit on how many runs of a handler may start: at most `at_once + per_second * t` in any *t* seconds.
 
     Every attempt counts as a run, including retries. The limit applies per process.
 
     Attributes:
         per_second: Runs per second in the long run; 0.1 is one in ten seconds.
-        burst: Runs that may start together after a quiet period; a longer one adds nothing. The default is
-            the runs of a twentieth of a second, at least one: with less, an event loop that wakes up a millisecond
-            late, as timers do, would stay below a high rate.
+        burst: Runs that may start together after a quiet period; unused runs beyond that are lost. The default is the
+            runs of a twentieth of a second, at least one: with less, an event loop that wakes up a millisecond late,
+            as timers do, would stay below a high rate.
 
     Raises:
         HandlerError: If a value is outside its range.

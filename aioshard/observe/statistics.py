@@ -40,8 +40,8 @@ class PartitionStatistics:
     lag: int | None
     """`end_offset - committed` (or the committable offset before the first commit), in offsets."""
     lag_seconds: float | None
-    """Seconds since the timestamp of the oldest incomplete record; 0 if everything is committed. None if unknown: no
-    unread record has been fetched yet, or the record has no timestamp."""
+    """Seconds since the timestamp of the oldest incomplete record; 0 if everything is committed. None if unknown: the
+    records left to read have not been fetched yet, or the record has no timestamp."""
     incomplete: int
     """Records delivered to the engine and not complete."""
     buffered_records: int
@@ -73,7 +73,7 @@ class TopicStatistics:
     durations: HistogramCounts
     """Seconds per attempt, including failed ones; for a handler that takes batches, per attempt of a batch."""
     waits: HistogramCounts
-    """Seconds from the arrival of records to their first attempt; only sampled when short."""
+    """Seconds from the arrival of records to their first attempt; sampled while attempts are quick."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,7 +197,8 @@ class Statistics:
     """Commit requests that the broker acknowledged."""
     commit_failures: int
     replayed: int
-    """Fetched records that this process had started in an earlier epoch, which ended before they were committed."""
+    """Records that this process ran more than once: fetched again because their epoch ended before they were committed,
+    or run again after their run was cancelled."""
     already_done: int
     """Redelivered records that were not run again, because a commit had stored them as finished."""
     buffered_records: int

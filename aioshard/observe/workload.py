@@ -15,7 +15,7 @@ class WorkerRun:
     topic: str
     partition: int
     offset: int
-    """The coordinates are those of the first record if it is a batch."""
+    """For a batch, topic, partition and offset are those of its first record."""
     records: int
     """Number of records: more than one in a batch."""
     key: str | None

@@ -73,8 +73,7 @@ class TestClient:
 
         Args:
             app: The app to run; its settings and handlers are restored afterwards.
-            speed: Factor by which retry delays and the linger of batches pass faster in real time: 100 turns
-                30 s into 0.3 s.
+            speed: Divides the delays of retries and parked keys and the linger of batches: 100 turns 30 s into 0.3 s.
             broker: Pass one to share it between several apps, or to prepare it; by default a new one.
             latency: Duration of each operation of the client, in seconds.
             adapt: Replaces each handler for this run.
@@ -184,7 +183,7 @@ class TestClient:
         )
 
     def records(self, topic: str) -> Sequence[Record]:
-        """Return the records of any topic, including those that only the app writes to, sorted by timestamp."""
+        """Return the records of any topic, even one that only the app writes to, by timestamp, partition and offset."""
         return self.broker.records(topic)
 
     def committed(self, topic: str, partition: int) -> int | None:

@@ -22,7 +22,7 @@ class Interruption:
         self.place: str | None = None
         """Where the run was interrupted; None until then."""
         self.over = asyncio.Event()
-        """Set when the worker has received the order to end the run, because its client is gone."""
+        """Set once the worker cancels the run, because its client is gone."""
         self._number = number
         self._came = asyncio.Event()
 

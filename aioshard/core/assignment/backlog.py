@@ -1,4 +1,4 @@
-"""Lag-aware assignment: spread the remaining records evenly; count partitions where hardly any records are left."""
+"""Lag-aware assignment: spread the remaining records evenly, and partitions with hardly any by their number."""
 
 import heapq
 import itertools
