@@ -96,7 +96,7 @@ class Attempts(NamedTuple):
 
     @property
     def read_ahead(self) -> Callable[[Record], Any] | None:
-        """The function that decodes a batch before its attempt; None if middleware may change the records first."""
+        """The function that decodes a batch before its attempt; None if nothing is decoded or middleware comes first."""
         return None if self.payload is None or self.around else self.payload.read
 
     @property

@@ -197,7 +197,7 @@ class Controls:
                 or after that time (the end of the log if there is none); `"beginning"` or `"end"` of the log.
 
         Returns:
-            The offset. If retention passes it before the partition resumes, the partition starts at the start of its
+            The offset. If retention passes it before the partition resumes, the partition resumes at the start of its
             log.
 
         Raises:

@@ -278,7 +278,7 @@ class NotDrainedError(AioshardError):
 
     Attributes:
         records: `topic/partition/offset` of each record that was still running.
-        uncommitted: Number of finished records that will run again, by `topic/partition`: their last commit was not
+        uncommitted: Number of finished records that may run again, by `topic/partition`: their last commit was not
             acknowledged.
     """
 

@@ -142,7 +142,7 @@ class Lifecycle(Handlers, Controls):
             StartError: The app could not start within `start_timeout`, or was refused.
             NotDrainedError: Records were still running after `shutdown_timeout`.
             HaltedError: With *until_caught_up*, halted records block the end.
-            AioshardError: Consuming is impossible.
+            AioshardError: Any other error that makes consuming impossible.
         """
         async with self:
             engine, stop = self._engine, self._stop
@@ -172,7 +172,7 @@ class Lifecycle(Handlers, Controls):
             loop.call_soon_threadsafe(stop.set)
 
     async def drain(self) -> None:
-        """Finish running records, commit and leave the group, but keep the process alive: for a `preStop` hook.
+        """Finish running records, commit and leave the group, but keep resources open: for a `preStop` hook.
 
         The other members get the partitions immediately (with `group_instance_id`, when the successor joins). The app
         is not ready from the start of the drain. Resources stay open, and `publish` works, until the app is ended,

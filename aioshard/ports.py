@@ -76,7 +76,7 @@ class InstanceIdTakenError(TransportError):
 
 
 class GroupHasMembersError(CommitRefusedError):
-    """Manual assignment in a group with members: brokers accept no other commits than theirs. The app ends."""
+    """Manual assignment in a group with members: brokers accept commits only from those members. The app ends."""
 
 
 class Allowance(NamedTuple):

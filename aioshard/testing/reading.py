@@ -119,8 +119,8 @@ class Reading:
     def collect(self, allowance: AllowanceOf, now: float) -> Found:
         """Fetch the readable records of every partition that is not paused, within their allowances.
 
-        Records fetched from one partition count against the allowances of the others, which are all as of now; a
-        partition with more records than could be fetched goes last the next time.
+        Records fetched from one partition count against the allowances of the others, because all allowances are those
+        of this moment. A partition with more records than could be fetched goes last the next time.
         """
         found = Found([], [])
         taken = Allowance(0, 0)

@@ -101,7 +101,7 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
     blocked.
 
     Args:
-        app: The app to observe; any number of route sets, from any thread.
+        app: The app to observe; you can call this several times, from any thread.
         registry: Source of `/metrics`; None uses a registry with the app's metrics alone. Pass
             `prometheus_client.REGISTRY`, with an `AppCollector` registered there, to get the process's and the
             handlers' own metrics on the same page.
