@@ -96,7 +96,7 @@ class Attempts(NamedTuple):
 
     @property
     def read_ahead(self) -> Callable[[Record], Any] | None:
-        """The function that decodes a batch before its attempt; None if nothing is decoded or middleware comes first."""
+        """The function that decodes a batch before its attempt; None if nothing is decoded or middleware runs."""
         return None if self.payload is None or self.around else self.payload.read
 
     @property

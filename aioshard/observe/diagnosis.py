@@ -83,7 +83,7 @@ shard. `queued`: a worker.
 """
 
 Verdict = Literal["up to date", "advancing", "waiting", "stuck"]
-"""`waiting`: something is in the way. `stuck`: a record has been halted, or in flight for longer than `stuck_after`."""
+"""`waiting`: something is in the way. `stuck`: a record is halted, or in flight for longer than `stuck_after`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -363,7 +363,7 @@ class ParkedRecord(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Tells that a record is no longer parked: it was finished or dropped."""
+    """Reports that a record is no longer parked: it was finished or dropped."""
 
     place: Place
     by: int | None = None
@@ -382,7 +382,7 @@ class ReleaseRequest(NamedTuple):
 
 
 class ReleaseEnded(NamedTuple):
-    """Tells that a request was answered."""
+    """Reports that a request was answered."""
 
     coordinates: Coordinates
 

@@ -8,8 +8,8 @@
 | `/explain` | the explanation of each worker, as text or as JSON |
 | `/metrics` | those of all workers, with the label `worker` |
 
-Each request queries the workers over their Unix sockets. A worker that does not respond in time is reported as such, and
-its metrics are left out.
+Each request queries the workers over their Unix sockets. A worker that does not respond in time is reported as such,
+and its metrics are left out.
 """
 
 import asyncio
