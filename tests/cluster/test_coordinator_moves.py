@@ -102,22 +102,25 @@ async def test_a_coordinator_that_was_frozen_is_not_believed(brokers: ThreeBroke
         await until_committed(member, {partition: Committed(1, "")}, membership)
         assert await member.transport.committed([partition]) == {partition: Committed(1, "")}
         frozen = await brokers.coordinator_of(group)
-        held = brokers.proxies.hold(api_key=OFFSET_FETCH)
-        question = asyncio.create_task(member.transport.committed([partition]), name="committed")
-        async with asyncio.timeout(DEADLINE):
-            await held.met.wait()
-
         await brokers.freeze(frozen)
         try:
-            held.lift()
             await brokers.until_fenced(frozen)
             await until_committed(member, {partition: Committed(2, "")}, membership)
+            held = brokers.proxies.hold(api_key=OFFSET_FETCH)
+            question = asyncio.create_task(ask(member, partition), name="committed")
+            async with asyncio.timeout(DEADLINE):
+                await held.met.wait()
+            held.lift()
         finally:
             await brokers.thaw(frozen)
 
         assert await question == {partition: Committed(2, "")}
     finally:
         await member.transport.close()
+
+
+async def ask(member: Member, partition: TopicPartition) -> Mapping[TopicPartition, Committed | None]:
+    return await member.transport.committed([partition])
 
 
 async def until_committed(member: Member, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
