@@ -3,15 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
+from aioshard.attempts import BatchContext, Context
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
+from aioshard.core.on_failure import Budget, DeadLetter, Park
 from aioshard.core.pace import RateLimit
-from aioshard.core.recourse import Budget, DeadLetter, Park
 from aioshard.core.retry import Retry
 from aioshard.errors import AioshardError, BatchError
-from aioshard.handlers import BatchContext, Context, Handlers
 from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.records import Record, TopicPartition
+from aioshard.router import Handlers
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings

@@ -1,28 +1,80 @@
 """The app: turns handlers, settings and a client into a running engine."""
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from aioshard.checks import check_assign, check_linger
-from aioshard.errors import HandlerError, SettingsError, StateError
-from aioshard.handlers import Handlers, Registration
-from aioshard.lifecycle import Lifecycle
+from aioshard.attempts import Provided, with_attempts
+from aioshard.core.on_failure import Park
+from aioshard.engine.control import (
+    SeekTo,
+    answered,
+    assigned_partitions,
+    caught_up,
+    handler_name,
+    open_epoch,
+    pause,
+    release,
+    release_parked,
+    resume,
+    seek,
+    set_concurrency,
+)
+from aioshard.engine.diagnosis import diagnose, explain, explain_partition
+from aioshard.engine.failures import skipping
+from aioshard.engine.handler import Adapt, Handler
+from aioshard.engine.observed import Observe
+from aioshard.engine.runtime import Engine
+from aioshard.engine.snapshot import statistics, workload
+from aioshard.engine.tasks import outlast
+from aioshard.engine.timing import precise
+from aioshard.engine.watch import Watch
+from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
+from aioshard.loops import loop_factory
+from aioshard.observe import Diagnosis, Statistics, Workload
+from aioshard.ports import (
+    Clients,
+    GroupHasMembersError,
+    Message,
+    ProducerFactory,
+    SideTopics,
+    SideTopicsFactory,
+    TransportFactory,
+)
+from aioshard.records import TopicPartition
+from aioshard.router import Handlers
+from aioshard.serde.payloads import message
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
+    from aioshard.telemetry.journal import Journal
+    from aioshard.telemetry.tracing import Tracing
 
-__all__ = ["App"]
+logger = logging.getLogger("aioshard.app")
 
+T = TypeVar("T")
 Resources = Callable[["App"], AbstractAsyncContextManager[Any]]
 
+_ANSWER_TIMEOUT = 10.0
 
-class App(Lifecycle):
+
+class App(Handlers):
     """A member of a consumer group with its handlers.
 
     Run it with `run` (blocks), `serve` (inside a running event loop), `async with app:` or, in FastAPI, with
     `lifespan=app.lifespan`. Each app runs only once at a time; you can start it again after it has stopped.
+
+    Call coroutines in the app's event loop. You can call the other methods from any thread; they return when the
+    engine has acted. In another thread they raise `TimeoutError` if the event loop is blocked for 10 s; the engine may
+    still act later.
 
     Example:
         >>> from aioshard import App, Record
@@ -56,23 +108,39 @@ class App(Lifecycle):
             SettingsError: If *group_id* is empty, or a setting is unknown, outside its range, or contradicts
                 another.
         """
-        super().__init__(resources)
+        super().__init__()
         if not str(group_id or "").strip():
-            message = f"App({group_id!r}): a group id was expected, such as App('billing')"
-            raise SettingsError(message)
+            raise SettingsError(f"App({group_id!r}): expected a group id, such as App('billing')")
         self.group_id = group_id
         if bootstrap_servers is not None:
             overrides["bootstrap_servers"] = bootstrap_servers
         self._overrides = overrides
-        self._given = settings
-        self._settings = self._load()
+        self._base_settings = settings
+        self._settings = self._load(overrides)
+        self._resources = resources
+        self.tracing: Tracing | None = None
+        """Set by `traced_by`; used from the next start on."""
+        # Set while the app runs, or from its last run.
+        self._engine: Engine | None = None
+        self._watch: Watch | None = None
+        self._exit: contextlib.AsyncExitStack | None = None
+        """Set from before the resources are opened until they are closed."""
+        self._state: Any = None
+        self._journal: Journal | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._draining: asyncio.Task[None] | None = None
+        """The task that ends the engine; set from the start of the drain until the app has ended."""
+        self._last_statistics: Statistics | None = None
+        self._run_by_started = False
+        """Whether `started` runs the app: entering the app then joins that run."""
 
-    def _load(self) -> "Settings":
+    def _load(self, overrides: dict[str, Any]) -> "Settings":
         from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
 
-        if self._given is None:
-            return Settings(**self._overrides)
-        return self._given.replace(**self._overrides) if self._overrides else self._given
+        if self._base_settings is None:
+            return Settings(**overrides)
+        return self._base_settings.replace(**overrides) if overrides else self._base_settings
 
     @property
     def settings(self) -> "Settings":
@@ -80,7 +148,7 @@ class App(Lifecycle):
         return self._settings
 
     @property
-    def handlers(self) -> tuple[Registration, ...]:
+    def handlers(self) -> tuple[Handler, ...]:
         """The registered handlers, in order."""
         return tuple(self)
 
@@ -91,27 +159,42 @@ class App(Lifecycle):
             SettingsError: As in the constructor.
             StateError: If the app is running.
         """
-        if self._engine is not None:
-            message = f"app {self.group_id!r} runs: its settings can be changed only before it is started"
-            raise StateError(message)
-        before = self._overrides
-        self._overrides = {**before, **overrides}
-        try:
-            self._settings = self._load()
-        except BaseException:
-            self._overrides = before
-            raise
+        self._check_open("configure()")
+        combined = {**self._overrides, **overrides}
+        self._settings = self._load(combined)
+        self._overrides = combined
 
     def check(self) -> None:
         """Reject handlers and settings that do not fit together; starting the app also calls it.
 
         Raises:
-            HandlerError: A handler's batches wait longer than `stuck_after`.
+            HandlerError: There is no handler, or the batches of one wait longer than `stuck_after`.
             SettingsError: The partitions in `assign` do not match the handlers.
         """
+        if not self._handlers:
+            raise HandlerError(f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')")
         for handler in self:
-            check_linger(handler.name, handler.batch, self._settings.stuck_after)
-        check_assign(self._settings.assign, [(one.name, one.topics, one.pattern, one.on_failure) for one in self])
+            batch, stuck_after = handler.batch, self._settings.stuck_after
+            if batch is not None and batch.linger >= stuck_after:
+                raise HandlerError(
+                    f"handler {handler.name!r} lets batches wait for linger={batch.linger:g} s, but a record counts as "
+                    f"stuck after stuck_after={stuck_after:g} s: lower linger, or raise stuck_after"
+                )
+        if self._settings.assign is not None:
+            self._check_assign(self._settings.assign.keys())
+
+    def _check_assign(self, assigned: Collection[str]) -> None:
+        """Reject a manual assignment that does not match the handlers."""
+        for handler in self:
+            if handler.pattern is not None or isinstance(handler.on_failure, Park):
+                option = "a pattern" if handler.pattern is not None else "on_failure=Park(…)"
+                raise SettingsError(
+                    f"handler {handler.name!r} has {option}, which needs a consumer group: remove it, or remove assign"
+                )
+        handled = {topic for handler in self for topic in handler.topics}
+        for topic in sorted(handled ^ set(assigned)):
+            problem = "has no partitions in assign" if topic in handled else "is in assign, but no handler consumes it"
+            raise SettingsError(f"topic {topic!r} {problem}: name exactly the topics of the handlers in assign")
 
     def include(self, handlers: Handlers) -> None:
         """Add the handlers of another module.
@@ -120,14 +203,609 @@ class App(Lifecycle):
             HandlerError: If a topic already has a handler. Nothing is added then.
             StateError: If the app is running.
         """
-        before = list(self._registrations)
+        before = list(self._handlers)
         try:
-            for registration in handlers:
-                self._add(dataclasses.replace(registration, around=(self._around, *registration.around)))
+            for handler in handlers:
+                self._add(handler._replace(middleware=(self._middleware, *handler.middleware)))
         except HandlerError:
-            self._registrations = before
+            self._handlers = before
             raise
 
-    def _refuse_late(self, what: str) -> None:
+    def _check_open(self, what: str) -> None:
         if self._engine is not None:
-            raise StateError(f"app {self.group_id!r} runs: {what} came too late, register it before")
+            raise StateError(f"{what} came too late, because app {self.group_id!r} is running: do it before the start")
+
+    @property
+    def state(self) -> Any:
+        """The value that the app's `resources` yielded, like `Context.state`; None while the app is not running."""
+        return self._state
+
+    def traced_by(self, tracing: "Tracing | None") -> None:
+        """Trace the app from the next start on; for `aioshard.telemetry.tracing.trace`.
+
+        Raises:
+            StateError: The app is running.
+        """
+        self._check_open("trace()")
+        self.tracing = tracing
+
+    # Run ----------------------------------------------------------------------------------
+
+    def run(self, *, until_caught_up: bool = False) -> None:
+        """Run until SIGINT or SIGTERM; blocks. Uses uvloop if it is installed.
+
+        The first signal drains and commits, a second one ends the process immediately with exit code 130. While a
+        handler blocks the event loop, neither is noticed; `aioshard run` notices both.
+
+        Args:
+            until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
+
+        Raises:
+            AioshardError: As for `serve`.
+        """
+        runner = asyncio.Runner(loop_factory=loop_factory())
+        try:
+            runner.run(self._serve_with_signals(until_caught_up=until_caught_up))
+        except NotDrainedError:
+            raise  # closing the event loop would wait for the handler that did not end
+        except BaseException:
+            runner.close()
+            raise
+        runner.close()
+
+    async def _serve_with_signals(self, *, until_caught_up: bool) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        interrupted = False
+
+        def on_signal() -> None:
+            nonlocal interrupted
+            if interrupted:
+                os._exit(130)
+            interrupted = True
+            if self.statistics().state == "starting" and task is not None:
+                task.cancel()  # nothing to drain yet
+            self.stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, on_signal)
+        try:
+            await self.serve(until_caught_up=until_caught_up)
+        except asyncio.CancelledError:
+            if not interrupted:
+                raise
+
+    async def serve(self, *, until_caught_up: bool = False) -> None:
+        """Consume until `stop` is called or the task is cancelled; then drain and commit.
+
+        Args:
+            until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
+
+        Raises:
+            StartError: The app could not start within `start_timeout`, or was refused.
+            NotDrainedError: Records were still running after `shutdown_timeout`.
+            HaltedError: With *until_caught_up*, halted records block the end.
+            AioshardError: Any other error that makes consuming impossible.
+        """
+        async with self:
+            engine, stop = self._engine, self._stop
+            assert engine is not None  # noqa: S101 - created at the start, like the next one
+            assert stop is not None  # noqa: S101
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
+            if until_caught_up:
+                tasks.append(asyncio.create_task(caught_up(engine), name="caught up"))
+            try:
+                done, _ = await asyncio.wait({engine.failed, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            for future in done:
+                future.result()
+        if engine.failed.done() and isinstance(refused := engine.failed.exception(), GroupHasMembersError):
+            raise refused  # it was the last commit that was refused, after the call of stop
+
+    def stop(self) -> None:
+        """Request `run` or `serve` to drain, commit and end; return immediately. Safe from any thread.
+
+        Before the start and after the end it does nothing. If you use the app as a context, leave the context instead.
+        """
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    async def drain(self) -> None:
+        """Finish running records, commit and leave the group, but keep resources open: for a `preStop` hook.
+
+        The other members get the partitions immediately (with `group_instance_id`, when the successor joins). The app
+        is not ready from the start of the drain. Resources stay open, and `publish` works, until the app is ended,
+        which then has nothing more to wait for. All calls, and the end of the app, wait for the same drain and have the
+        same result. Before the start and after the end it does nothing.
+
+        You can await it in any event loop, and cancelling a call does not end the drain. A handler that awaits it would
+        wait for itself: call `stop` there, or drain in a separate task.
+
+        Raises:
+            NotDrainedError: Records were still running after `shutdown_timeout`; they were cancelled and stay
+                uncommitted.
+        """
+        engine, loop = self._engine, self._loop
+        if engine is None or loop is None or loop.is_closed():
+            return
+        if loop is not asyncio.get_running_loop():
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.drain(), loop))
+            return
+        await asyncio.shield(self._drained(engine))
+
+    def _drained(self, engine: Engine) -> asyncio.Task[None]:
+        """Return the single task that ends the engine."""
+        if self._draining is None:
+            engine.be_draining()
+            self._draining = asyncio.create_task(engine.stop(), name="drain")
+        return self._draining
+
+    async def __aenter__(self) -> Self:
+        """Start the app; return once the first assignment is complete.
+
+        Raises:
+            StartError: As for `serve`.
+        """
+        if not self._run_by_started:
+            from aioshard.kafka.clients import kafka_clients  # noqa: PLC0415 - the client is imported on use
+
+            await self._start(kafka_clients(self.settings, self.group_id))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Drain and commit within `shutdown_timeout`, then close the client and the resources."""
+        if not self._run_by_started:
+            await self._end()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, asgi_app: object, *, stop_server: bool = False) -> AsyncIterator[None]:  # noqa: ARG002 - servers pass it
+        """Run the app during the lifespan of an ASGI app: `FastAPI(lifespan=app.lifespan)`.
+
+        Startup returns once the first assignment is complete; shutdown drains and commits. The server keeps handling
+        signals. Within a lifespan of your own, use `async with app:` or `async with app.lifespan(api):`.
+
+        Args:
+            asgi_app: Passed by the server; not used.
+            stop_server: If the app fails, send SIGTERM to this process, which the server handles: it finishes the
+                requests in flight, and the process ends. Without it the server continues, and `/livez` and `/readyz`
+                return 503.
+        """
+        async with self:
+            failed = self.running_engine().failed
+            if stop_server:
+                failed.add_done_callback(_stop_server)
+            try:
+                yield
+            finally:
+                failed.remove_done_callback(_stop_server)
+
+    @contextlib.asynccontextmanager
+    async def started(
+        self,
+        make_transport: TransportFactory,
+        make_producer: ProducerFactory | None = None,
+        make_side_topics: SideTopicsFactory | None = None,
+        *,
+        adapt: Adapt | None = None,
+        observe: Observe | None = None,
+        replay: bool = False,
+    ) -> AsyncIterator[Self]:
+        """Run like `async with app:`, but with another client: the test kit's in-memory broker, or a backfill.
+
+        Args:
+            make_transport: Creates the client.
+            make_producer: Without it, nothing can be published.
+            make_side_topics: Without it, nothing can be parked.
+            adapt: Replaces each handler for this run.
+            observe: Receives the outcome of each record.
+            replay: Value of `Context.replay`.
+        """
+        clients = Clients(make_transport, make_producer or _NoProducer, make_side_topics or _no_side_topics)
+        await self._start(clients, adapt=adapt, observe=observe, replay=replay)
+        self._run_by_started = True
+        try:
+            yield self
+        finally:
+            self._run_by_started = False
+            await self._end()
+
+    async def _start(
+        self, clients: Clients, *, adapt: Adapt | None = None, observe: Observe | None = None, replay: bool = False
+    ) -> None:
+        if self._exit is not None:
+            raise StateError(f"app {self.group_id!r} is already running: an app runs once at a time")
+        self.check()
+        from aioshard.settings import timeout_warnings  # noqa: PLC0415 - pydantic is imported on use
+
+        for sentence in timeout_warnings(self.settings, [(handler.name, handler.timeout) for handler in self]):
+            logger.warning("%s", sentence)
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._exit = contextlib.AsyncExitStack()
+        if self.tracing is not None and not replay:
+            clients, adapt = self.tracing.wrap(clients, adapt, self.group_id, self.settings)
+        try:
+            if observe is None and self.settings.journal is not None:
+                from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
+
+                journal = await Journal.open(self.settings.journal, self.group_id, show_keys=self.settings.show_keys)
+                self._exit.push_async_callback(journal.close)
+                self._journal = journal
+                observe = journal.observe
+            producer = clients.producer()
+            self._exit.push_async_callback(producer.close)
+            if self._resources is not None:
+                self._state = await self._exit.enter_async_context(self._resources(self))
+            provided = Provided(lambda: self._state, producer.publish, replay)
+            handlers = [with_attempts(handler, provided) for handler in self]
+            self._engine = Engine(
+                self.group_id,
+                self.settings,
+                handlers if adapt is None else [adapt(handler) for handler in handlers],
+                clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
+                producer,
+                observe=observe,
+            )
+            watch_loop = not replay and precise(self._loop.time) is time.monotonic  # not virtual
+            self._watch = Watch(self._engine, explain_partition, watch_loop=watch_loop)
+            await self._engine.start(self._watch.run())
+            self._engine.failed.add_done_callback(self._has_failed)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await self._end()
+            raise
+
+    def _has_failed(self, failed: asyncio.Future[None]) -> None:
+        logger.critical("app %r has failed and consumes nothing more: %s", self.group_id, failed.exception())
+
+    async def _end(self) -> None:
+        engine, stack = self._engine, self._exit
+        try:
+            if engine is not None:
+                # A cancellation here cuts the drain short.
+                await outlast(self._drained(engine), cut_short=True)
+        finally:
+            if self._watch is not None:
+                self._last_statistics = statistics(self._watch)
+            self._engine = self._watch = None
+            try:
+                if stack is not None:
+                    await stack.aclose()
+            finally:
+                if self._journal is not None and engine is not None and self._last_statistics is not None:
+                    self._last_statistics = dataclasses.replace(
+                        self._last_statistics, journal=self._journal.statistics()
+                    )
+                self._exit = self._state = self._journal = self._draining = None
+
+    def _closing(self, side_topics: SideTopics) -> SideTopics:
+        assert self._exit is not None  # noqa: S101 - the app is starting
+        self._exit.push_async_callback(side_topics.close)
+        return side_topics
+
+    # Control ------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: bytes | str | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        partition: int | None = None,
+    ) -> int:
+        """Publish with the app's idempotent producer; return once the brokers have acknowledged (`acks=all`).
+
+        It also works after the app has drained, until it ends: requests in flight in a web server may need it.
+
+        Args:
+            topic: Destination topic.
+            value: Bytes; a string, in UTF-8; None for a tombstone; anything else as JSON.
+            key: Bytes or a string. Without *partition* it chooses the partition, as in Java's partitioner.
+            headers: Pairs of name and content.
+            partition: Overrides the partition chosen by the key.
+
+        Returns:
+            The offset.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The message was not acknowledged; subclasses include `AuthorizationError` and
+                `MessageTooLargeError`.
+        """
+        outgoing = message(topic, value, key=key, headers=headers, partition=partition)
+        if self._engine is None:
+            raise StateError(f"app {self.group_id!r} is not running")
+        return await self._engine.producer.publish(outgoing)
+
+    def retry_now(self, topic: str, partition: int, offset: int) -> None:
+        """Retry a halted record now, with all its attempts; also a record that waits for its next attempt.
+
+        Raises:
+            StateError: The app is not running, or the record is not waiting in this process.
+        """
+        self._do(lambda engine: release(engine, TopicPartition(topic, partition), offset, None))
+
+    def skip(self, topic: str, partition: int, offset: int) -> None:
+        """Complete a halted record without processing it: its shard resumes, and its offset can be committed.
+
+        Raises:
+            StateError: As for `retry_now`.
+        """
+        skip = skipping("the application asked for it")
+        self._do(lambda engine: release(engine, TopicPartition(topic, partition), offset, skip))
+
+    def release_parked(self, topic: str, partition: int, offset: int) -> None:
+        """Retry a parked record now, followed in order by the records parked behind it under the same key.
+
+        `aioshard park release` requests the same from outside, and stores the request if no member owns the partition.
+
+        Args:
+            topic: Topic that the record came from, not the one where it is parked.
+            partition: Partition number in that topic.
+            offset: Offset of any parked record of the key.
+
+        Raises:
+            StateError: The app is not running, or the record is not parked in this process.
+        """
+        self._do(lambda engine: release_parked(engine, TopicPartition(topic, partition), offset))
+
+    def pause(self, topic: str, partition: int | None = None, *, why: str = "the application asked for it") -> None:
+        """Pause a partition, or all partitions of a topic: no record starts, while running ones continue.
+
+        Fetching stops too. The pause lasts until `resume`, even if the partition is revoked and comes back.
+
+        Args:
+            topic: A topic that the app consumes.
+            partition: Partition number; None means every partition that this process owns now.
+            why: Shown by `explain` and in the statistics.
+
+        Raises:
+            StateError: The app is not running, or does not own such a partition now.
+        """
+        self._do(lambda engine: pause(engine, assigned_partitions(engine, topic, partition), why))
+
+    def resume(self, topic: str, partition: int | None = None) -> None:
+        """Undo `pause`; None resumes every paused partition of the topic.
+
+        Raises:
+            StateError: The app is not running.
+        """
+
+        def act(engine: Engine) -> None:
+            if partition is not None:
+                resume(engine, [TopicPartition(topic, partition)])
+            else:
+                resume(engine, [p for p in engine.pauses if isinstance(p, TopicPartition) and p.topic == topic])
+
+        self._do(act)
+
+    def pause_handler(self, name: str, *, why: str = "the application asked for it") -> None:
+        """Pause everything that the handler of that name consumes, now and later; see `pause`.
+
+        Raises:
+            StateError: The app is not running, or has no such handler.
+        """
+        self._do(lambda engine: pause(engine, [handler_name(engine, name)], why))
+
+    def resume_handler(self, name: str) -> None:
+        """Undo `pause_handler`.
+
+        Raises:
+            StateError: As for `pause_handler`.
+        """
+        self._do(lambda engine: resume(engine, [handler_name(engine, name)]))
+
+    async def seek(self, topic: str, partition: int, to: SeekTo) -> int:
+        """Move an assigned partition to another position; return once it has resumed there.
+
+        No new records of the partition start, running ones have `drain_timeout` to end, and their completions are
+        committed. Then the new position is committed, before any record from there is delivered. Earlier completions
+        do not carry over: records from the new position on are processed again even if they were stored as finished,
+        and those before it are skipped. Other partitions continue throughout.
+
+        The new position survives a rebalance as long as the partition stays with this process, and also a cancelled
+        call. To seek the partition of a running handler, call this in a separate task: the drain waits for the handler.
+
+        Args:
+            topic: A topic that the app consumes.
+            partition: Partition number.
+            to: An offset; a datetime with a time zone, or seconds since the epoch as a float, for the first record at
+                or after that time (the end of the log if there is none); `"beginning"` or `"end"` of the log.
+
+        Returns:
+            The offset. If retention passes it before the partition resumes, the partition resumes at the start of its
+            log.
+
+        Raises:
+            StateError: The app is not running, or does not own the partition now; the offset is outside the log;
+                another seek is in progress; or the partition was assigned to another member before the seek was done.
+            TransportError: The brokers did not report the position.
+        """
+        return await seek(self.running_engine(), TopicPartition(topic, partition), to)
+
+    def assignment(self) -> tuple[TopicPartition, ...]:
+        """Return the partitions that this process owns now, sorted, except those that are being handed over.
+
+        Raises:
+            StateError: The app is not running.
+        """
+        return self._do(lambda engine: tuple(sorted(e.topic_partition for e in engine.rebalance.epochs if e.is_open)))
+
+    def position(self, topic: str, partition: int) -> int:
+        """Return the next offset to read of an assigned partition; earlier records may still be incomplete.
+
+        Raises:
+            StateError: The app is not running, or does not own the partition now.
+        """
+        return self._do(lambda engine: open_epoch(engine, TopicPartition(topic, partition)).tracker.position)
+
+    async def committed(self, topic: str, partition: int) -> int | None:
+        """Query the brokers for the group's committed offset of a partition, assigned or not; None if there is none.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The brokers did not report it.
+        """
+        engine, topic_partition = self.running_engine(), TopicPartition(topic, partition)
+        commits = await answered(
+            engine, engine.rebalance.client.committed([topic_partition]), f"what is committed on {topic_partition}"
+        )
+        commit = commits[topic_partition]
+        return None if commit is None else commit.offset
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """Return the partition numbers of a topic, in order; empty if it does not exist. The topic is not created.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The brokers did not report them.
+        """
+        engine = self.running_engine()
+        request = engine.rebalance.client.partitions(topic)
+        return tuple(sorted(await answered(engine, request, f"the partitions of topic {topic!r}")))
+
+    async def topics(self) -> tuple[str, ...]:
+        """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The brokers did not report them.
+        """
+        engine = self.running_engine()
+        return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
+
+    def set_concurrency(self, handler: str, concurrency: int) -> None:
+        """Change the number of workers of a handler until the app stops.
+
+        Additional workers start immediately. Of surplus workers, idle ones end immediately and the others after their
+        current run: nothing is interrupted, and order is kept. The threads of a plain `def` are adjusted too.
+
+        Args:
+            handler: The handler's name.
+            concurrency: 1 to 10,000; to stop a handler completely, use `pause_handler`.
+
+        Raises:
+            StateError: The app is not running, or has no such handler.
+            HandlerError: The number was refused, or the handler has fixed shards.
+        """
+        self._do(lambda engine: set_concurrency(engine, handler, concurrency))
+
+    def _do(self, act: Callable[[Engine], T]) -> T:
+        """Act on the engine in its event loop, from any thread."""
+        engine, loop = self.running_engine(), self._loop
+        assert loop is not None  # noqa: S101 - set before the engine
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:  # a thread without an event loop
+            here = None
+        if here is loop:
+            return act(engine)
+
+        async def act_there() -> T:
+            return act(engine)
+
+        return asyncio.run_coroutine_threadsafe(act_there(), loop).result(_ANSWER_TIMEOUT)
+
+    def running_engine(self) -> Engine:
+        """Return the engine, for parts of this package that run handlers in another way.
+
+        Raises:
+            StateError: The app is not running.
+        """
+        if self._engine is None or self._has_drained:
+            state = "is not running" if self._engine is None else "has drained: start it again to consume"
+            raise StateError(f"app {self.group_id!r} {state}")
+        return self._engine
+
+    @property
+    def _has_drained(self) -> bool:
+        return self._draining is not None and self._draining.done()
+
+    # Inspection ---------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Return a frozen snapshot of the app's activity; safe to call from any thread.
+
+        After the app has ended, it returns the last state.
+        """
+        watch = self._watch
+        if watch is not None:
+            current = statistics(watch)
+            journal = self._journal
+            return current if journal is None else dataclasses.replace(current, journal=journal.statistics())
+        if self._last_statistics is not None:
+            return self._last_statistics
+        return Statistics(
+            state="stopped",
+            group_id=self.group_id,
+            member_id=None,
+            rebalances=0,
+            commits=0,
+            commit_failures=0,
+            replayed=0,
+            already_done=0,
+            buffered_records=0,
+            buffered_bytes=0,
+            client_losses=0,
+            trouble=None,
+            partitions=(),
+            handlers=(),
+        )
+
+    def explain(self) -> str:
+        """Explain in sentences why each partition does not advance; safe to call from any thread."""
+        watch = self._watch
+        if watch is None:
+            return "The app is not running.\n"
+        if self._has_drained:
+            return "The app has drained: it consumes nothing more.\n"
+        return explain(watch)
+
+    def diagnose(self) -> Diagnosis:
+        """Return the data behind `explain`: findings and oldest records with their stacks; from any thread."""
+        watch = self._watch
+        if watch is None:
+            return Diagnosis(state=self.statistics().state, findings=(), partitions=(), outliving=())
+        return diagnose(watch)
+
+    def workload(self) -> Workload | None:
+        """Return current runs, deep shards, and failed and parked records; from any thread.
+
+        It contains only the worst few of each kind. None while the app is not running.
+        """
+        watch = self._watch
+        return None if watch is None else workload(watch)
+
+
+class _NoProducer:
+    """Stands in for the producer of an app that was started without one."""
+
+    trouble: str | None = None
+
+    async def publish(self, message: Message) -> int:
+        raise StateError(f"nothing can be published to topic {message.topic!r}: the app was started without a producer")
+
+    async def close(self) -> None:
+        """Do nothing: no connection was opened."""
+
+
+def _no_side_topics() -> SideTopics:
+    raise StateError("nothing can be parked: the app was started without a reader of side topics")
+
+
+def _stop_server(_: asyncio.Future[None]) -> None:
+    """Send SIGTERM to this process, as an operator would: every server handles it as a graceful shutdown."""
+    if signal.getsignal(signal.SIGTERM) in {signal.SIG_DFL, None}:
+        # SIGTERM would kill the process with requests in flight: in a test, or if a thread runs the server.
+        logger.error("the server is not stopped: nothing in this process handles SIGTERM")
+        return
+    logger.error("the app has failed: stopping the server (SIGTERM)")
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,30 +1,134 @@
-"""Build the function that runs one attempt of a handler: payloads, contexts, threads, middleware."""
+"""Run one attempt of a handler: its context, payload, middleware and threads."""
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import anyio
 import anyio.to_thread
 
-from aioshard.context import BatchContext, Context
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
+from aioshard.engine.current_record import begin_thread
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.recourse import Publish
-from aioshard.engine.insight.stack import ThreadRun
-from aioshard.errors import HandlerError
+from aioshard.engine.failures import Publish
+from aioshard.engine.handler import Handler
+from aioshard.engine.shards import DeliveryBatch
+from aioshard.engine.stack import ThreadRun
+from aioshard.errors import HandlerError, StateError
+from aioshard.ports import Message
 from aioshard.records import Record
-from aioshard.serde.payloads import Payload
-
-__all__ = ["Attempts", "Call", "Middleware", "Provided", "run_in_thread"]
+from aioshard.serde.payloads import message
 
 Call = Callable[[Any, Any], Awaitable[object]]
 """Runs the handler for a record, or a list of them, in a context."""
 Middleware = Callable[[Any, Any, Call], Awaitable[object]]
 """A function that runs around the handler; see `Handlers.middleware`."""
+
+# The context --------------------------------------------------------------------------
+
+
+async def _no_app(outgoing: Message) -> int:
+    raise StateError(
+        f"a message for topic {outgoing.topic!r} was not published: this Context belongs to no running app"
+    )
+
+
+class _Publishes:
+    """A context that lets its handler publish."""
+
+    __slots__ = ()
+    publisher: Publish
+
+    async def publish(
+        self,
+        topic: str,
+        value: object,
+        *,
+        key: bytes | str | None = None,
+        headers: Iterable[tuple[str, bytes | str | None]] = (),
+        partition: int | None = None,
+    ) -> int:
+        """Publish as `App.publish` does; return the offset once the brokers have acknowledged.
+
+        The handler's input is complete only after the handler has returned, so its messages are stored before the
+        offsets of its input are committed. After a crash they may be published twice.
+
+        Raises:
+            TransportError: The message was not acknowledged.
+        """
+        return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context(_Publishes):
+    """Information about an attempt: declare it as the handler's second parameter.
+
+    Example:
+        >>> async def on_order(record: Record, context: Context) -> None:
+        ...     if context.attempt > 1:
+        ...         print("again:", context.idempotency_key)
+    """
+
+    record: Record
+    attempt: int
+    """Counted from 1."""
+    deadline: float | None
+    """Event loop time at which the attempt times out; None without a timeout."""
+    revoked: asyncio.Event
+    """Set when the partition is being revoked: finish soon, or the run is cancelled."""
+    replay: bool
+    """True in a backfill on Spark."""
+    state: Any
+    """The value that the app's `resources` yielded; None without resources."""
+    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
+    """Publishes the messages of `publish`."""
+
+    @property
+    def idempotency_key(self) -> str:
+        """`topic/partition/offset`: the same for every delivery of the record."""
+        return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchContext(_Publishes):
+    """Information about an attempt of a batch: declare it as the batch handler's second parameter.
+
+    Example:
+        >>> async def on_numbers(numbers: list[int], context: BatchContext) -> None:
+        ...     rows = [
+        ...         (context.idempotency_key(record), number)
+        ...         for record, number in zip(context.records, numbers, strict=True)
+        ...     ]
+    """
+
+    attempt: int
+    """Counted from 1; the same for all records of a batch."""
+    deadline: float | None
+    """Event loop time at which the attempt times out; None without a timeout."""
+    revoked: asyncio.Event
+    """Set when a partition of one of the records is being revoked: finish soon, or the run is cancelled."""
+    replay: bool
+    """True in a backfill on Spark."""
+    state: Any
+    """The value that the app's `resources` yielded; None without resources."""
+    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
+    """Publishes the messages of `publish`."""
+    records: Sequence[Record] = ()
+    """The records of the batch, in the order of the handler's list: use them for keys, and in `BatchError`."""
+
+    def idempotency_key(self, record: Record) -> str:
+        """Return `topic/partition/offset` of a record: the same for every delivery, in any batch.
+
+        A batch as a whole has no key: the next attempt may combine the record with others.
+        """
+        return f"{record.topic}/{record.partition}/{record.offset}"
+
+
+# Attempts -----------------------------------------------------------------------------
 
 
 class Provided(NamedTuple):
@@ -38,130 +142,120 @@ class Provided(NamedTuple):
     """Value of `Context.replay`."""
 
 
-class Attempts(NamedTuple):
-    """Builds the functions that run one attempt of a handler.
+def with_attempts(handler: Handler, provided: Provided) -> Handler:
+    """Return the handler with the functions that run its attempts, for one start of the app."""
+    middleware = [function for level in handler.middleware for function in level]
+    wants_context = handler.takes_context or bool(middleware)
+    threads = None if handler.is_async else anyio.CapacityLimiter(handler.concurrency)
+    read = None if handler.payload is None else handler.payload.read
+    if threads is None and read is None and not wants_context and handler.batch is None:
+        return handler._replace(call=handler.function)
+    call = _call_of(handler, read, threads)
+    for layer in reversed(middleware):
+        call = _with_middleware(layer, call)
+    context_of = provided if wants_context else None
+    if handler.batch is None:
+        invoke: Callable[[Any], Awaitable[object]] = _record_attempt(call, handler.timeout, context_of)
+    else:
+        invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
+    return handler._replace(
+        invoke=invoke,
+        read=None if handler.batch is None or middleware else read,
+        resized=None if threads is None else functools.partial(setattr, threads, "total_tokens"),
+    )
 
-    `for_record` and `for_batch` are called once; the functions they return are called for each attempt.
-    """
 
-    function: Callable[..., Any]
-    takes_context: bool
-    payload: Payload | None
-    timeout: float | None
-    """Seconds, for `Context.deadline`."""
-    threads: anyio.CapacityLimiter | None
-    """For a plain function; None if it is awaited."""
-    around: Sequence[Middleware]
-    """Outermost first."""
-    provided: Provided
+def _record_attempt(
+    call: Call, timeout: float | None, provided: Provided | None
+) -> Callable[[Delivery], Awaitable[object]]:
+    if provided is None:
+        return lambda delivery: call(delivery.record, None)
+    state, publish, replay = provided
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether an attempt only calls the function with the record."""
-        return self.threads is None and not self.takes_context and self.payload is None and not self.around
+    def attempt(delivery: Delivery) -> Awaitable[object]:
+        record, attempt = delivery.record, delivery.failures + 1
+        revoked = delivery.epoch.revoked
+        return call(record, Context(record, attempt, _deadline(timeout), revoked, replay, state(), publish))
 
-    def for_record(self) -> Callable[[Delivery], Awaitable[object]]:
-        """Return the function that runs an attempt of one record."""
-        call = self._surrounded(self._call(None if self.payload is None else self.payload.read))
-        if not self._wants_context:
-            return lambda delivery: call(delivery.record, None)
-        state, publish, replay = self.provided
+    return attempt
 
-        def attempt(delivery: Delivery) -> Awaitable[object]:
-            record, attempt = delivery.record, delivery.failures + 1
-            revoked = delivery.epoch.revoked
-            return call(record, Context(record, attempt, self._deadline(), revoked, replay, state(), publish))
 
-        return attempt
+def _batch_attempt(
+    call: Call, call_decoded: Call, timeout: float | None, provided: Provided | None
+) -> Callable[[DeliveryBatch], Awaitable[object]]:
+    def attempt(batch: DeliveryBatch) -> Awaitable[object]:
+        context = None
+        if provided is not None:
+            state, publish, replay = provided
+            attempt = batch.deliveries[0].failures + 1
+            records = tuple(batch.records)
+            context = BatchContext(attempt, _deadline(timeout), batch.revoked, replay, state(), publish, records)
+        if batch.payloads is not None:
+            return call_decoded(batch.payloads, context)
+        return call(batch.records, context)
 
-    def for_batch(self) -> Callable[[DeliveryBatch], Awaitable[object]]:
-        """Return the function that runs an attempt of a batch."""
-        payload = self.payload
-        each = None if payload is None else _for_each(payload.read)
-        call = self._surrounded(self._call(each))
-        decoded = self._call(None)
-        state, publish, replay = self.provided
+    return attempt
 
-        def attempt(batch: DeliveryBatch) -> Awaitable[object]:
-            context = None
-            if self._wants_context:
-                attempt = batch.deliveries[0].failures + 1
-                deadline, revoked = self._deadline(), batch.revoked
-                context = BatchContext(attempt, deadline, revoked, replay, state(), publish, tuple(batch.records))
-            if batch.payloads is not None:
-                return decoded(batch.payloads, context)
-            return call(batch.records, context)
 
-        return attempt
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else asyncio.get_running_loop().time() + timeout
 
-    @property
-    def read_ahead(self) -> Callable[[Record], Any] | None:
-        """The function that decodes a batch before its attempt; None if nothing is decoded or middleware runs."""
-        return None if self.payload is None or self.around else self.payload.read
 
-    @property
-    def _wants_context(self) -> bool:
-        return self.takes_context or bool(self.around)
+def _call_of(handler: Handler, read: Callable[[Record], Any] | None, threads: anyio.CapacityLimiter | None) -> Call:
+    """Return a function that calls the handler, in a thread if necessary, with records decoded by *read*."""
+    function, takes_context = handler.function, handler.takes_context
 
-    def _deadline(self) -> float | None:
-        return None if self.timeout is None else asyncio.get_running_loop().time() + self.timeout
+    def run(argument: Any, context: Any) -> Any:
+        return function(argument, context) if takes_context else function(argument)
 
-    def _surrounded(self, call: Call) -> Call:
-        for layer in reversed(self.around):
-            call = _around(layer, call)
-        return call
-
-    def _call(self, read: Callable[[Any], Any] | None) -> Call:
-        """Return a call of the function with the result of *read*, in a thread if it needs one."""
-        function, threads, takes_context = self.function, self.threads, self.takes_context
-
-        def run(given: Any, context: Any) -> Any:
-            payload = given if read is None else read(given)
-            return function(payload, context) if takes_context else function(payload)
-
-        if read is not None and self.payload is not None and self.payload.is_async:
-            decode = read
-            bare = self._call(None)
-
-            async def decoded(given: Any, context: Any) -> object:
-                return await bare(await decode(given), context)
-
-            return decoded
+    def in_thread(call: Callable[[Any, Any], Any]) -> Call:
         if threads is None:
-            return run
-        return lambda given, context: run_in_thread(functools.partial(run, given, context), threads)
+            return call
+        return lambda argument, context: run_in_thread(functools.partial(call, argument, context), threads)
+
+    if read is None:
+        return in_thread(run)
+    decode = read
+    if handler.payload is not None and handler.payload.is_async:
+        bare = in_thread(run)
+
+        async def await_and_run(argument: Any, context: Any) -> object:
+            return await bare(await decode(argument), context)
+
+        return await_and_run
+
+    def decode_and_run(argument: Any, context: Any) -> Any:
+        return run(decode(argument) if handler.batch is None else [decode(record) for record in argument], context)
+
+    return in_thread(decode_and_run)
 
 
-def _around(layer: Middleware, call: Call) -> Call:
-    async def surrounded(given: Any, context: Any) -> object:
-        made: Any = None
+def _with_middleware(layer: Middleware, call: Call) -> Call:
+    async def wrapped(argument: Any, context: Any) -> object:
+        coroutine: Any = None
 
-        def call_next(given: Any, context: Any) -> Awaitable[object]:
-            nonlocal made
-            made = call(given, context)
-            return cast("Awaitable[object]", made)
+        def call_next(argument: Any, context: Any) -> Awaitable[object]:
+            nonlocal coroutine
+            coroutine = call(argument, context)
+            return cast("Awaitable[object]", coroutine)
 
-        result = await layer(given, context, call_next)
-        if getattr(made, "cr_frame", None) is not None:  # the coroutine has not finished
-            _refuse_unawaited(layer, made)
+        result = await layer(argument, context, call_next)
+        if getattr(coroutine, "cr_frame", None) is not None:  # the coroutine has not finished
+            _refuse_unawaited(layer, coroutine)
         return result
 
-    return surrounded
+    return wrapped
 
 
-def _refuse_unawaited(layer: Middleware, made: Coroutine[Any, Any, object]) -> None:
+def _refuse_unawaited(layer: Middleware, coroutine: Coroutine[Any, Any, object]) -> None:
     """Fail the attempt if a middleware ends before the handler; otherwise the record would complete unprocessed."""
-    if inspect.getcoroutinestate(made) == inspect.CORO_CREATED:
-        made.close()
+    if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+        coroutine.close()
     name = getattr(layer, "__name__", type(layer).__name__)
     raise HandlerError(
         f"middleware {name!r} returned before the handler had ended: await what call_next gives, as in "
         "'return await call_next(record, context)'"
     )
-
-
-def _for_each(read: Callable[[Record], Any]) -> Callable[[Sequence[Record]], list[Any]]:
-    return lambda records: [read(record) for record in records]
 
 
 # Threads ------------------------------------------------------------------------------
@@ -182,12 +276,13 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     def work() -> object:
         result = None
         if first.setdefault("came", "thread") == "thread":
-            thread.begins()
+            thread.ident = threading.get_ident()
+            begin_thread()
             try:
                 result = call()
                 _refuse_awaitable(result)
             finally:
-                thread.ends()
+                thread.ident = None
                 with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
                     loop.call_soon_threadsafe(end)
         return result
@@ -206,8 +301,7 @@ def _refuse_awaitable(result: object) -> None:
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        message = (
-            f"the handler is a plain function and returned {type(result).__name__}, which nobody awaits: declare it, "
-            "and every function that wraps it, with 'async def'"
+        raise HandlerError(
+            f"the handler is a plain function and returned {type(result).__name__}, which is never awaited: declare "
+            "it, and every function that wraps it, with 'async def'"
         )
-        raise HandlerError(message)

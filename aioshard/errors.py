@@ -1,49 +1,8 @@
 """All exceptions of the package; each message says what was found, what was expected and what to do."""
 
-import datetime as dt
 from collections.abc import Iterable, Mapping
 
-from aioshard.records import Record, TopicPartition
-
-__all__ = [
-    "AioshardError",
-    "AttemptTimeoutError",
-    "AuthenticationError",
-    "AuthorizationError",
-    "BatchError",
-    "CancelledRunError",
-    "ClientLostError",
-    "CommitError",
-    "CommitRefusedError",
-    "ConnectError",
-    "CorruptRecordError",
-    "DataLossError",
-    "DecodeError",
-    "DrainError",
-    "GroupBusyError",
-    "GroupMovedError",
-    "HaltedError",
-    "HandlerError",
-    "LeasedError",
-    "MessageError",
-    "MessageTooLargeError",
-    "MetadataRefusedError",
-    "MissingExtraError",
-    "NoOffsetError",
-    "NotDrainedError",
-    "NotVerifiedError",
-    "OffsetOutOfRangeError",
-    "OffsetRegressionError",
-    "PlanError",
-    "SettingsError",
-    "SideTopicError",
-    "StartError",
-    "StateError",
-    "StuckError",
-    "SwallowedCancellationError",
-    "TaskCancelledError",
-    "TransportError",
-]
+from aioshard.records import Record, TopicPartition, counted
 
 _SHOWN = 10
 
@@ -113,7 +72,7 @@ class BatchError(AioshardError):
     Example:
         >>> one, two = (Record("clicks", 0, offset, None, b"", (), 0.0) for offset in (7, 8))
         >>> print(BatchError({two: ValueError("no user")}))
-        1 record(s) of the batch failed: clicks/0/8 (ValueError)
+        1 record of the batch failed: clicks/0/8 (ValueError)
     """
 
     def __init__(self, errors: Mapping[Record, BaseException]) -> None:
@@ -126,7 +85,7 @@ class BatchError(AioshardError):
         if not self.errors:
             raise HandlerError("BatchError names no record: raise it only when at least one record of the batch failed")
         for record, error in self.errors.items():
-            if not _is_a_failure(record, error):
+            if not (isinstance(record, Record) and isinstance(error, BaseException)):  # type: ignore[redundant-expr]
                 raise HandlerError(
                     f"BatchError was given {record!r}: {error!r}; expected are records of the batch, and for each the "
                     "exception with which it failed"
@@ -135,7 +94,7 @@ class BatchError(AioshardError):
             f"{record.topic}/{record.partition}/{record.offset} ({type(error).__name__})"
             for record, error in self.errors.items()
         )
-        super().__init__(f"{len(failed)} record(s) of the batch failed: {_some_of(failed)}")
+        super().__init__(f"{counted(len(failed), 'record')} of the batch failed: {_some_of(failed)}")
 
 
 # Broker errors ------------------------------------------------------------------------
@@ -149,6 +108,11 @@ class TransportError(AioshardError):
     """
 
     retriable = True
+
+    def __init__(self, message: str = "", *, retriable: bool | None = None) -> None:
+        super().__init__(message)
+        if retriable is not None:
+            self.retriable = retriable
 
 
 class ConnectError(TransportError):
@@ -229,20 +193,6 @@ class StartError(AioshardError):
     """The app could not start within `start_timeout`, or was refused; nothing was consumed."""
 
 
-class LeasedError(StartError):
-    """A backfill holds a lease on partitions of the group; nothing of them was consumed."""
-
-    def __init__(self, group_id: str, topic_partition: TopicPartition, plan: str, until: float) -> None:
-        when = dt.datetime.fromtimestamp(until, dt.UTC).isoformat()
-        super().__init__(
-            f"group {group_id!r} is leased to the run over history {plan!r} until {when}, {topic_partition} among its "
-            "partitions: hand the run over (aioshard spark handover DIR), or end the lease (aioshard.spark.lease(DIR, "
-            "0)), then start again; a lease that has run out stops nobody"
-        )
-        self.topic_partition = topic_partition
-        self.plan = plan
-
-
 class NoOffsetError(AioshardError):
     """A partition has no committed offset, and no policy decides where to begin."""
 
@@ -264,8 +214,8 @@ class HaltedError(AioshardError):
     def __init__(self, records: Iterable[str]) -> None:
         self.records = tuple(records)
         super().__init__(
-            f"{len(self.records)} record(s) failed for good and hold their shards; the partitions are not committed "
-            f"past them: {_some_of(self.records)}. The log has what each failed with: correct that and run again"
+            f"{counted(len(self.records), 'record')} failed permanently: {_some_of(self.records)}. Their shards are "
+            "blocked, and the partitions are not committed past them. Fix the errors in the log and run again"
         )
 
 
@@ -295,13 +245,13 @@ class NotDrainedError(AioshardError):
         sentences = []
         if self.records:
             sentences.append(
-                f"{_counted(len(self.records))} still ran after shutdown_timeout={timeout:g} s and stay uncommitted: "
-                f"{_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the handler end "
-                "when it is cancelled"
+                f"{counted(len(self.records), 'record')} still ran after shutdown_timeout={timeout:g} s and stay "
+                f"uncommitted: {_some_of(self.records)}. They are delivered again; raise shutdown_timeout, or let the "
+                "handler end when it is cancelled"
             )
         if self.uncommitted:
             partitions = tuple(f"{name} ({count})" for name, count in self.uncommitted.items())
-            finished = _counted(sum(self.uncommitted.values()))
+            finished = counted(sum(self.uncommitted.values()), "record")
             sentences.append(
                 f"{finished} finished and may run again, since the last commit was not acknowledged within "
                 f"shutdown_timeout={timeout:g} s ({reason}): {_some_of(partitions)}. Check the brokers, or raise "
@@ -327,7 +277,7 @@ class DataLossError(AioshardError):
     def __init__(self, lost: Iterable[str], advice: str) -> None:
         self.lost = tuple(lost)
         super().__init__(
-            f"records that were to be read have been deleted from the log (retention, or a topic made anew): "
+            f"records that should be read have been deleted from the log (retention, or the topic was recreated): "
             f"{_some_of(self.lost)}. {advice}"
         )
 
@@ -336,14 +286,14 @@ class GroupBusyError(AioshardError):
     """The brokers refused to store offsets for a group from outside: it has members. Nothing was changed.
 
     Attributes:
-        members: The members as described by the brokers; empty if they do not list them (the newer group protocol).
+        members: The members as described by the brokers; empty if they expired meanwhile.
     """
 
     def __init__(self, group_id: str, members: Iterable[str], waited: float) -> None:
         self.members = tuple(members)
-        told = _some_of(self.members) if self.members else "the brokers do not tell which (the newer group protocol)"
+        shown = _some_of(self.members) if self.members else "the brokers no longer list them"
         super().__init__(
-            f"group {group_id!r} has members after {waited:g} s of waiting, and nothing was changed: {told}. "
+            f"group {group_id!r} has members after {waited:g} s of waiting, and nothing was changed: {shown}. "
             "Stop them; one that was killed, or is static, counts until its session time-out has passed: wait longer"
         )
 
@@ -364,7 +314,7 @@ class GroupMovedError(AioshardError):
         )
 
 
-class DrainError(AioshardError):
+class RunError(AioshardError):
     """A backfill ended early for a reason unrelated to its records; it may be started again."""
 
 
@@ -406,16 +356,7 @@ class OffsetRegressionError(AioshardError):
         super().__init__(f"offset {offset} came after {expected - 1}; at least {expected} was expected")
 
 
-def _is_a_failure(record: object, error: object) -> bool:
-    return isinstance(record, Record) and isinstance(error, BaseException)
-
-
 def _some_of(records: tuple[str, ...]) -> str:
     """Return the first of many records, to keep a message readable; all of them are in `records`."""
     shown = ", ".join(records[:_SHOWN])
     return shown if len(records) <= _SHOWN else f"{shown}, …"
-
-
-def _counted(count: int) -> str:
-    """Return `1 record` or `2 records`."""
-    return "1 record" if count == 1 else f"{count:,} records"

@@ -1,9 +1,7 @@
-"""Choose the event loop where the choice is ours."""
+"""Choose the event loop: uvloop if it is installed."""
 
 import asyncio
 from collections.abc import Callable
-
-__all__ = ["in_real_time", "loop_factory"]
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -13,8 +11,3 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
-
-
-def in_real_time(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether an event loop uses the machine's clock rather than the virtual one of the test kit."""
-    return not getattr(loop, "virtual_time", False)

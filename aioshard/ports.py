@@ -1,6 +1,6 @@
 """Ports of the engine: protocols for Kafka clients.
 
-The engine does not depend on a client. `aioshard.kafka.client` implements `Transport` on aiokafka,
+The engine does not depend on a client. `aioshard.kafka.aiokafka.transport` implements `Transport` on aiokafka,
 `aioshard.testing.broker` in memory. All methods are called from one event loop.
 """
 
@@ -9,32 +9,6 @@ from typing import NamedTuple, Protocol
 
 from aioshard.errors import CommitRefusedError, TransportError
 from aioshard.records import Record, TopicPartition
-
-__all__ = [
-    "NOTHING",
-    "NOT_A_MEMBER",
-    "RECORD_OVERHEAD",
-    "Allowance",
-    "AllowanceOf",
-    "Clients",
-    "Committed",
-    "Fault",
-    "FetchedBatch",
-    "GroupHasMembersError",
-    "GroupListener",
-    "InstanceIdTakenError",
-    "LogRange",
-    "Membership",
-    "Message",
-    "Oversized",
-    "Producer",
-    "ProducerFactory",
-    "SideTopics",
-    "SideTopicsFactory",
-    "Transport",
-    "TransportFactory",
-    "record_size",
-]
 
 RECORD_OVERHEAD = 500
 """Memory overhead of a record in bytes, beyond its key, value and headers."""
@@ -69,7 +43,7 @@ class InstanceIdTakenError(TransportError):
     ) -> None:
         super().__init__(
             f"another process has joined group {group_id!r} with our group_instance_id={instance_id!r}{why}: two with "
-            "one id take the partitions from each other; give each process an id of its own"
+            "one id take the partitions from each other; give each process a different id"
         )
         self.session_timeout = session_timeout
         self.goes_on = goes_on
@@ -152,12 +126,15 @@ class LogRange(NamedTuple):
 class GroupListener(Protocol):
     """Callbacks by which a transport informs the engine about the group."""
 
-    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
         """Release partitions that are being revoked; the group waits until this returns.
 
-        Until it returns, commits under the current membership are accepted, unless *lost*: then the membership is
-        already gone and nothing may be committed. Never raises; returns within the engine's drain deadline.
+        Until it returns, commits under the current membership are accepted. Never raises; returns within the engine's
+        drain deadline.
         """
+
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        """Give up partitions whose membership is gone: other members may own them, and nothing may be committed."""
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Accept an assignment. Called synchronously, before the client fetches any of it.

@@ -4,10 +4,18 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-__all__ = ["TOPIC_NAME", "Record", "TopicPartition", "is_subscribed"]
-
 TOPIC_NAME = re.compile(r"(?!\.{1,2}\Z)[a-zA-Z0-9._-]{1,249}")
 """Matches a whole topic name that Kafka accepts."""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "record"), counted(2000, "record")
+        ('1 record', '2,000 records')
+    """
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def is_subscribed(topic: str, topics: Collection[str], pattern: str | None) -> bool:

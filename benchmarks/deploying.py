@@ -16,8 +16,6 @@ from aiokafka import AIOKafkaProducer
 
 from benchmarks.stage import Process, Stage, Topic
 
-__all__ = ["Deploy", "Seen", "deploy"]
-
 PARTITIONS = 12
 KEYS = 1_000
 MEMBERS = 3

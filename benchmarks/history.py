@@ -14,8 +14,6 @@ from benchmarks.spec import Measurement, Spec, Work
 from benchmarks.stage import PROJECT, RUN_TIMEOUT, Contestant, ContestantFailedError, Runs, Stage, Topic
 from benchmarks.tables import rate_rows
 
-__all__ = ["PLAIN_APP", "job_rows", "measure"]
-
 PLAIN_APP = "aioshard, app"
 """The contestant that needs no Spark."""
 _END_TIMEOUT = 30.0

@@ -8,8 +8,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["described", "machine"]
-
 PACKAGES = ("aiokafka", "uvloop", "faststream", "faststream-concurrent-aiokafka")
 GIB = 1024**3
 

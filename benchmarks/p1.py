@@ -8,8 +8,6 @@ from benchmarks.spec import Measurement
 from benchmarks.stage import Contestant, Runs, Stage
 from tests.support.cluster import Message
 
-__all__ = ["CONCURRENCY", "KEYS", "PARTITIONS", "numbered_messages", "run"]
-
 TITLE = "CPU per record: no-op handler, 100 B, 8 partitions, 1,000 keys"
 OURS, PLAIN, JOURNAL, CONFLUENT = "aioshard", "plain loop", "aioshard, journal", "aioshard, confluent"
 CONCURRENCY = 64

@@ -6,8 +6,6 @@ from benchmarks.report import Report, Verdict
 from benchmarks.stage import Contestant, Stage
 from benchmarks.tables import rate_ratio
 
-__all__ = ["run"]
-
 TITLE = "A topic on Spark, local[2]: no-op handler, 100 B, 8 partitions, 1,000 keys"
 FUSED, MAPPED = "aioshard, fused", "aioshard, mapInArrow"
 

@@ -6,8 +6,6 @@ from benchmarks.report import Report, Verdict
 from benchmarks.stage import Contestant, Stage
 from benchmarks.tables import rate_ratio
 
-__all__ = ["run"]
-
 TITLE = "Slow records on Spark, local[2]: 1 % take 300 ms, the others 4 ms; 256 in flight in each task"
 OURS, THOUSAND, TEN_THOUSAND = "aioshard, fused", "gather per 1,000 rows", "gather per 10,000 rows"
 CONCURRENCY = 256

@@ -7,8 +7,6 @@ from benchmarks.peers import PEERS
 from benchmarks.report import Cell, Report, Verdict
 from benchmarks.stage import Contestant, ContestantFailedError, Stage
 
-__all__ = ["run"]
-
 TITLE = "Deploy: how long partitions stand still while three members are stopped and replaced in turn"
 OURS = "aioshard"
 CONFLUENT = ("aioshard, confluent", "aioshard, KIP-848")

@@ -19,8 +19,6 @@ from benchmarks.workloads import (
     fill_to_warm_up,
 )
 
-__all__ = ["Course", "Outcome", "row_of", "run"]
-
 TITLE = "Side by side with Confluent Parallel Consumer: order per key; threads there, coroutines here"
 OURS, CONFLUENT = "aioshard", "aioshard, confluent"
 PEER = PEERS[0]

@@ -8,12 +8,9 @@ from typing import NamedTuple, TypeVar
 from prometheus_client import CollectorRegistry
 
 from aioshard import App, Record
-from aioshard.telemetry.exposition import encode
-from aioshard.telemetry.metrics import AppCollector
+from aioshard.telemetry.metrics import AppCollector, encode
 from aioshard.testing import InMemoryBroker, TestClient
 from benchmarks.report import Report, Verdict, spread
-
-__all__ = ["ACCEPT", "LONGEST_HOLD", "MOST_SECONDS", "Scrape", "run", "scrapes"]
 
 TITLE = "A scrape of /metrics, in a thread beside the event loop; every partition has a record in hand"
 ACCEPT = "application/openmetrics-text;version=1.0.0"

@@ -7,8 +7,6 @@ from aioshard.records import TopicPartition
 from benchmarks.report import Report, Verdict, spread
 from benchmarks.stage import Stage
 
-__all__ = ["run"]
-
 TITLE = "Thousands of partitions"
 START = 10.0
 """Seconds for connecting, joining and opening, which are not measured."""

@@ -5,8 +5,6 @@ from benchmarks.report import Report, Verdict
 from benchmarks.stage import Contestant, Stage
 from benchmarks.tables import rate_ratio, rate_rows
 
-__all__ = ["run"]
-
 TITLE = "Throughput: handler sleeps 5 ms, concurrency 128, 8 partitions, 1,000 keys"
 OURS, BARE = "aioshard", "bare loop, no Kafka"
 CONCURRENCY = 128

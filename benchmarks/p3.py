@@ -5,8 +5,6 @@ from benchmarks.report import Report, Verdict, spread
 from benchmarks.stage import Contestant, Stage
 from benchmarks.tables import rate_rows
 
-__all__ = ["run"]
-
 TITLE = "Throughput: handler sleeps 10 ms, 32 partitions, 10,000 keys, concurrency 1,024"
 OURS, BARE = "aioshard", "bare loop, no Kafka"
 PARTITIONS = 32

@@ -5,8 +5,6 @@ from benchmarks.report import Report, Verdict
 from benchmarks.stage import Contestant, Stage
 from benchmarks.tables import rate_ratio, rate_rows
 
-__all__ = ["run"]
-
 TITLE = "Head-of-line blocking: 1 % of the records take 100 ms, the others 1 ms; concurrency 128"
 OURS, QUEUES, TASKS = "aioshard", "fixed queues", "task per record"
 CONCURRENCY = 128

@@ -4,8 +4,6 @@ from benchmarks.p1 import CONCURRENCY, numbered_messages
 from benchmarks.report import Report, Verdict, spread
 from benchmarks.stage import Contestant, Stage
 
-__all__ = ["run"]
-
 TITLE = "CPU per record: 512 partitions against 8; no-op handler, 100 B, 10,000 keys"
 OURS, PLAIN = "aioshard", "plain loop"
 KEYS = 10_000

@@ -8,8 +8,6 @@ from benchmarks.spec import Measurement
 from benchmarks.stage import Stage, Topic
 from tests.support.cluster import Message
 
-__all__ = ["run"]
-
 TITLE = "Memory: handlers hang on 1 GiB in 64 partitions, records of 100 B and 100 KiB mixed"
 MIB = 1024 * 1024
 PARTITIONS = 64

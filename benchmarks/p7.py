@@ -9,8 +9,6 @@ import time
 from benchmarks.report import Report, Verdict, spread
 from benchmarks.stage import PROJECT
 
-__all__ = ["run"]
-
 TITLE = "Import: `import aioshard` above a bare interpreter"
 FORBIDDEN = ("pyspark", "pyarrow", "pandas", "fastapi", "starlette", "uvicorn", "aiohttp", "flask", "django")
 """Never imported by aioshard itself."""

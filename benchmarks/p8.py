@@ -4,8 +4,6 @@ from benchmarks.deploying import deploy
 from benchmarks.report import Report, Verdict
 from benchmarks.stage import Stage
 
-__all__ = ["run"]
-
 TITLE = "Clean deploy: three members under load, each stopped with SIGTERM and replaced in turn"
 OURS = "aioshard"
 RATES = {OURS: 2_000, "plain loop": 300, "faststream-concurrent-aiokafka": 2_000}

@@ -10,8 +10,6 @@ from benchmarks.p1 import numbered_messages
 from benchmarks.report import Report, Verdict
 from benchmarks.stage import PROJECT, ContestantFailedError, Stage, Topic
 
-__all__ = ["run"]
-
 TITLE = "Adaptive concurrency: a back end that serves 32, then 8, then 64 calls of 20 ms at a time"
 PARTITIONS = 8
 KEYS = 20_000

@@ -10,8 +10,6 @@ from rich.table import Table
 
 from benchmarks.spec import Measurement
 
-__all__ = ["Report", "Spread", "Verdict", "spread"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:

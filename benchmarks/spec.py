@@ -4,8 +4,6 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["IN_ENVIRONMENT", "Measurement", "Spec", "Work"]
-
 IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
 """The variable that tells tasks of Spark their spec, as JSON."""
 

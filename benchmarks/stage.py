@@ -21,18 +21,6 @@ from benchmarks.spec import Measurement, Spec, Work
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka import KafkaBroker
 
-__all__ = [
-    "PROJECT",
-    "RUN_TIMEOUT",
-    "Contestant",
-    "ContestantFailedError",
-    "Process",
-    "Runs",
-    "Stage",
-    "Topic",
-    "stage",
-]
-
 PROJECT = Path(__file__).resolve().parents[1]
 RUN_TIMEOUT = 600.0
 CHUNK_BYTES = 32 * 1024 * 1024

@@ -3,8 +3,6 @@
 from benchmarks.report import Cell, Spread, spread
 from benchmarks.stage import Runs
 
-__all__ = ["rate_ratio", "rate_rows"]
-
 
 def rate_ratio(runs: Runs, one: str, other: str) -> Spread:
     """Throughput of *one* by that of *other*, round by round."""

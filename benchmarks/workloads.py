@@ -16,18 +16,6 @@ from benchmarks.spec import Work
 from benchmarks.stage import Stage, Topic
 from tests.support.cluster import Message
 
-__all__ = [
-    "DESCRIPTIONS",
-    "WARM_UP_KEYS",
-    "WORKLOADS",
-    "Filled",
-    "Planned",
-    "UnfilledError",
-    "Workload",
-    "fill",
-    "fill_to_warm_up",
-]
-
 Planned = tuple[int, int]
 """The number of a record's key, and how many milliseconds its handler waits: whole ones, as timers know no others."""
 

@@ -72,7 +72,7 @@ def test_a_rebalance_in_the_middle_repeats_nothing() -> None:
             for number in range(20):
                 await client.publish("orders", f"item {number}", key=f"customer {number % 5}")
             await asyncio.sleep(1.0)
-            client.broker.rebalance()
+            client.group.rebalance()
             await client.settle()
 
     run(scenario())

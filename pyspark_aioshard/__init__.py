@@ -11,7 +11,7 @@ __all__ = ["DefaultSource"]
 
 
 class DefaultSource(DataSource):
-    """Stands for `aioshard.spark.source.data_source.AioshardSource`."""
+    """Stands for `aioshard.spark.source.AioshardSource`."""
 
     @classmethod
     def name(cls) -> str:
@@ -19,7 +19,7 @@ class DefaultSource(DataSource):
         return "aioshard"
 
     def _source(self) -> DataSource:
-        from aioshard.spark.source.data_source import AioshardSource  # noqa: PLC0415 - on use only
+        from aioshard.spark.source import AioshardSource  # noqa: PLC0415 - on use only
 
         return AioshardSource(self.options)
 
@@ -34,11 +34,3 @@ class DefaultSource(DataSource):
     def streamReader(self, schema: Any) -> Any:  # noqa: N802 - Spark's name
         """See `AioshardSource.streamReader`."""
         return self._source().streamReader(schema)
-
-    def writer(self, schema: Any, overwrite: bool) -> Any:
-        """See `AioshardSource.writer`."""
-        return self._source().writer(schema, overwrite)
-
-    def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
-        """See `AioshardSource.streamWriter`."""
-        return self._source().streamWriter(schema, overwrite)

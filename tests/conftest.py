@@ -5,11 +5,12 @@ import gc
 import re
 import shutil
 import signal
+import sys
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hypothesis
 import pytest
@@ -48,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         end_run()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Says how a process of the run ended, if it ended by itself: -9 is SIGKILL, as by a machine without memory."""
+    if error is not None:
+        process = node.gateway._io.popen
+        print(f"{node.gateway.id} (process {process.pid}) ended with {process.wait(10)}", file=sys.stderr, flush=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

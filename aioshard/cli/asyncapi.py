@@ -1,121 +1,67 @@
-"""`aioshard asyncapi`: what an app reads and writes, as an AsyncAPI document."""
+"""`aioshard asyncapi`: the topics and payloads of an app as an AsyncAPI document."""
 
 import functools
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.loading import load_app_with_handlers
-from aioshard.core.recourse import DeadLetter
-from aioshard.handlers import Registration
-from aioshard.serde.annotations import raw_type, read_by_msgspec, shown
+from aioshard.cli.loading import load_app
+from aioshard.cli.output import print_json
+from aioshard.core.on_failure import DeadLetter
+from aioshard.engine.handler import Handler
+from aioshard.serde.payloads import raw_type, read_by_msgspec, shown
 
-__all__ = ["command", "document", "schemas_of", "unique"]
-
-_REF = "#/components/schemas/{name}"
-_REF_BESIDE = "#/components/schemas/{name}-struct"
-_NO_NAME = re.compile(r"[^a-zA-Z0-9._-]+")
-"""What a name in the components of a document may not have."""
+_INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9._-]+")
+"""Characters that are not allowed in a name in the components of a document."""
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """The same names, with a number where one was there before, and without what may not be in one.
+    """Return valid, distinct names: invalid characters are replaced, and repeated names get their position.
 
     Example:
         >>> unique(["on_order", "<lambda>", "on_order"])
-        ['on_order', 'lambda', 'on_order-2']
+        ['on_order', 'lambda', 'on_order-3']
     """
-    found: list[str] = []
-    for name in names:
-        plain = _NO_NAME.sub("_", name).strip("_") or "handler"
-        number, candidate = 1, plain
-        while candidate in found:
-            number += 1
-            candidate = f"{plain}-{number}"
-        found.append(candidate)
-    return found
+    plain = [_INVALID_CHARACTERS.sub("_", name).strip("_") or "handler" for name in names]
+    return [name if name not in plain[:index] else f"{name}-{index + 1}" for index, name in enumerate(plain)]
 
 
-def schemas_of(types: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any] | str], dict[str, Any]]:
-    """The schemas of types, and those that they refer to.
+def schema_of(annotation: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the schema of a type, and the schemas that it refers to, whose names begin with *name*."""
+    reference = f"#/components/schemas/{name}."
+    if read_by_msgspec(annotation):
+        import msgspec  # noqa: PLC0415 - a struct needs it
 
-    Args:
-        types: By any name; None has no schema.
+        (schema,), definitions = msgspec.json.schema_components([annotation], ref_template=reference + "{name}")
+    else:
+        from pydantic import TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
 
-    Returns:
-        The schema by the same name, or a sentence that says why there is none; and the others by their own names. Types
-        of the same name from several modules have names that differ.
-    """
-    wanted = {name: annotation for name, annotation in types.items() if annotation is not None}
-    found: dict[str, dict[str, Any] | str] = {}
-    structs: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for name, annotation in wanted.items():
-        by_msgspec = read_by_msgspec(annotation)
-        why = _why_none(annotation, _of_structs if by_msgspec else _of_others)
-        if why is not None:
-            found[name] = why
-        else:
-            (structs if by_msgspec else others)[name] = annotation
-    mine, schemas = _of_others(others)
-    theirs, more = _of_structs(structs)
-    if schemas.keys() & more.keys():
-        theirs, more = _of_structs(structs, _REF_BESIDE)
-        more = {f"{name}-struct": schema for name, schema in more.items()}
-    return found | _named_discriminators({**mine, **theirs}), _named_discriminators({**schemas, **more})
+        schema = TypeAdapter(annotation).json_schema(ref_template=reference + "{model}")
+        definitions = schema.pop("$defs", {})
+    named = {f"{name}.{model}": _named_discriminators(definition) for model, definition in definitions.items()}
+    return _named_discriminators(schema), named
 
 
 def _named_discriminators(node: Any) -> Any:
-    """The same schemas with discriminators as AsyncAPI has them: the name of the property, and nothing beside it."""
+    """Return the schemas with discriminators in the form of AsyncAPI: only the name of the property."""
     if isinstance(node, list):
-        return [_named_discriminators(one) for one in node]
+        return [_named_discriminators(child) for child in node]
     if not isinstance(node, dict):
         return node
-    found = {name: _named_discriminators(one) for name, one in node.items()}
-    match found.get("discriminator"):
+    result = {name: _named_discriminators(child) for name, child in node.items()}
+    match result.get("discriminator"):
         case {"propertyName": str(name)}:
-            found["discriminator"] = name
-    return found
-
-
-def _why_none(annotation: Any, schemas: Callable[[dict[str, Any]], object]) -> str | None:
-    try:
-        schemas({"it": annotation})
-    except Exception as error:  # noqa: BLE001 - both libraries, and the user's own types, raise what they like
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        return f"There is no JSON schema for {shown(annotation)}: {first}."
-    return None
-
-
-def _of_others(types: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not types:
-        return {}, {}
-    from pydantic import TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
-
-    adapters = [(name, "validation", TypeAdapter(annotation)) for name, annotation in types.items()]
-    found, rest = TypeAdapter.json_schemas(adapters, ref_template=_REF.replace("{name}", "{model}"))  # type: ignore[arg-type]
-    return {name: schema for (name, _), schema in found.items()}, rest.get("$defs", {})
-
-
-def _of_structs(types: dict[str, Any], template: str = _REF) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not types:
-        return {}, {}
-    import msgspec  # noqa: PLC0415 - a struct is there, so it is
-
-    found, more = msgspec.json.schema_components(types.values(), ref_template=template)
-    return dict(zip(types, found, strict=True)), more
+            result["discriminator"] = name
+    return result
 
 
 _VERSION = "3.0.0"
 _BINDING = "0.5.0"
-_JSON = "application/json"
-_BYTES = "application/octet-stream"
 
 
 @click.command()
@@ -124,42 +70,47 @@ _BYTES = "application/octet-stream"
 @click.option("--title", metavar="TEXT", help="Title of the document.  [default: the group id]")
 @click.option("--api-version", metavar="VERSION", default="0.1.0", show_default=True, help="Version of the document.")
 def command(target: str, *, app_dir: str, title: str | None, api_version: str) -> None:
-    """Print what an app reads and writes as an AsyncAPI document.
+    """Print the topics and payloads of an app as an AsyncAPI document.
 
     AsyncAPI 3.0 in JSON: a channel for each topic, a receive operation for each handler, and the schema of its payload.
     """
-    app = load_app_with_handlers(target, app_dir)
-    click.echo(json.dumps(document(app, title or app.group_id, api_version), indent=2))
+    app = load_app(target, app_dir)
+    app.check()
+    print_json(document(app, title or app.group_id, api_version), indent=2)
 
 
 def document(app: App, title: str, version: str) -> dict[str, Any]:
-    """What an app reads and writes, in the form of AsyncAPI 3.0.
+    """Return the AsyncAPI 3.0 document of an app.
 
-    A handler whose type no schema can be made for has one that allows everything, and says why in its message.
+    The message of a type without a schema allows any payload and gives the reason.
 
     Args:
-        app: With its handlers.
-        title: Of the document.
-        version: Of the document.
+        app: The app, with its handlers.
+        title: Title of the document.
+        version: Version of the document.
     """
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
     handlers = dict(zip(unique([handler.name for handler in app.handlers]), app.handlers, strict=True))
-    payloads, schemas = schemas_of({name: _json_type(handler) for name, handler in handlers.items()})
+    messages: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
     for name, handler in handlers.items():
-        for topic, is_pattern in _channels(handler):
-            _add(channels, topic, name, is_pattern=is_pattern)
-            operations[_operation(name, handler, topic)] = _receive(app.group_id, handler, topic)
+        messages[name], definitions = _message(handler, name)
+        schemas |= definitions
+        topics = [*handler.topics, *([] if handler.pattern is None else [handler.pattern])]
+        for topic in topics:
+            _add(channels, topic, name, is_pattern=topic == handler.pattern)
+            operation = name if len(topics) == 1 else f"{name}-{topic}"
+            operations[operation] = _receive(app.group_id, handler, topic)
         if isinstance(handler.on_failure, DeadLetter):
             topic = handler.on_failure.topic
             _add(channels, topic, name, is_pattern=False)
             operations[f"{name}-dead-letter"] = {
                 "action": "send",
                 "channel": {"$ref": f"#/channels/{_escaped(topic)}"},
-                "summary": f"Records that {handler.name} has failed for, as they were.",
+                "summary": f"Records that {handler.name} failed to process.",
             }
-    messages = {name: _message(handler, payloads.get(name)) for name, handler in handlers.items()}
-    found = {
+    content = {
         "asyncapi": _VERSION,
         "info": {"title": title, "version": version},
         "servers": _servers(app.settings.bootstrap_servers),
@@ -167,7 +118,7 @@ def document(app: App, title: str, version: str) -> dict[str, Any]:
         "operations": operations,
         "components": {"messages": messages, "schemas": schemas},
     }
-    return {name: part for name, part in found.items() if part}
+    return {name: part for name, part in content.items() if part}
 
 
 def _servers(bootstrap_servers: str | None) -> dict[str, Any]:
@@ -175,34 +126,21 @@ def _servers(bootstrap_servers: str | None) -> dict[str, Any]:
     return {f"kafka-{number}": {"host": host, "protocol": "kafka"} for number, host in enumerate(hosts, start=1)}
 
 
-def _channels(handler: Registration) -> Iterator[tuple[str, bool]]:
-    """What a handler reads from: names, and whether it is a pattern of them."""
-    for topic in handler.topics:
-        yield topic, False
-    if handler.pattern is not None:
-        yield handler.pattern, True
-
-
 def _add(channels: dict[str, Any], topic: str, message: str, *, is_pattern: bool) -> None:
-    """Note that a message is in a topic; others may be there already, as dead letters that another handler reads."""
+    """Add a message to a topic, which may have others, such as dead letters that another handler reads."""
     if is_pattern:
-        found: dict[str, Any] = {
+        channel: dict[str, Any] = {
             "address": None,
             "description": f"Every topic whose whole name matches {topic}",
             "messages": {},
         }
     else:
         bindings = {"kafka": {"topic": topic, "bindingVersion": _BINDING}}
-        found = {"address": topic, "messages": {}, "bindings": bindings}
-    channels.setdefault(topic, found)["messages"][message] = {"$ref": f"#/components/messages/{message}"}
+        channel = {"address": topic, "messages": {}, "bindings": bindings}
+    channels.setdefault(topic, channel)["messages"][message] = {"$ref": f"#/components/messages/{message}"}
 
 
-def _operation(name: str, handler: Registration, topic: str) -> str:
-    alone = len(handler.topics) + (handler.pattern is not None) == 1
-    return name if alone else f"{name}-{topic}"
-
-
-def _receive(group_id: str, handler: Registration, topic: str) -> dict[str, Any]:
+def _receive(group_id: str, handler: Handler, topic: str) -> dict[str, Any]:
     function: Any = handler.function
     while isinstance(function, functools.partial):
         function = function.func
@@ -217,30 +155,25 @@ def _receive(group_id: str, handler: Registration, topic: str) -> dict[str, Any]
 
 
 def _escaped(name: str) -> str:
-    """As a part of a JSON pointer."""
+    """Escape a name for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 # Payloads -----------------------------------------------------------------------------
 
 
-def _json_type(handler: Registration) -> Any:
-    """What the values of a handler are read as JSON for; None where they are not."""
+def _message(handler: Handler, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the message of a handler, and the schemas that it refers to."""
     annotation = None if handler.payload is None else handler.payload.type
-    return None if annotation is None or raw_type(annotation) is not None else annotation
-
-
-def _message(handler: Registration, payload: dict[str, Any] | str | None) -> dict[str, Any]:
-    """The message of a handler.
-
-    Args:
-        handler: That takes it.
-        payload: The schema where it is JSON, or why there is none.
-    """
-    if isinstance(payload, str):
-        return {"name": handler.name, "contentType": _JSON, "description": payload, "payload": {}}
-    if payload is not None:
-        return {"name": handler.name, "contentType": _JSON, "payload": payload}
-    if handler.payload is not None and raw_type(handler.payload.type) is str:
-        return {"name": handler.name, "contentType": "text/plain", "payload": {"type": "string"}}
-    return {"name": handler.name, "contentType": _BYTES, "payload": {}}
+    raw = None if annotation is None else raw_type(annotation)
+    if raw is str:
+        return {"name": handler.name, "contentType": "text/plain", "payload": {"type": "string"}}, {}
+    if annotation is None or raw is not None:
+        return {"name": handler.name, "contentType": "application/octet-stream", "payload": {}}, {}
+    message = {"name": handler.name, "contentType": "application/json", "payload": {}}
+    try:
+        message["payload"], definitions = schema_of(annotation, name)
+    except Exception as error:  # noqa: BLE001 - both libraries and the user's own types may raise anything
+        message["description"] = f"{shown(annotation)} has no JSON schema: {str(error).strip().splitlines()[0]}"
+        return message, {}
+    return message, definitions

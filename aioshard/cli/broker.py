@@ -1,33 +1,26 @@
 """`aioshard broker`: the embedded broker, until a signal ends it."""
 
 import asyncio
-import json
 import re
 import signal
+from collections.abc import Coroutine
+from typing import Any
 
 import click
 
 from aioshard.cli import options
+from aioshard.cli.brokers import run
+from aioshard.cli.output import print_json
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, RETAINED_BATCHES, RETAINED_BYTES, EmbeddedBroker
-from aioshard.loops import loop_factory
 from aioshard.records import TOPIC_NAME
 
-__all__ = ["command"]
 
-_TOPIC = re.compile(rf"(?P<name>{TOPIC_NAME.pattern})(?::(?P<partitions>[1-9]\d{{0,3}}))?")
-
-
-def _topics(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
-    topics: dict[str, int] = {}
-    for value in values:
-        found = _TOPIC.fullmatch(value)
-        if found is None:
-            raise click.BadParameter(f"{value!r} was given: NAME or NAME:PARTITIONS was expected, such as orders:8")
-        if found["name"] in topics:
-            raise click.BadParameter(f"topic {found['name']!r} was given twice: once was expected")
-        topics[found["name"]] = int(found["partitions"] or DEFAULT_PARTITIONS)
-    return topics
+def _topic_and_partitions(text: str) -> tuple[str, int]:
+    name, colon, partitions = text.partition(":")
+    if not TOPIC_NAME.fullmatch(name) or (colon and not re.fullmatch(r"[1-9]\d{0,3}", partitions)):
+        raise click.BadParameter(f"{text!r} was found; expected NAME or NAME:PARTITIONS, such as orders:8")
+    return name, int(partitions or DEFAULT_PARTITIONS)
 
 
 @click.command()
@@ -36,49 +29,53 @@ def _topics(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> d
     "--topic",
     "topics",
     multiple=True,
-    callback=_topics,
+    type=_topic_and_partitions,
     metavar="NAME:PARTITIONS",
-    help="Create this topic; may be given again and again.",
+    help="Create this topic; repeatable.",
 )
 @options.as_json("the address")
-def command(*, port: int | None, topics: dict[str, int], as_json: bool) -> int:
+def command(*, port: int | None, topics: tuple[tuple[str, int], ...], as_json: bool) -> None:
     """Run a broker in memory until SIGINT or SIGTERM.
 
-    For quick starts and demonstrations; what it is not is printed when it starts.
+    For first steps and demonstrations; it prints its limits when it starts.
     """
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(port or None, topics, as_json=as_json))
-    return 0
+    run(_serve(port or None, dict(topics), as_json=as_json))
 
 
 async def _serve(port: int | None, topics: dict[str, int], *, as_json: bool) -> None:
-    asked = asyncio.Event()
+    signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     async with EmbeddedBroker(port=port) as broker:
         for name, partitions in topics.items():
             await broker.create_topic(name, partitions)
         if as_json:
-            body = {
-                "bootstrap_servers": broker.bootstrap_servers,
-                "topics": topics,
-                "environment": _environment(broker),
-            }
-            click.echo(json.dumps(body))
+            environment = _environment(broker)
+            print_json({"bootstrap_servers": broker.bootstrap_servers, "topics": topics, "environment": environment})
         else:
-            click.echo(_told(broker, topics))
-        stopping = asyncio.create_task(asked.wait(), name="signal")
-        ending = asyncio.create_task(broker.ended(), name="end of the broker")
-        try:
-            await asyncio.wait([stopping, ending], return_when=asyncio.FIRST_COMPLETED)
-            if not asked.is_set():
-                raise TransportError(await ending)
-        finally:
-            stopping.cancel()
-            ending.cancel()
-            await asyncio.wait([stopping, ending])
+            click.echo(_introduction(broker, topics))
+        await unless_ended(broker, signalled.wait())
     if not as_json:
-        click.echo("The embedded broker has ended; what it held is gone.")
+        click.echo("The embedded broker has ended, and its data is gone.")
+
+
+async def unless_ended(broker: EmbeddedBroker, work: Coroutine[Any, Any, object]) -> None:
+    """Do *work* while an embedded broker runs.
+
+    Raises:
+        TransportError: The broker ended first.
+    """
+    working = asyncio.create_task(work, name="work")
+    ending = asyncio.create_task(broker.ended(), name="end of the broker")
+    try:
+        await asyncio.wait([working, ending], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise TransportError(await ending)
+        await working
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.wait([working, ending])
 
 
 def _environment(broker: EmbeddedBroker) -> dict[str, str]:
@@ -86,7 +83,7 @@ def _environment(broker: EmbeddedBroker) -> dict[str, str]:
     return {f"AIOSHARD_{name.upper()}": value for name, value in shown.items()}
 
 
-def _told(broker: EmbeddedBroker, topics: dict[str, int]) -> str:
+def _introduction(broker: EmbeddedBroker, topics: dict[str, int]) -> str:
     created = ", ".join(f"{name} ({partitions} partitions)" for name, partitions in topics.items())
     variables = "\n".join(f"  export {name}={value}" for name, value in _environment(broker).items())
     return f"""\
@@ -96,16 +93,16 @@ The embedded broker listens on {broker.bootstrap_servers}
   aioshard publish orders.jsonl orders --key customer
   aioshard run module:app
 
-Topics: {f"{created}; " if created else ""}any other appears when it is used, with {DEFAULT_PARTITIONS} partitions.
+Topics: {f"{created}; " if created else ""}others are created on first use, with {DEFAULT_PARTITIONS} partitions.
 
-It is librdkafka's mock cluster, for a first try and for tests of one member. It is not a Kafka to rely on:
-  - everything is in memory, and gone when this command ends
+It is librdkafka's mock cluster, for a first try and for tests of one member. Its limits:
+  - all data is in memory, and gone when this command ends
   - a partition keeps its newest {RETAINED_BYTES // 1024**2} MiB or {RETAINED_BATCHES:,} batches; older ones are dropped
   - a commit during a rebalance is refused, so records repeat
-  - a rebalance takes the session time-out less 1 s, also when an app is run again: hence the short one above
+  - a rebalance takes the session timeout less 1 s, also after a restart of the app: hence the short one above
   - no transactions, no compaction, no static membership, no TLS, no users
-  - topics cannot be administered: Park needs a Kafka
-  - groups cannot be looked at: aioshard group needs a Kafka
+  - topics cannot be configured: Park needs a Kafka
+  - groups cannot be inspected: aioshard group needs a Kafka
 
 Ctrl-C ends it.
 """

@@ -1,64 +1,60 @@
-"""`aioshard check`: is the app what its author meant, and would it start? Without a broker."""
+"""`aioshard check`: show how an app is configured and whether it would start, without a broker."""
 
 import dataclasses
 import importlib.util
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from aioshard.app import App
-from aioshard.checks import name_of
 from aioshard.cli import options
-from aioshard.cli.loading import load_app_with_handlers, surprises
-from aioshard.cli.tables import print_table
+from aioshard.cli.loading import load_app
+from aioshard.cli.output import cut, print_json, print_table
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
+from aioshard.core.on_failure import DeadLetter, OnFailure
 from aioshard.core.pace import RateLimit
-from aioshard.core.recourse import DeadLetter, OnFailure, Park
-from aioshard.errors import AioshardError, MissingExtraError
-from aioshard.handlers import Registration
-from aioshard.serde.annotations import shown
-from aioshard.settings import Settings
-
-__all__ = ["command"]
+from aioshard.engine.handler import Handler
+from aioshard.errors import MissingExtraError
+from aioshard.router import name_of
+from aioshard.serde.payloads import shown
+from aioshard.settings import Settings, misspelled_variables, timeout_warnings, unit_of
 
 _LONGEST = 48
-"""Characters of a type in the table; the JSON has all."""
+"""Characters of a payload in the table; the JSON has all of them."""
 
 
 @click.command()
 @options.target
 @options.app_dir
-@options.as_json("what was found")
-def command(target: str, *, app_dir: str, as_json: bool) -> None:
+@click.option("--all", "all_settings", is_flag=True, help="Show every setting, not only those that are set.")
+@options.as_json("the handlers, all settings and warnings")
+def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> None:
     """Check an app without a broker.
 
-    Shows its handlers and what each takes, its settings and what may surprise; exits with 2 when it would not start.
+    Shows its handlers with their payloads, its settings and warnings. Ends with 2 if the app would not start.
     """
-    try:
-        app = load_app_with_handlers(target, app_dir)
-        app.check()
-        if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
-            raise MissingExtraError("the journal", "journal")
-    except (AioshardError, click.ClickException) as error:
-        if as_json:
-            click.echo(
-                json.dumps(
-                    {"ok": False, "error": error.message if isinstance(error, click.ClickException) else str(error)}
-                )
-            )
-        raise
-    warnings = list(_warnings(app))
+    app = load_app(target, app_dir)
+    app.check()
+    if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
+        raise MissingExtraError("the journal", "journal")
+    handlers, warnings = [_handler(handler) for handler in app.handlers], list(_warnings(app))
     if as_json:
-        click.echo(json.dumps(_as_json(app, target, warnings)))
-    else:
-        _print(app, target, warnings)
+        body = {"ok": True, "app": target, "group_id": app.group_id, "handlers": handlers}
+        print_json({**body, "settings": app.settings.asdict(), "warnings": warnings})
+        return
+    click.echo(f"{target} is an app of group {app.group_id!r}\n")
+    headings = ("handler", "topics", "payload", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
+    print_table(headings, map(_row, handlers))
+    click.echo()
+    print_table(("setting", "value", "unit"), _settings_rows(app.settings, all_settings=all_settings))
+    for warning in warnings:
+        click.echo(f"\nWarning: {warning}")
 
 
-# What may surprise --------------------------------------------------------------------
+# Warnings -----------------------------------------------------------------------------
 
 
 def _warnings(app: App) -> Iterator[str]:
@@ -70,26 +66,19 @@ def _warnings(app: App) -> Iterator[str]:
             "auto_offset_reset is not set: a group without committed offsets will not start; choose 'earliest' "
             "(every record) or 'latest' (only new ones)"
         )
-    workers = sum(handler.concurrency for handler in handlers)
-    if workers > settings.max_buffered_records:
-        yield (
-            f"the handlers have {workers} workers together but max_buffered_records={settings.max_buffered_records}: "
-            "they can never all be busy"
-        )
     for name, count in Counter(handler.name for handler in handlers).items():
         if count > 1:
             yield f"{count} handlers are named {name!r}: statistics and metrics cannot tell them apart"
     if settings.security_protocol == "SASL_PLAINTEXT":
         yield "security_protocol='SASL_PLAINTEXT' sends names, passwords and records unencrypted"
-    if settings.security_protocol in {"SSL", "SASL_SSL"} and not settings.ssl_check_hostname:
-        yield "ssl_check_hostname=False lets any broker with a trusted certificate pass for ours"
-    yield from surprises(app)
+    yield from timeout_warnings(settings, [(handler.name, handler.timeout) for handler in handlers])
+    yield from misspelled_variables()
 
 
 # Output -------------------------------------------------------------------------------
 
 
-def _handler(registration: Registration) -> dict[str, Any]:
+def _handler(registration: Handler) -> dict[str, Any]:
     shard_by = registration.shard_by
     return {
         "name": registration.name,
@@ -102,7 +91,6 @@ def _handler(registration: Registration) -> dict[str, Any]:
         "concurrency": registration.concurrency,
         "adaptive": _options(registration.adaptive),
         "rate_limit": _options(registration.rate_limit),
-        "key_rate_limit": _options(registration.key_rate_limit),
         "timeout": registration.timeout,
         "batch": _options(registration.batch),
         "retry": registration.retry.attempts,
@@ -111,74 +99,44 @@ def _handler(registration: Registration) -> dict[str, Any]:
     }
 
 
-def _payload(registration: Registration) -> str | None:
-    """What the handler takes, as it is annotated; None where a function decodes."""
+def _payload(registration: Handler) -> str | None:
+    """Return the annotation of the payload; None if a function decodes it."""
     if registration.decode is not None:
         return None
-    one = "Record" if registration.payload is None else shown(registration.payload.type)
-    return one if registration.batch is None else f"list[{one}]"
+    name = "Record" if registration.payload is None else shown(registration.payload.type)
+    return name if registration.batch is None else f"list[{name}]"
 
 
 def _options(option: Adaptive | Batch | RateLimit | None) -> dict[str, Any] | None:
     return None if option is None else dataclasses.asdict(option)
 
 
-def _concurrency(handler: dict[str, Any]) -> str:
-    adaptive = handler["adaptive"]
-    return str(handler["concurrency"]) if adaptive is None else f"{adaptive['minimum']}-{adaptive['maximum']}"
-
-
 def _failure(policy: OnFailure) -> str:
-    match policy:
-        case DeadLetter(topic):
-            return f"dead letter: {topic}"
-        case Park(topic):
-            return f"park: {topic}"
-        case _:
-            return policy
-
-
-def _as_json(app: App, target: str, warnings: Sequence[str]) -> dict[str, Any]:
-    return {
-        "ok": True,
-        "app": target,
-        "group_id": app.group_id,
-        "handlers": [_handler(registration) for registration in app.handlers],
-        "settings": app.settings.asdict(),
-        "warnings": list(warnings),
-    }
-
-
-def _print(app: App, target: str, warnings: Sequence[str]) -> None:
-    click.echo(f"{target} is an app of group {app.group_id!r}\n")
-    headings = ("handler", "topics", "takes", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
-    print_table(headings, [_row(_handler(registration)) for registration in app.handlers])
-    click.echo()
-    print_table(("setting", "value", "unit", ""), _settings_rows(app.settings))
-    for warning in warnings:
-        click.echo(f"\nWarning: {warning}")
+    if isinstance(policy, str):
+        return policy
+    return f"{'dead letter' if isinstance(policy, DeadLetter) else 'park'}: {policy.topic}"
 
 
 def _row(handler: dict[str, Any]) -> tuple[str, ...]:
     topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
-    taken = handler["payload"] or f"what {handler['decode']}() gives"
-    shards = "on demand" if handler["shards"] is None else str(handler["shards"])
+    adaptive = handler["adaptive"]
     return (
         handler["name"],
         ", ".join(topics),
-        taken if len(taken) <= _LONGEST else f"{taken[: _LONGEST - 1]}…",
+        cut(handler["payload"] or f"decoded by {handler['decode']}()", _LONGEST),
         handler["shard_by"],
-        shards,
-        _concurrency(handler),
+        "on demand" if handler["shards"] is None else str(handler["shards"]),
+        str(handler["concurrency"]) if adaptive is None else f"{adaptive['minimum']}-{adaptive['maximum']}",
         "-" if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
     )
 
 
-def _settings_rows(settings: Settings) -> Iterator[tuple[str, ...]]:
+def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[str, str, str]]:
     values = settings.asdict()
-    for setting in Settings.descriptions():
-        value = values[setting.name]
-        shown = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        yield setting.name, shown, setting.unit or "", "set" if setting.name in settings.model_fields_set else ""
+    for name in Settings.model_fields:
+        if all_settings or name in settings.model_fields_set:
+            value = values[name]
+            text = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            yield name, text, unit_of(name) or ""

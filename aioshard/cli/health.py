@@ -1,58 +1,206 @@
-"""`aioshard health`: is a running app alive, is it ready, and what should somebody look at?"""
+"""`aioshard health` and `aioshard explain`, and the client of health servers that they and `aioshard top` use."""
 
+import http.client
 import json
-from collections.abc import Iterator
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
 
-from aioshard.cli import asking, options
-from aioshard.cli.asking import HealthServer, NoAnswerError
-from aioshard.cli.exit_codes import UNHEALTHY
+from aioshard.cli import options
+from aioshard.cli.output import UNHEALTHY, print_json
 
-__all__ = ["command"]
+UNAVAILABLE = 503
+"""Status of a probe that fails."""
 
-_UNAVAILABLE = 503
+urls_argument = click.argument("urls", metavar="[URL]...", nargs=-1)
+timeout_option = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds to wait for each answer.",
+)
+_DEFAULT_URL = "http://127.0.0.1:8080"
+
+
+# Client -------------------------------------------------------------------------------------
+
+
+class NoAnswerError(click.ClickException):
+    """The health server did not answer, or something else did."""
+
+    exit_code = UNHEALTHY
+
+
+class HealthServer:
+    """Client of the server that `aioshard run --health-port` starts, or of an application with the health routes.
+
+    It connects directly, never through a proxy of the environment, because the server is usually nearby.
+    """
+
+    def __init__(self, base: str, *, timeout: float) -> None:
+        """Create a client; nothing is sent yet.
+
+        Args:
+            base: URL below which the routes are, such as `http://host:port`.
+            timeout: Seconds to wait for each answer.
+
+        Raises:
+            UsageError: *base* is not a URL.
+        """
+        url = base if "://" in base else f"http://{base}"
+        try:
+            parts = urllib.parse.urlsplit(url)
+            valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid or any(character.isspace() or not character.isprintable() for character in url):
+            raise click.UsageError(
+                f"{base!r} is not the base URL of a health server; expected one such as {_DEFAULT_URL}"
+            )
+        self.base = url.rstrip("/")
+        self._timeout = timeout
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str, *expected: int) -> tuple[int, str]:
+        """Request `base/path`; return the status and the text of the answer.
+
+        Args:
+            path: Without a leading slash.
+            expected: Acceptable status codes besides 200.
+
+        Raises:
+            NoAnswerError: The answer did not arrive in time, or has another status.
+        """
+        try:
+            with self._opener.open(f"{self.base}/{path}", timeout=self._timeout) as response:
+                return response.status, response.read().decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code in expected:
+                    return error.code, error.read().decode("utf-8", "replace")
+            raise self._no_answer(f"answered /{path} with {error.code} {error.reason}") from None
+        except (http.client.HTTPException, OSError) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise NoAnswerError(
+                    f"{self.base} did not answer within {self._timeout:g} s: a handler may be blocking the event loop, "
+                    "or the machine is busy; --timeout waits longer"
+                ) from None
+            raise self._no_answer(f"did not answer ({reason})") from None
+
+    def get_json(self, path: str, *expected: int) -> tuple[int, dict[str, Any]]:
+        """Request `base/path`, which contains the state of the app as JSON; see `get`.
+
+        Raises:
+            NoAnswerError: See `get`; or something else answered, as many servers do to every request.
+        """
+        status, text = self.get(path, *expected)
+        try:
+            body = json.loads(text)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict) or "state" not in body:
+            raise self._no_answer(f"answered /{path} without the state of an app")
+        return status, body
+
+    def _no_answer(self, what: str) -> NoAnswerError:
+        return NoAnswerError(
+            f"{self.base} {what}: check the address, and that the app runs with --health-port or serves the health "
+            "routes"
+        )
+
+
+def health_servers(urls: Sequence[str], timeout: float) -> list[HealthServer]:
+    """Return a client for each URL; for the default URL if there are none.
+
+    Raises:
+        UsageError: Something is not a URL.
+    """
+    return [HealthServer(url, timeout=timeout) for url in dict.fromkeys(urls or (_DEFAULT_URL,))]
+
+
+# Commands -----------------------------------------------------------------------------------
 
 
 @click.command()
-@asking.url
-@click.option("--live", is_flag=True, help="Ask only whether a restart would help (/livez), not whether it is ready.")
-@click.option(
-    "--strict", is_flag=True, help="Count it as unhealthy that something stands still which a restart would not cure."
-)
-@asking.timeout
-@options.as_json("the answer")
-def command(url: str, *, live: bool, strict: bool, timeout: float, as_json: bool) -> int:
-    """Ask a running app for its health.
+@urls_argument
+@click.option("--live", is_flag=True, help="Check /livez, whether a restart would help, instead of /readyz.")
+@click.option("--strict", is_flag=True, help="Also fail if there are findings, which a restart would not fix.")
+@timeout_option
+@options.as_json("the answer of each app")
+def health(urls: Sequence[str], *, live: bool, strict: bool, timeout: float, as_json: bool) -> int:
+    """Check the health of running apps.
 
-    URL is the base of its health server, such as http://127.0.0.1:8080. Ends with 0 when the app is ready, and with 3
-    when it is not or nobody answers. For probes that run a command, such as the HEALTHCHECK of a container. With
-    --strict it ends with 3 also when the app says that somebody should look at something: for a person or a deployment
-    that waits until all is well, not for a probe, because a restart would not help.
+    URL is the base of a health server; the default is http://127.0.0.1:8080. Ends with 0 if all apps are ready, and
+    with 3 if one is not or does not answer. Use it for probes that run a command, such as the HEALTHCHECK of a
+    container. --strict is for people, and for deployments that wait until all is well, not for probes.
     """
-    server = HealthServer(url, timeout=timeout)
-    path = "livez" if live else "readyz"
-    try:
-        answer = server.ask(path, _UNAVAILABLE)
-        body = answer.json(f"{server.base}/{path}", "state", "findings")
-    except NoAnswerError as error:
-        if as_json:
-            click.echo(json.dumps({"url": server.base, "healthy": False, "error": str(error)}))
-        click.echo(f"Error: {error}", err=True)
-        return UNHEALTHY
-    healthy = answer.status != _UNAVAILABLE
-    well = healthy and not (strict and body.get("findings"))
-    if as_json:
-        click.echo(json.dumps({**body, "url": server.base, "healthy": well, "error": None}))
-    else:
-        click.echo("\n".join(_told(body, "alive" if live else "ready", healthy=healthy)))
-    return 0 if well else UNHEALTHY
+
+    def ask(server: HealthServer) -> tuple[dict[str, Any], str, bool]:
+        status, body = server.get_json("livez" if live else "readyz", UNAVAILABLE)
+        passed = status != UNAVAILABLE
+        healthy = passed and not (strict and body["findings"])
+        return (
+            {**body, "healthy": healthy},
+            "\n".join(_lines(body, "alive" if live else "ready", passed=passed)),
+            healthy,
+        )
+
+    return _ask_all(urls, timeout, ask, as_json=as_json)
 
 
-def _told(body: dict[str, Any], fact: str, *, healthy: bool) -> Iterator[str]:
-    yield f"{fact} (the app is {body.get('state')})" if healthy else f"not {fact} (the app is {body.get('state')})"
+def _lines(body: dict[str, Any], condition: str, *, passed: bool) -> Iterator[str]:
+    yield f"{'' if passed else 'not '}{condition} (the app is {body['state']})"
     for reason in body.get("reasons", ()):
         yield f"  because {reason}"
-    for finding in body.get("findings", ()):
+    for finding in body["findings"]:
         yield f"  look at: {finding}"
+
+
+@click.command()
+@urls_argument
+@timeout_option
+@options.as_json("the diagnosis and the explanation of each app")
+def explain(urls: Sequence[str], *, timeout: float, as_json: bool) -> int:
+    """Explain why partitions do not advance.
+
+    URL is the base of a health server; the default is http://127.0.0.1:8080. For every partition that does not
+    advance: which record, which limit, since when, and what to do. Ends with 3 if an app does not answer.
+    """
+
+    def ask(server: HealthServer) -> tuple[dict[str, Any], str, bool]:
+        _, explanation = server.get("explain")
+        _, diagnosis = server.get_json("explain?format=json")
+        return {**diagnosis, "explanation": explanation}, explanation.removesuffix("\n"), True
+
+    return _ask_all(urls, timeout, ask, as_json=as_json)
+
+
+def _ask_all(
+    urls: Sequence[str],
+    timeout: float,
+    ask: Callable[[HealthServer], tuple[dict[str, Any], str, bool]],
+    *,
+    as_json: bool,
+) -> int:
+    """Print the answer of each app as an object or as text; return 3 if one is not good or missing."""
+    code = 0
+    for server in health_servers(urls, timeout):
+        error = None
+        try:
+            body, text, good = ask(server)
+        except NoAnswerError as raised:
+            raised.show()
+            body, text, good, error = {"healthy": False}, "", False, raised.message
+        if as_json:
+            print_json({"url": server.base, "error": error, **body})
+        elif error is None:
+            click.echo(text)
+        if not good:
+            code = UNHEALTHY
+    return code

@@ -1,5 +1,6 @@
-"""The entry of the command line: commands loaded on use, errors as sentences, exit codes."""
+"""The entry point of the command line: commands imported on use, errors as messages, exit codes."""
 
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -7,34 +8,63 @@ from typing import NoReturn
 import click
 
 from aioshard import __version__
-from aioshard.cli.exit_codes import INTERRUPTED, exit_code
-from aioshard.cli.groups import LazyCommand, LazyGroup
+from aioshard.cli.output import INTERRUPTED, exit_code
 from aioshard.errors import AioshardError
 
-__all__ = ["COMMANDS", "cli", "main"]
-
-COMMANDS = {
-    "run": LazyCommand("aioshard.cli.run", "Run an app until a signal ends it."),
-    "check": LazyCommand("aioshard.cli.check", "Check an app without a broker."),
-    "asyncapi": LazyCommand("aioshard.cli.asyncapi", "Print what an app reads and writes as an AsyncAPI document."),
-    "broker": LazyCommand("aioshard.cli.broker", "Run a broker in memory until SIGINT or SIGTERM."),
-    "publish": LazyCommand("aioshard.cli.publish", "Publish the lines of FILE to TOPIC."),
-    "demo": LazyCommand("aioshard.cli.demo", "Process a year of flights and check every figure."),
-    "dlt": LazyCommand("aioshard.cli.dlt", "Show and replay dead letters."),
-    "park": LazyCommand("aioshard.cli.park", "Show, release and drop parked records."),
-    "group": LazyCommand("aioshard.cli.group", "Inspect, reset and manage consumer groups."),
-    "spark": LazyCommand("aioshard.cli.spark", "Run an app's handlers over history: plan, drain, verify, hand over."),
-    "health": LazyCommand("aioshard.cli.health", "Ask a running app for its health."),
-    "top": LazyCommand("aioshard.cli.top", "Show running processes in the terminal, several as one."),
-    "report": LazyCommand(
-        "aioshard.cli.report", "Analyse the journal that App(journal=PATH) writes, or a topic, on Spark."
-    ),
-    "explain": LazyCommand("aioshard.cli.explain", "Say why the partitions of a running app do not advance."),
+HEADINGS = {
+    "Develop": {
+        "run": "Run an app until a signal ends it.",
+        "check": "Check an app without a broker.",
+        "demo": "Process a year of flights and check every figure.",
+        "broker": "Run a broker in memory until SIGINT or SIGTERM.",
+        "publish": "Publish the lines of FILE to TOPIC.",
+        "asyncapi": "Print the topics and payloads of an app as an AsyncAPI document.",
+    },
+    "Observe": {
+        "top": "Show running processes in the terminal, several as one.",
+        "explain": "Explain why partitions do not advance.",
+        "health": "Check the health of running apps.",
+    },
+    "Operate": {
+        "group": "Inspect, reset and manage consumer groups.",
+        "dlt": "Show and replay dead letters.",
+        "park": "Show, release and drop parked records.",
+    },
+    "Backfill": {
+        "spark": "Run an app's handlers over history: plan, run, verify, hand over.",
+        "report": "Analyse the journal that App(journal=PATH) writes, on Spark.",
+    },
 }
-"""Module and summary of each command; the module's `command` is imported when it is used."""
+"""Summaries of the commands by heading."""
+
+_LOCATIONS = {"health": "health:health", "explain": "health:explain"}
+"""Modules and names of commands that are not `command` in the module of their own name."""
+
+COMMANDS = {name: summary for commands in HEADINGS.values() for name, summary in commands.items()}
 
 
-@click.command(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+class LazyGroup(click.Group):
+    """A group that imports its commands on use, so that `--help` is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
+        """Return the names in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import a command; None if it is unknown."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = pkgutil.resolve_name(f"aioshard.cli.{_LOCATIONS.get(cmd_name, f'{cmd_name}:command')}")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Write the names and the summaries under their headings."""
+        for heading, commands in HEADINGS.items():
+            with formatter.section(heading):
+                formatter.write_dl(list(commands.items()))
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="aioshard")
 def cli() -> None:
     """Consume each Kafka partition in parallel inside one asyncio process."""

@@ -1,35 +1,199 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share, and the types of their values."""
 
+import datetime as dt
+import functools
+import json
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
-__all__ = ["app_dir", "as_json", "bootstrap_servers", "master", "run_directory", "target"]
+from aioshard.cli.output import bytes_as_text
+from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.side_records import Coordinates, Failure
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_AGO = re.compile(r"-(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+# Types --------------------------------------------------------------------------------
+
+
+def topic_name(text: str) -> str:
+    """Check the name of a topic.
+
+    Raises:
+        BadParameter: It is not valid.
+    """
+    if not TOPIC_NAME.fullmatch(text):
+        raise click.BadParameter(
+            f"{text!r} is not a topic name: expected 1 to 249 characters of a-z, A-Z, 0-9, '.', '_' and '-'"
+        )
+    return text
+
+
+def parse_time(text: str, other: str = "") -> dt.datetime:
+    """Read a time: ISO 8601, in UTC unless it has an offset, or relative to now, such as `-6h`.
+
+    Args:
+        text: The value of an option.
+        other: Alternatives to a time, for the error message.
+
+    Raises:
+        BadParameter: *text* is not a time.
+    """
+    try:
+        if (ago := _AGO.fullmatch(text)) is not None:
+            return dt.datetime.now(dt.UTC) - dt.timedelta(**{_UNITS[ago["unit"]]: float(ago["number"])})
+        when = dt.datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        raise click.BadParameter(
+            f"{text!r} was found; expected {other}a time such as 2026-01-31T12:00 (UTC unless it has an offset) or -6h "
+            "(six hours ago; s, m, h, d and w are units)"
+        ) from None
+    return when if when.tzinfo is not None else when.replace(tzinfo=dt.UTC)
+
+
+def moment(*words: str, offset: bool = False) -> Callable[[str], Any]:
+    """Return the type of an option that selects positions: one of some words, a time, or offsets.
+
+    Args:
+        words: Valid words.
+        offset: Whether offsets are a single number, not a JSON file with one for each partition.
+    """
+    other = "an offset" if offset else 'a JSON file such as {"orders": {"0": 41}}'
+
+    def moment_or_file(value: str) -> Any:
+        if value in words:
+            return value
+        if offset and value.isascii() and value.isdigit():
+            return int(value)
+        if offset or not Path(value).is_file():
+            return parse_time(value, f"{', '.join(map(repr, words))}, {other}, or ")
+        try:
+            return json.loads(Path(value).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{value} is not JSON ({error}): expected offsets by topic and partition"
+            ) from None
+
+    return moment_or_file
+
+
+def _coordinates(text: str) -> Coordinates:
+    coordinates = Coordinates.parse(text)
+    if coordinates is None:
+        raise click.BadParameter(f"{text!r} was found; expected TOPIC/PARTITION/OFFSET, such as orders/0/41")
+    return coordinates
+
+
+class OrderedGroup(click.Group):
+    """A group whose help lists its commands in the order of their definition."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
+        """Return the names in that order."""
+        return list(self.commands)
+
+
+# Arguments and options ----------------------------------------------------------------
+
 target = click.argument("target", metavar="MODULE:APP")
+topic_argument = click.argument("topic", metavar="TOPIC", type=topic_name)
+group_argument = click.argument("group", metavar="GROUP")
+run_directory = click.argument("directory", metavar="DIR")
 
 app_dir = click.option(
     "--app-dir",
     type=click.Path(exists=True, file_okay=False),
     default=".",
     show_default=True,
-    help="Where MODULE is looked for first.",
+    help="Directory to search for MODULE first.",
 )
-
-run_directory = click.argument("directory", metavar="DIR")
-master = click.option(
-    "--master", default="local[*,4]", show_default=True, help="Where Spark runs, as spark-submit takes it."
-)
+master = click.option("--master", default="local[*,4]", show_default=True, help="Where Spark runs, as in spark-submit.")
 
 
-def bootstrap_servers(replaced: str) -> Callable[[F], F]:
-    """`--bootstrap-servers`, given instead of what *replaced* names."""
-    return click.option("--bootstrap-servers", metavar="HOST:PORT,…", help=f"Brokers, instead of {replaced}.")
+def bootstrap_servers(replaced: str = "AIOSHARD_BOOTSTRAP_SERVERS") -> Callable[[F], F]:
+    """Return `--bootstrap-servers`; its help says that it overrides *replaced*."""
+    return click.option("--bootstrap-servers", "-b", metavar="HOST:PORT,…", help=f"Brokers; overrides {replaced}.")
 
 
 def as_json(what: str) -> Callable[[F], F]:
-    """`--json`, which prints *what* for a program to read."""
+    """Return `--json`, which prints *what* for a program to read."""
     return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as one JSON object on standard output.")
+
+
+# Selecting dead letters and parked records --------------------------------------------
+
+
+class Selection(NamedTuple):
+    """Filters for the records of a side topic; a record must match all of them."""
+
+    partitions: tuple[int, ...] = ()
+    """Partitions of the side topic; empty means all."""
+    handler: str | None = None
+    group: str | None = None
+    error: str | None = None
+    source: str | None = None
+    """Topic of the original record."""
+    key: str | None = None
+    records: tuple[Coordinates, ...] = ()
+    since: dt.datetime | None = None
+    until: dt.datetime | None = None
+
+    def takes(self, original: Record, failure: Failure) -> bool:
+        """Whether a record matches; the reader filters by partition."""
+        return (
+            self.handler in {None, failure.handler}
+            and self.group in {None, failure.group}
+            and self.error in {None, failure.error}
+            and self.source in {None, original.topic}
+            and (self.key is None or _is_key(original.key, self.key))
+            and (not self.records or Coordinates.of(original) in self.records)
+            and (self.since is None or failure.failed_at >= self.since.timestamp())
+            and (self.until is None or failure.failed_at < self.until.timestamp())
+        )
+
+
+def _is_key(key: bytes | None, given: str) -> bool:
+    """Whether *given* is a key, either as text or as the commands print it."""
+    return key is not None and (key == given.encode("utf-8", "surrogateescape") or bytes_as_text(key) == given)
+
+
+_FILTERS = (
+    click.option(
+        "--partition", "partitions", type=click.IntRange(0), multiple=True, help="Partition of TOPIC; repeatable."
+    ),
+    click.option("--handler", metavar="NAME", help="Handler that failed."),
+    click.option("--group", metavar="ID", help="Consumer group of that handler."),
+    click.option("--error", metavar="CLASS", help="Class of the exception."),
+    click.option("--topic", "source", metavar="SOURCE", help="Topic of the original record."),
+    click.option("--key", metavar="KEY", help="Key of the record, as text or as printed."),
+    click.option(
+        "--record",
+        "records",
+        type=_coordinates,
+        metavar="TOPIC/PARTITION/OFFSET",
+        multiple=True,
+        help="Position of the original record; repeatable.",
+    ),
+    click.option(
+        "--since", type=parse_time, metavar="TIME", help="Failed at this time (UTC) or later; -6h is six hours ago."
+    ),
+    click.option("--until", type=parse_time, metavar="TIME", help="Failed before this time."),
+)
+
+
+def filters(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a `Selection`; the command gets it as `selection`."""
+
+    @functools.wraps(command)
+    def selecting(**values: Any) -> Any:
+        selection = Selection(**{name: values.pop(name) for name in Selection._fields})
+        return command(selection=selection, **values)
+
+    for option in reversed(_FILTERS):
+        selecting = option(selecting)
+    return selecting

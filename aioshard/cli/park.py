@@ -1,29 +1,32 @@
-"""`aioshard park`: what is parked, and letting it go."""
+"""`aioshard park`: parked records, shown, released and dropped."""
 
-import asyncio
-import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import click
 
 from aioshard.cli import options
-from aioshard.cli.groups import InOrder
-from aioshard.cli.progress import Progress
-from aioshard.cli.selection import Selection, filters
-from aioshard.cli.sides import SideTopic, opened, run, settings_of, topic_argument
-from aioshard.cli.tables import as_json_value, as_text, bytes_as_text, cut, moment_as_text, print_table
+from aioshard.cli.brokers import Publisher, opened, run, settings_of
+from aioshard.cli.options import Selection
+from aioshard.cli.output import (
+    UNHEALTHY,
+    as_json_value,
+    as_text,
+    bytes_as_text,
+    cut,
+    moment_as_text,
+    print_json,
+    print_table,
+    progress,
+)
 from aioshard.core.parking import NEVER
-from aioshard.kafka.producer import KafkaProducer
 from aioshard.ports import Message
-from aioshard.records import Record
+from aioshard.records import counted
 from aioshard.serde.side_records import (
     Coordinates,
-    Failure,
     ParkedRecord,
     Place,
-    ReleaseEnded,
     ReleaseRequest,
     Removed,
     read_parked,
@@ -32,317 +35,245 @@ from aioshard.serde.side_records import (
 )
 from aioshard.settings import Settings
 
-__all__ = ["Parked", "ParkedKey", "ParkedTopic", "command", "drop", "release_", "show"]
-
-
-class Parked(NamedTuple):
-    """A parked record, without its value."""
-
-    at: Coordinates
-    """Where it came from."""
-    places: tuple[Place, ...]
-    """Under which keys it is stored: more than one after a member was slow to notice that it had lost the partition."""
-    key: bytes | None
-    failure: Failure
-    due: float
-    replays: int
-
-
-class ParkedKey(NamedTuple):
-    """The parked records of one key and partition; a record without a key is alone.
-
-    Invariants:
-        * The first one of `records` comes first when the key is run again.
-    """
-
-    records: tuple[Parked, ...]
-    requested: bool
-    """Whether somebody has asked for its release, and nobody has answered yet."""
-
-    @property
-    def first(self) -> Parked:
-        """The record that failed; the others wait behind it."""
-        return self.records[0]
-
-
-class ParkedTopic:
-    """Reads what is parked in an open side topic. Owned by one command."""
-
-    def __init__(self, side: SideTopic) -> None:
-        self.strange = 0
-        """Records that say nothing of parking."""
-        self._side = side
-        self._stored: dict[Coordinates, dict[Place, ParkedRecord]] = {}
-        """By generation; without values."""
-        self._requests: set[Coordinates] = set()
-        self._read = 0
-
-    def __len__(self) -> int:
-        """How many records are parked."""
-        return len(self._stored)
-
-    async def read(self) -> None:
-        """Read the topic from its start to its end.
-
-        Raises:
-            TransportError: It cannot be read.
-        """
-        async with Progress(f"reading {self._side.name}", lambda: self._read):
-            async for records in self._side.reader.read():
-                for record in records:
-                    self._take(record)
-
-    def _take(self, record: Record) -> None:
-        self._read += 1
-        match read_parked(record):
-            case ParkedRecord() as parked:
-                known = self._stored.setdefault(parked.coordinates, {})
-                known[parked.place] = parked._replace(original=parked.original._replace(value=None, headers=()))
-            case Removed(place):
-                known = self._stored.get(place.coordinates, {})
-                known.pop(place, None)
-                if not known:
-                    self._stored.pop(place.coordinates, None)
-            case ReleaseRequest(coordinates):
-                self._requests.add(coordinates)
-            case ReleaseEnded(coordinates):
-                self._requests.discard(coordinates)
-            case None:
-                self.strange += 1
-
-    def _all(self) -> Iterator[Parked]:
-        """What is parked, in order; of a record that is stored twice, as it was parked last."""
-        for at, known in sorted(self._stored.items(), key=operator.itemgetter(0)):
-            last = known[max(known)]
-            yield Parked(at, tuple(sorted(known)), last.original.key, last.failure, last.due, last.replays)
-
-    def keys(self, selection: Selection) -> list[ParkedKey]:
-        """The keys of which a record is selected, with all their records; the one that waits longest comes first."""
-        chosen = {_identity(one) for one in self._all() if _is_selected(one, selection)}
-        by_key: dict[object, list[Parked]] = {}
-        for one in self._all():
-            identity = _identity(one)
-            if identity in chosen:
-                by_key.setdefault(identity, []).append(one)
-        keys = [ParkedKey(tuple(records), self._is_requested(records)) for records in by_key.values()]
-        return sorted(keys, key=lambda key: (key.first.failure.failed_at, key.first.at))
-
-    def _is_requested(self, records: Iterable[Parked]) -> bool:
-        return any(one.at in self._requests for one in records)
-
-    def records(self, selection: Selection) -> Iterator[Parked]:
-        """The selected records themselves, in order."""
-        return (one for one in self._all() if _is_selected(one, selection))
-
-
-def _identity(one: Parked) -> object:
-    return one.at if one.key is None else (one.at.topic, one.at.partition, one.key)
-
-
-def _is_selected(one: Parked, selection: Selection) -> bool:
-    return selection.takes(Record(*one.at, one.key, None, (), 0.0), one.failure)
-
-
 _ROWS = 50
-_NOTHING_CHOSEN = 3
-_AT_ONCE = 1000
+
+Key = list[ParkedRecord]
+"""The parked records of one key and partition, in order, without values; a record without a key is alone. The first
+one failed, and the others wait behind it."""
 
 
-@click.group(cls=InOrder)
+class ParkedTopic(NamedTuple):
+    """The content of a side topic."""
+
+    records: dict[Coordinates, dict[Place, ParkedRecord]]
+    """By the keys under which they are stored: several if a stale member parked a record too."""
+    requests: set[Coordinates]
+    """Unanswered requests to release a key."""
+
+    def latest(self) -> Key:
+        """Return all parked records in order, each as it was parked last."""
+        by_position = sorted(self.records.items(), key=operator.itemgetter(0))
+        return [stored[max(stored)] for _, stored in by_position]
+
+    def keys(self, selection: Selection) -> list[Key]:
+        """Return the keys with a selected record, the one that has waited longest first."""
+        records = self.latest()
+        chosen = {_identity(record) for record in records if selection.takes(record.original, record.failure)}
+        by_key: dict[object, Key] = {}
+        for record in records:
+            if _identity(record) in chosen:
+                by_key.setdefault(_identity(record), []).append(record)
+        return sorted(by_key.values(), key=lambda key: (key[0].failure.failed_at, key[0].coordinates))
+
+    def is_requested(self, key: Key) -> bool:
+        """Whether the release of a key was requested, and not answered."""
+        return any(record.coordinates in self.requests for record in key)
+
+
+def _identity(record: ParkedRecord) -> object:
+    key = record.original.key
+    return record.coordinates if key is None else (record.coordinates.topic, record.coordinates.partition, key)
+
+
+async def _read(settings: Settings, topic: str, selection: Selection) -> ParkedTopic:
+    """Read a side topic from its start to its end.
+
+    Raises:
+        TransportError: It cannot be read.
+    """
+    parked: dict[Coordinates, dict[Place, ParkedRecord]] = {}
+    requests: set[Coordinates] = set()
+    read = 0
+    async with (
+        opened(settings, topic, selection.partitions) as (_, reader),
+        progress(f"reading {topic}", lambda: read),
+    ):
+        async for records in reader.read():
+            for record in records:
+                read += 1
+                match read_parked(record):
+                    case ParkedRecord() as parked_record:
+                        slim = parked_record._replace(original=parked_record.original._replace(value=None, headers=()))
+                        parked.setdefault(parked_record.coordinates, {})[parked_record.place] = slim
+                    case Removed(place):
+                        parked.get(place.coordinates, {}).pop(place, None)
+                    case ReleaseRequest(coordinates, answered=True):
+                        requests.discard(coordinates)
+                    case ReleaseRequest(coordinates):
+                        requests.add(coordinates)
+    return ParkedTopic({at: stored for at, stored in parked.items() if stored}, requests)
+
+
+@click.group(cls=options.OrderedGroup)
 def command() -> None:
     """Show, release and drop parked records."""
 
 
-# Showing ------------------------------------------------------------------------------
+# list ---------------------------------------------------------------------------------
 
 
 @command.command("list")
-@topic_argument
-@filters
-@click.option("--limit", type=click.IntRange(0), help=f"Only so many keys; by default {_ROWS}, and with --json all.")
-@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
+@options.topic_argument
+@options.filters
+@click.option(
+    "--limit", type=click.IntRange(0), help=f"Maximum number of keys; by default {_ROWS}, and with --json all."
+)
+@options.bootstrap_servers()
 @options.as_json("the keys")
 def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_servers: str | None, as_json: bool) -> None:
-    """Show the keys whose records are parked in TOPIC.
+    """List the keys whose records are parked in TOPIC.
 
-    The key that waits longest comes first. A key is shown when one of its records is chosen by the filters.
+    The key that has waited longest comes first. A key is listed if one of its records matches the filters.
     """
     parked = run(_read(settings_of(bootstrap_servers), topic, selection))
     keys = parked.keys(selection)
-    records = sum(len(key.records) for key in keys)
+    records = sum(map(len, keys))
     if as_json:
-        body = {
-            "topic": topic,
-            "keys": len(keys),
-            "records": records,
-            "other_records": parked.strange,
-            "parked": [_object(key) for key in keys[:limit]],
-        }
-        click.echo(json.dumps(body))
+        print_json(
+            {
+                "topic": topic,
+                "keys": len(keys),
+                "records": records,
+                "parked": [_object(parked, key) for key in keys[:limit]],
+            }
+        )
         return
-    of = f" of {len(parked)}" if records != len(parked) else ""
-    click.echo(f"{records}{of} record(s) of {len(keys)} key(s) are parked in {topic}")
-    if parked.strange:
-        click.echo(f"{parked.strange} record(s) of {topic} are no parked records")
+    of = f" of {len(parked.records)}" if records != len(parked.records) else ""
+    noun = "record" if records == 1 and not of else "records"
+    click.echo(f"{records}{of} parked {noun} of {counted(len(keys), 'key')} in {topic}")
     shown = keys[: _ROWS if limit is None else limit]
     if shown:
         click.echo()
-        print_table(_HEADINGS, [_cells(key) for key in shown])
+        print_table(_HEADINGS, [_cells(parked, key) for key in shown])
         if len(shown) < len(keys):
-            click.echo(f"\n{len(keys) - len(shown)} more key(s) are not shown: --limit shows more")
+            click.echo(f"\n{counted(len(keys) - len(shown), 'more key')} not shown: --limit shows more")
 
 
-async def _read(settings: Settings, topic: str, selection: Selection) -> ParkedTopic:
-    async with opened(settings, topic, selection.partitions) as side:
-        parked = ParkedTopic(side)
-        await parked.read()
-        return parked
+_HEADINGS = ("key", "first record", "records", "failed", "next retry", "replays", "handler", "error")
 
 
-_HEADINGS = ("key", "first record", "records", "failed", "runs again", "replays", "handler", "error")
-
-
-def _cells(key: ParkedKey) -> tuple[str, ...]:
-    first = key.first
+def _cells(parked: ParkedTopic, key: Key) -> tuple[str, ...]:
+    first = key[0]
     due = "when released" if first.due >= NEVER else moment_as_text(first.due)
     return (
-        cut(bytes_as_text(first.key)),
-        str(first.at),
-        str(len(key.records)),
+        cut(bytes_as_text(first.original.key)),
+        str(first.coordinates),
+        str(len(key)),
         moment_as_text(first.failure.failed_at),
-        "release requested" if key.requested else due,
+        "release requested" if parked.is_requested(key) else due,
         str(first.replays),
         as_text(first.failure.handler),
         cut(as_text(f"{first.failure.error}: {first.failure.message}")),
     )
 
 
-def _object(key: ParkedKey) -> dict[str, Any]:
-    first = key.first
+def _object(parked: ParkedTopic, key: Key) -> dict[str, Any]:
+    first = key[0]
     return {
-        "key": as_json_value(first.key),
-        "topic": first.at.topic,
-        "partition": first.at.partition,
-        "offsets": [one.at.offset for one in key.records],
+        "key": as_json_value(first.original.key),
+        "topic": first.coordinates.topic,
+        "partition": first.coordinates.partition,
+        "offsets": [record.coordinates.offset for record in key],
         "due": None if first.due >= NEVER else first.due,
         "replays": first.replays,
-        "release_requested": key.requested,
+        "release_requested": parked.is_requested(key),
         **first.failure._asdict(),
     }
 
 
-# Letting go ---------------------------------------------------------------------------
+# release and drop ---------------------------------------------------------------------
 
 
-def _chosen(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which parked records are meant."""
-    return filters(click.option("--all", "everything", is_flag=True, help="Everything that is parked.")(command))
+def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select parked records."""
+    return options.filters(click.option("--all", "everything", is_flag=True, help="All parked records.")(command))
 
 
 def _check(selection: Selection, *, everything: bool) -> None:
-    named = bool(selection._replace(partitions=frozenset()))
-    if everything and named:
+    filtered = selection._replace(partitions=()) != Selection()
+    if everything and filtered:
         raise click.UsageError("--all and a filter were both given: leave one of them out")
-    if not everything and not named:
-        raise click.UsageError("say which: --key, --record, another filter, or --all")
+    if not everything and not filtered:
+        raise click.UsageError("select records with --key, --record or another filter, or with --all")
+
+
+def _exit_code(topic: str, matches: int, *, everything: bool) -> int:
+    if matches or everything:
+        return 0
+    click.echo(f"Error: no parked record in {topic} matches; `aioshard park list` shows all of them", err=True)
+    return UNHEALTHY
 
 
 @command.command("release")
-@topic_argument
-@_chosen
-@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
-@options.as_json("which keys")
+@options.topic_argument
+@_selecting
+@options.bootstrap_servers()
+@options.as_json("the keys")
 def release_(
     topic: str, *, selection: Selection, everything: bool, bootstrap_servers: str | None, as_json: bool
 ) -> int:
-    """Ask for parked keys of TOPIC to be run again now.
+    """Request that parked keys of TOPIC are retried now.
 
-    With --record, the whole key of that record. The app does it; while none of its processes runs, the request
-    waits in TOPIC. Exits with 3 when nothing that was named is parked.
+    --record selects the whole key of that record. The app does the work; while it does not run, the request waits in
+    TOPIC. Exits with 3 if nothing matches.
     """
     _check(selection, everything=everything)
 
-    async def work() -> list[ParkedKey]:
+    async def work() -> list[Key]:
         settings = settings_of(bootstrap_servers)
         keys = (await _read(settings, topic, selection)).keys(selection)
-        await _publish(settings, topic, [release(topic, key.first.at) for key in keys])
+        await _publish(settings, topic, [release(topic, key[0].coordinates) for key in keys])
         return keys
 
     keys = run(work())
-    records = sum(len(key.records) for key in keys)
+    records = sum(map(len, keys))
     if as_json:
-        click.echo(json.dumps({"topic": topic, "keys": len(keys), "records": records, "requested": _named(keys)}))
+        requested = [str(key[0].coordinates) for key in keys]
+        print_json({"topic": topic, "keys": len(keys), "records": records, "requested": requested})
     elif keys:
-        groups = sorted({key.first.failure.group for key in keys})
-        click.echo(
-            f"The release of {len(keys)} key(s) with {records} parked record(s) was requested; the members of "
-            f"{', '.join(map(repr, groups))} run them again"
-        )
-    return _ending(topic, len(keys), everything=everything)
+        groups = ", ".join(sorted({repr(key[0].failure.group) for key in keys}))
+        of = f"{counted(len(keys), 'key')} with {counted(records, 'parked record')}"
+        click.echo(f"Requested the release of {of}; the members of {groups} will retry them")
+    return _exit_code(topic, len(keys), everything=everything)
 
 
 @command.command()
-@topic_argument
-@_chosen
-@click.option("--yes", is_flag=True, help="Drop; without it, only say what would be dropped.")
-@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS")
-@options.as_json("which records")
+@options.topic_argument
+@_selecting
+@click.option("--yes", is_flag=True, help="Drop; without it, only show the records.")
+@options.bootstrap_servers()
+@options.as_json("the records")
 def drop(
     topic: str, *, selection: Selection, everything: bool, yes: bool, bootstrap_servers: str | None, as_json: bool
 ) -> int:
-    """Give parked records of TOPIC up: they are never processed.
+    """Discard parked records of TOPIC: they will never be processed.
 
-    With --record, that record alone: later ones of its key go on without it. Exits with 3 when nothing that was
-    named is parked.
+    --record selects only that record: later ones of its key continue without it. Exits with 3 if nothing matches.
     """
     _check(selection, everything=everything)
 
-    async def work() -> list[Parked]:
+    async def work() -> list[str]:
         settings = settings_of(bootstrap_servers)
-        records = list((await _read(settings, topic, selection)).records(selection))
+        parked = await _read(settings, topic, selection)
+        records = [record for record in parked.latest() if selection.takes(record.original, record.failure)]
         if yes:
-            await _publish(settings, topic, [tombstone(topic, place) for one in records for place in one.places])
-        return records
+            places = [place for record in records for place in sorted(parked.records[record.coordinates])]
+            await _publish(settings, topic, [tombstone(topic, place) for place in places])
+        return [str(record.coordinates) for record in records]
 
     records = run(work())
     if as_json:
-        click.echo(json.dumps({"topic": topic, "dropped": yes, "records": [str(one.at) for one in records]}))
+        print_json({"topic": topic, "dropped": yes, "records": records})
     elif yes and records:
-        click.echo(f"{len(records)} parked record(s) were dropped: they are never processed")
+        click.echo(f"Dropped {counted(len(records), 'parked record')}")
     elif records:
-        click.echo(f"{len(records)} parked record(s) would be dropped, and never processed: {_some(records)}")
+        listed = ", ".join(records[:10]) + (", …" if len(records) > 10 else "")  # noqa: PLR2004
+        click.echo(f"Would drop {counted(len(records), 'parked record')}: {listed}")
         click.echo("Nothing was dropped: --yes drops, for good.")
-    return _ending(topic, len(records), everything=everything)
+    return _exit_code(topic, len(records), everything=everything)
 
 
 async def _publish(settings: Settings, topic: str, messages: Sequence[Message]) -> None:
-    """Publish, and wait until all is acknowledged."""
-    acknowledged = 0
-    producer = KafkaProducer(settings)
-    try:
-        async with Progress(f"writing to {topic}", lambda: acknowledged):
-            for begin in range(0, len(messages), _AT_ONCE):
-                part = messages[begin : begin + _AT_ONCE]
-                await asyncio.gather(*map(producer.publish, part))
-                acknowledged += len(part)
-    finally:
-        await producer.close()
-
-
-def _named(keys: Sequence[ParkedKey]) -> list[str]:
-    return [str(key.first.at) for key in keys]
-
-
-def _some(records: Sequence[Parked]) -> str:
-    shown = ", ".join(str(one.at) for one in records[:10])
-    return shown if len(records) <= 10 else f"{shown}, …"  # noqa: PLR2004
-
-
-def _ending(topic: str, found: int, *, everything: bool) -> int:
-    if found:
-        return 0
-    if everything:
-        click.echo(f"Nothing is parked in {topic}.", err=True)
-        return 0
-    click.echo(f"Error: nothing that was named is parked in {topic}; `aioshard park list` shows what is", err=True)
-    return _NOTHING_CHOSEN
+    """Publish, and wait for all acknowledgements."""
+    async with Publisher(settings) as publisher, progress(f"writing to {topic}", lambda: publisher.acknowledged):
+        await publisher.publish(messages)

@@ -1,86 +1,304 @@
-"""`aioshard run`: an app as a process, with signals, health server and exit codes."""
+"""`aioshard run`: an app as a process, with signals, a health server and exit codes."""
 
+import asyncio
+import contextlib
 import functools
 import logging
 import os
-from typing import Any
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import click
 
+from aioshard.app import App
 from aioshard.cli import options
-from aioshard.cli.run_options import WORKER_VARIABLE, RunOptions
-from aioshard.cli.running import run_here
-from aioshard.cli.web import web_options
+from aioshard.cli.loading import load_app
+from aioshard.cli.output import exit_code, print_json
+from aioshard.cli.signals import Signals, exit_now
+from aioshard.cli.supervisor import WORKER_VARIABLE, Parent, Supervisor, run_reloading
+from aioshard.errors import AioshardError, NotDrainedError
+from aioshard.loops import loop_factory
+from aioshard.settings import misspelled_variables
 from aioshard.telemetry import logs
 
-__all__ = ["command"]
+logger = logging.getLogger("aioshard.cli")
 
-_LEVELS = ["debug", "info", "warning", "error", "critical"]
+TOKEN_VARIABLE = "AIOSHARD_WEB_TOKEN"  # noqa: S105 - a name
+_LOG_LEVELS = ["debug", "info", "warning", "error", "critical"]
+
+
+Load = Callable[[], App]
+"""Imports and configures the app."""
+ServeHealth = Callable[[App], AbstractAsyncContextManager[object]]
+"""Serves the health of an app while the context is open."""
 
 
 @click.command()
 @options.target
 @options.bootstrap_servers("the app's setting")
-@click.option("--assign", metavar="TOPIC:PARTITIONS,…", help="Partitions by hand, as orders:0-2,payments:1; no group.")
+@click.option(
+    "--assign", metavar="TOPIC:PARTITIONS,…", help="Assign partitions manually, without a group: orders:0-2,payments:1."
+)
 @click.option("--until-caught-up", is_flag=True, help="Process up to the end offsets seen at the start, then end.")
 @click.option(
     "--workers",
     type=click.IntRange(1, 256),
     metavar="N",
-    help="Run N processes, each a member of the group, and start again those that end.",
+    help="Run N processes, each a member of the group, and restart those that end.",
 )
-@click.option("--reload", is_flag=True, help="For development: start again when a file of Python code changes.")
-@click.option(
-    "--reload-dir",
-    "reload_dirs",
-    multiple=True,
-    type=click.Path(exists=True, file_okay=False),
-    help="Watch this directory instead of --app-dir; may be repeated.",
-)
+@click.option("--reload", is_flag=True, help="For development: restart when a Python file changes.")
 @click.option(
     "--health-port",
     type=click.IntRange(0, 65535),
-    help="Serve /livez, /readyz, /metrics, /statistics.json and /explain on this port; 0 takes a free one.",
+    help="Serve /livez, /readyz, /metrics, /statistics.json and /explain on this port; 0 takes a free one. "
+    "Worker number K of --workers uses the port plus K.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the health server.")
-@web_options
-@click.option("--log-level", type=click.Choice(_LEVELS, case_sensitive=False), default="info", show_default=True)
+@click.option(
+    "--web",
+    is_flag=True,
+    help="Serve the dashboard at / of the health server; without --health-port on a free port. It is read-only unless "
+    f"{TOKEN_VARIABLE} has a token of at least 16 characters.",
+)
+@click.option("--log-level", type=click.Choice(_LOG_LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
     "--log-config",
     type=click.Path(exists=True, dir_okay=False),
     help="Configure logging with this file instead: JSON for dictConfig, or an ini file.",
 )
-@click.option("--tracing", is_flag=True, help="Trace with OpenTelemetry, to the tracer provider of the process.")
+@click.option("--tracing", is_flag=True, help="Trace with OpenTelemetry, using the tracer provider of the process.")
 @options.app_dir
 @options.as_json("how it ended")
-@click.option("--tether", type=int, hidden=True)
-@click.option("--health-socket", hidden=True)
-def command(**chosen: Any) -> int:
+@click.option("--parent", type=int, hidden=True)
+def command(
+    *,
+    target: str,
+    app_dir: str,
+    bootstrap_servers: str | None,
+    assign: str | None,
+    until_caught_up: bool,
+    workers: int | None,
+    reload: bool,
+    health_port: int | None,
+    host: str,
+    web: bool,
+    log_level: str,
+    log_format: logs.LogFormat,
+    log_config: str | None,
+    tracing: bool,
+    as_json: bool,
+    parent: int | None,
+) -> int:
     """Run an app until a signal ends it.
 
-    The first SIGTERM or SIGINT drains and commits, a second one leaves at once.
+    The first SIGTERM or SIGINT drains and commits, the second exits without a drain.
     """
-    asked = RunOptions(**chosen)
-    if asked.log_config is not None:
-        logs.configure_from(asked.log_config)
+    if reload and workers is not None:
+        raise click.UsageError("--reload cannot be combined with --workers: it runs one process, for development")
+    worker = None if workers is None or parent is None else int(os.environ[WORKER_VARIABLE])
+    if log_config is not None:
+        logs.configure_from(log_config)
     else:
-        handler = logs.configure(asked.log_level, asked.log_format)
-        if (number := os.environ.get(WORKER_VARIABLE)) is not None:
-            handler.addFilter(functools.partial(_with_worker, number))
-    if asked.workers is not None:
-        from aioshard.cli.supervising import run_workers  # noqa: PLC0415 - imported on use
+        handler = logs.configure(log_level, log_format)
+        if worker is not None:
+            handler.addFilter(functools.partial(_add_worker, worker))
+    overrides = {"bootstrap_servers": bootstrap_servers, "assign": assign}
+    load = functools.partial(_load, target, app_dir, overrides, workers=workers, worker=worker, tracing=tracing)
+    if parent is None and workers is not None:
+        return _run_workers(load, workers, until_caught_up=until_caught_up, as_json=as_json)
+    if parent is None and reload:
+        with Signals() as signals, asyncio.Runner() as runner:
+            return runner.run(run_reloading(_arguments(), str(Path(app_dir).resolve()), signals))
+    serve_health: ServeHealth = contextlib.nullcontext
+    if health_port is not None or web:
+        port = health_port + (worker or 0) if health_port else 0
+        serve_health = functools.partial(_health, host=host, port=port, web=web)
+    return _run(load, serve_health, parent, until_caught_up=until_caught_up, as_json=as_json and worker is None)
 
-        return run_workers(asked)
-    if asked.reload:
-        from aioshard.cli.reloading import run_reloading  # noqa: PLC0415
 
-        return run_reloading(asked)
-    return run_here(asked)
+def _load(
+    target: str,
+    app_dir: str,
+    overrides: Mapping[str, str | None],
+    *,
+    workers: int | None,
+    worker: int | None,
+    tracing: bool,
+) -> App:
+    """Import the app and configure it.
+
+    Args:
+        target: `MODULE:APP`.
+        app_dir: Directory to search for modules first.
+        overrides: Settings by name; None keeps the app's.
+        workers: Number of processes that run the app; None for this one alone.
+        worker: Number of this process among them; None if it is not one of them.
+        tracing: Whether to trace the app.
+
+    Raises:
+        UsageError: The app does not exist, or cannot run in several processes.
+        AioshardError: Its definition or its settings are refused.
+    """
+    app = load_app(target, app_dir)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if worker is not None and (instance := app.settings.group_instance_id) is not None:
+        given["group_instance_id"] = f"{instance}-{worker}"  # each static member needs its own id
+    app.configure(**given)
+    if tracing and app.tracing is None:
+        from aioshard.telemetry.tracing import trace, warn_of_no_provider  # noqa: PLC0415 - needs the extra `otel`
+
+        trace(app)
+        warn_of_no_provider()
+    if workers is not None and app.settings.assign is not None:
+        raise click.UsageError(
+            "--workers cannot be combined with manually assigned partitions (assign): each worker would read all "
+            "of them; run one process for each part of the partitions, or leave assign out"
+        )
+    return app
 
 
-def _with_worker(number: str, record: logging.LogRecord) -> bool:
-    """Have a log line say which worker it is of; the lines of all come out in one place."""
+def _arguments() -> list[str]:
+    """Return the arguments of this command; a child gets the same ones."""
+    return sys.argv[2:]
+
+
+def _add_worker(number: int, record: logging.LogRecord) -> bool:
+    """Add the number of the worker to a log line, since all workers write to the same stream."""
     if not hasattr(record, "worker"):
         record.worker = number
     return True
+
+
+# Several processes --------------------------------------------------------------------
+
+
+def _run_workers(load: Load, count: int, *, until_caught_up: bool, as_json: bool) -> int:
+    # Not on uvloop: it cannot detach a process from the terminal.
+    with Signals() as signals, asyncio.Runner() as runner:
+        app = load()  # only to report errors before any worker starts
+        app.settings.require_bootstrap_servers()
+        app.check()
+        supervisor = Supervisor(app, _arguments(), count, until_caught_up=until_caught_up)
+        code = runner.run(supervisor.run(signals))
+    if as_json:
+        workers = [
+            {"worker": worker.number, "exit_code": worker.exit_code, "restarts": worker.restarts}
+            for worker in supervisor.workers
+        ]
+        print_json({"exit_code": code, "signal": signals.received or None, "workers": workers})
+    return code
+
+
+# This process -------------------------------------------------------------------------
+
+
+def _run(load: Load, serve_health: ServeHealth, fd: int | None, *, until_caught_up: bool, as_json: bool) -> int:
+    """Run the app in this process until it ends; *fd* is the socket to the process that started this one.
+
+    Raises:
+        AioshardError: The app failed.
+        ClickException: The app does not exist.
+    """
+    parent = None if fd is None else Parent(fd)
+    with Signals() as signals:
+        if parent is not None:
+            parent.watch(signals.request_drain)
+        try:
+            app = load()
+            if parent is not None:
+                parent.app = app
+            for sentence in misspelled_variables():
+                logger.warning("%s", sentence)
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                health = serve_health(app)
+                runner.run(_serve(app, health, signals, parent, until_caught_up=until_caught_up, as_json=as_json))
+        except (AioshardError, click.ClickException) as error:
+            if parent is not None:
+                parent.report_error(error)
+            raise
+    return 0
+
+
+async def _serve(
+    app: App,
+    health: AbstractAsyncContextManager[object],
+    signals: Signals,
+    parent: Parent | None,
+    *,
+    until_caught_up: bool,
+    as_json: bool,
+) -> None:
+    """Serve the app, and its health if requested, until a signal or an error; report how it ended."""
+    error: AioshardError | None = None
+    try:
+        async with health:
+            serving = asyncio.create_task(app.serve(until_caught_up=until_caught_up), name="serve")
+            signals.on_first(functools.partial(_stop, app, serving))
+            await asyncio.wait([serving])
+        if not serving.cancelled():
+            serving.result()
+    except AioshardError as raised:
+        error = raised
+    _report(app, signals, error, as_json=as_json)
+    if isinstance(error, NotDrainedError):
+        # A run that ignores its cancellation would keep the event loop or, as a thread, the interpreter alive.
+        click.echo(f"Error: {error}", err=True)
+        if parent is not None:
+            parent.report_error(error)
+        exit_now(exit_code(error))
+    if error is not None:
+        raise error
+
+
+def _stop(app: App, serving: asyncio.Task[None]) -> None:
+    if app.statistics().state in {"running", "draining"}:
+        app.stop()
+    else:
+        # Nothing is consumed during the start, which may wait long for a broker.
+        serving.cancel()
+
+
+def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json: bool) -> None:
+    """Report how the run ended: in the log, and with `--json` as one object on standard output."""
+    statistics = app.statistics()
+    if error is None:
+        logger.info(
+            "group %r ended cleanly: processed=%d, commits=%d, rebalances=%d",
+            *(statistics.group_id, sum(handler.processed for handler in statistics.handlers)),
+            *(statistics.commits, statistics.rebalances),
+        )
+    if as_json:
+        print_json(
+            {
+                "exit_code": 0 if error is None else exit_code(error),
+                "error": None if error is None else str(error),
+                "records": list(getattr(error, "records", ())),
+                "uncommitted": getattr(error, "uncommitted", {}),
+                "signal": signals.received or None,
+                "statistics": statistics.asdict(),
+            }
+        )
+
+
+@contextlib.asynccontextmanager
+async def _health(app: App, *, host: str, port: int, web: bool) -> AsyncIterator[None]:
+    """Serve the health routes, and with *web* the dashboard, while the context is open."""
+    import prometheus_client  # noqa: PLC0415 - imported on use
+
+    from aioshard.telemetry.metrics import AppCollector  # noqa: PLC0415
+    from aioshard.web.dashboard import dashboard_routes  # noqa: PLC0415 - needs the extra `web`
+    from aioshard.web.health import serve_health  # noqa: PLC0415
+
+    # The process-wide registry, so that /metrics also has the metrics that handlers define.
+    registry = prometheus_client.REGISTRY
+    AppCollector(app, registry=registry)
+    routes = dashboard_routes(app, token=os.environ.get(TOKEN_VARIABLE) or None) if web else []
+    async with serve_health(app, host=host, port=port, registry=registry, routes=routes) as (address, bound):
+        url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
+        logger.info("health server listens on %s", url)
+        if web:
+            logger.info("the dashboard is at %s/", url)
+        yield

@@ -1,4 +1,4 @@
-"""`aioshard spark`: an app's handlers over history, on Spark."""
+"""`aioshard spark`: the handlers of an app over history, on Spark."""
 
 import asyncio
 import contextlib
@@ -15,222 +15,306 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aioshard.cli import options
-from aioshard.cli.exit_codes import INTERRUPTED
-from aioshard.cli.groups import InOrder
+from aioshard.cli.brokers import run
 from aioshard.cli.loading import load_app
-from aioshard.cli.moments import moment
-from aioshard.cli.progress import Progress
-from aioshard.cli.sides import run
-from aioshard.cli.tables import print_table
+from aioshard.cli.output import INTERRUPTED, UNHEALTHY, print_json, print_table, progress
 from aioshard.errors import SettingsError
-from aioshard.kafka.connecting import silence_client
-from aioshard.spark.draining.drain import Progress as DrainProgress
-from aioshard.spark.draining.drain import drain as drain_run
-from aioshard.spark.draining.drain import follow as follow_run
-from aioshard.spark.draining.drain import status as status_of
-from aioshard.spark.draining.drain import stop as stop_run
-from aioshard.spark.draining.drain import until_stopped
-from aioshard.spark.ending.handover import handover as hand_over
-from aioshard.spark.ending.letters import letters_owed, send_letters
-from aioshard.spark.planning.planning import plan as make_plan
-from aioshard.spark.runs.directory import RunDirectory
-from aioshard.spark.runs.plan import Plan
+from aioshard.kafka.aiokafka.connections import silence_client
+from aioshard.records import counted
+from aioshard.spark.handovers import handover as hand_over
+from aioshard.spark.handovers import letters_owed, send_letters
+from aioshard.spark.planning import plan as make_plan
+from aioshard.spark.plans import Plan
+from aioshard.spark.run_directory import RunDirectory
+from aioshard.spark.runs import follow as follow_run
+from aioshard.spark.runs import offsets_done
+from aioshard.spark.runs import run as run_plan
+from aioshard.spark.runs import status as status_of
+from aioshard.spark.runs import stop as stop_run
 from aioshard.spark.session import check_packages, local_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["command", "drain", "follow", "handover", "plan", "redrive", "session", "status", "stop", "verify"]
-
-_SHOWN = 20
-"""Partitions in the table."""
+_print_note = functools.partial(click.echo, err=True)
 
 
-@click.command()
+@click.group(cls=options.OrderedGroup)
+def command() -> None:
+    """Run an app's handlers over history: plan, run, verify, hand over.
+
+    DIR is the directory of one run. It contains the plan, the progress, and the outcome of each record as Parquet.
+    """
+
+
+@contextlib.contextmanager
+def session(master: str, app_dir: str | None = None) -> "Iterator[SparkSession]":
+    """Start a Spark session that finds the modules of *app_dir*; stop it at the end, unless it ran before.
+
+    A signal during the start ends the command once Spark has started. Ending it earlier would remove the file that
+    Spark's Java process writes when it is ready: that process would stay, and keep the command's output open. After a
+    second signal this process ends, and Java ends with it, because it reads the end of its input.
+    """
+    if app_dir is not None:
+        sys.path.insert(0, str(Path(app_dir).resolve()))
+    check_packages()
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - imported on use
+
+    ours = SparkSession.getActiveSession() is None
+    if ours:
+        _print_note(f"Starting Spark ({master}) …")
+    with _collect_signals("Spark is starting: the command ends when it has started") as signalled:
+        try:
+            spark = local_session(master)
+        except SettingsError:
+            if signalled:  # a terminal sends the signal to every process of the start
+                raise KeyboardInterrupt from None
+            raise
+    try:
+        if signalled:
+            raise KeyboardInterrupt
+        yield spark
+    finally:
+        if ours:
+            spark.stop()
+
+
+@contextlib.contextmanager
+def _collect_signals(sentence: str, stop: Callable[[], None] | None = None) -> Iterator[list[int]]:
+    """Collect signals. The first one prints *sentence* and calls *stop*, the second one ends the process."""
+    signalled: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        if signalled:
+            os._exit(INTERRUPTED)
+        signalled.append(number)
+        if stop is not None:
+            stop()
+        _print_note(f"{sentence}; a second signal ends it immediately.")
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signalled
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stops_after_batch(run_dir: RunDirectory) -> contextlib.AbstractContextManager[list[int]]:
+    return _collect_signals("Stopping after the current micro-batch", functools.partial(stop_run, run_dir))
+
+
+@command.command()
 @options.target
-@click.option("--out", "directory", required=True, metavar="DIR", help="Directory of the run, new.")
+@click.option("--out", "directory", required=True, metavar="DIR", help="Directory of the run; must not exist.")
 @click.option(
     "--start",
-    callback=moment("committed", "earliest"),
+    type=options.moment("committed", "earliest"),
     default="committed",
     show_default=True,
     metavar="committed|earliest|TIME|FILE",
-    help="Where to begin: where the group is, the oldest record, the first one not older than a time, or offsets.",
+    help="Start at the group's offsets, the oldest record, the first one not older than a time, or offsets.",
 )
 @click.option(
     "--end",
-    callback=moment("latest"),
+    type=options.moment("latest"),
     default="latest",
     show_default=True,
     metavar="latest|TIME|FILE",
-    help="Where to end, frozen now.",
+    help="End, frozen now.",
 )
-@click.option("--group", help="Whose place the run takes, instead of the app's group.")
-@click.option("--tasks", type=click.IntRange(1), help="Tasks of a micro-batch at most.")
+@click.option("--group", help="Consumer group to take over; by default the app's.")
+@click.option("--tasks", type=click.IntRange(1), help="Maximum number of tasks of a micro-batch.")
 @click.option(
     "--max-rows-per-batch",
     type=click.IntRange(1),
     default=500_000,
     show_default=True,
-    help="Records of a micro-batch: what a crash can repeat.",
+    help="Records of a micro-batch: the most that a crash can repeat.",
 )
-@click.option(
-    "--total-concurrency", type=click.IntRange(1), help="Handlers that run at the same time in the whole job."
-)
-@click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Instead of the handlers' own policies.")
+@click.option("--total-concurrency", type=click.IntRange(1), help="Concurrent handler calls of the whole job.")
+@click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Overrides the handlers' own policies.")
 @click.option("--shuffle", is_flag=True, help="Bring the records of a key together across partitions and topics.")
-@click.option("--lease", type=click.FloatRange(0), metavar="SECONDS", help="Have apps of the group keep off so long.")
 @options.bootstrap_servers("the app's setting")
 @options.app_dir
 @options.as_json("the plan")
-def plan(
-    target: str,
-    *,
-    directory: str,
-    app_dir: str,
-    as_json: bool,
-    **chosen: Any,
-) -> None:
+def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: Any) -> None:
     """Plan a run of MODULE:APP over history, in a new DIR.
 
-    Start, end, settings and the app's version are frozen with it: a drain does what its plan says.
+    The plan freezes start, end, settings and the app's version.
     """
     load_app(target, app_dir)
-    told: list[str] = []
-    made = run(make_plan(target, directory=directory, tell=told.append, **chosen))
-    for sentence in told:
-        click.echo(sentence, err=True)
+    sentences: list[str] = []
+    new_plan = run(make_plan(target, directory=directory, tell=sentences.append, **chosen))
+    for sentence in sentences:
+        _print_note(sentence)
     if as_json:
-        click.echo(json.dumps(json.loads(made.to_json()), indent=2))
+        print_json(json.loads(new_plan.to_json()), indent=2)
         return
-    _show(made)
-    click.echo(f"\nNext: aioshard spark drain {directory}")
+    _show(new_plan)
+    click.echo(f"\nNext: aioshard spark run {directory}")
 
 
-def _show(made: Plan) -> None:
-    left = [one for one in made.ranges if one.end > one.start]
-    click.echo(f"{made.records:,} offset(s) of {len(left)} partition(s) for {made.app}, in place of {made.group_id!r}")
-    for handler in made.handlers:
-        policy = made.on_failure or handler.on_failure
+def _show(plan: Plan) -> None:
+    rows = [
+        (
+            planned.topic,
+            str(planned.partition),
+            str(planned.start),
+            str(planned.end),
+            f"{planned.end - planned.start:,}",
+        )
+        for planned in plan.ranges
+        if planned.end > planned.start
+    ]
+    partitions = counted(len(rows), "partition")
+    click.echo(f"{counted(plan.records, 'offset')} of {partitions} for {plan.app}, in place of {plan.group_id!r}")
+    for handler in plan.handlers:
+        policy = plan.on_failure or handler.on_failure
         click.echo(f"  {handler.name}: {', '.join(handler.topics)}; order by {handler.shard_by}; on failure {policy}")
-    if left:
+    if rows:
         click.echo()
-        rows = [
-            (one.topic, str(one.partition), str(one.start), str(one.end), f"{one.end - one.start:,}") for one in left
-        ]
-        print_table(("topic", "partition", "start", "end", "offsets"), rows[:_SHOWN])
-        if len(rows) > _SHOWN:
-            click.echo(f"and {len(rows) - _SHOWN} more partition(s)")
+        print_table(("topic", "partition", "start", "end", "offsets"), rows)
 
 
-@contextlib.contextmanager
-def session(master: str, app_dir: str) -> "Iterator[SparkSession]":
-    """A session in which the app's module is found; it is stopped at the end.
-
-    A signal that comes before it stands ends the command as soon as it does.
-    """
-    sys.path.insert(0, str(Path(app_dir).resolve()))
-    check_packages()
-    with _interrupted_when_it_stands() as asked:
-        try:
-            spark = local_session(master)
-        except SettingsError:
-            if asked:  # a terminal sends it to every process that is part of the start
-                raise KeyboardInterrupt from None
-            raise
-    try:
-        if asked:
-            raise KeyboardInterrupt
-        yield spark
-    finally:
-        spark.stop()
-
-
-@contextlib.contextmanager
-def _interrupted_when_it_stands() -> "Iterator[list[int]]":
-    """Collect the signals that come meanwhile; the second one ends the process.
-
-    An exception here would remove the file that Spark's Java writes when it is ready: it would stay, and keep the
-    command's output open. When the process ends instead, Java reads the end of its input and ends too.
-    """
-    asked: list[int] = []
-
-    def on_signal(number: int, _: object) -> None:
-        if asked:
-            os._exit(INTERRUPTED)
-        asked.append(number)
-        click.echo("Spark is starting: it ends when Spark stands; a second signal ends it at once.", err=True)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-_NOT_VERIFIED = 3
-
-
-@click.command()
+@command.command("run")
 @options.run_directory
 @options.master
 @options.app_dir
-@options.as_json("what was found")
-def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
-    """Find out whether each record of a run has exactly one outcome.
+@options.as_json("the result")
+def run_(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
+    """Run the handlers over the remaining records of the run in DIR.
 
-    Exits with 3 when not, and says which.
+    The first SIGINT or SIGTERM stops it after the current micro-batch, a second one immediately. In any case the same
+    command continues after the last complete micro-batch. A record whose handler halts ends it with exit code 3.
     """
-    from aioshard.spark.ending.verify import verify as verify_run  # noqa: PLC0415 - pyspark is imported on use
-
-    place = RunDirectory(directory)
-    place.plan()
-    with session(master, app_dir) as spark:
-        found = verify_run(spark, place)
+    run_dir = RunDirectory(directory)
+    run_dir.plan()
+    with session(master, app_dir) as spark, _stops_after_batch(run_dir):
+        report = asyncio.run(_with_progress(functools.partial(run_plan, spark, run_dir, tell=_print_note), run_dir))
     if as_json:
-        click.echo(json.dumps(found.asdict()))
+        print_json(report)
+        return
+    rows = _counts(report.statuses) or "no rows"
+    batches = counted(report.batches, "micro-batch", "micro-batches")
+    click.echo(f"{report.state}: {report.done:,} of {report.records:,} offsets in {batches}, {rows}")
+    click.echo(f"Next: aioshard spark {'verify' if report.state == 'finished' else 'run'} {directory}")
+
+
+async def _with_progress(work: Callable[[], Any], run_dir: RunDirectory) -> Any:
+    """Do *work* in a thread, and show its progress after each micro-batch."""
+    total = run_dir.plan().records
+    async with progress("running", lambda: offsets_done(run_dir), total=total):
+        return await asyncio.to_thread(work)
+
+
+def _counts(statuses: Any) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in sorted(statuses.items()))
+
+
+@command.command()
+@options.run_directory
+@options.master
+@click.option("--trigger", default="10 seconds", show_default=True, help="Interval between micro-batches.")
+@options.app_dir
+def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
+    """Run the handlers from the planned start, until stopped.
+
+    The first SIGINT or SIGTERM, or `aioshard spark stop DIR`, stops it after the current micro-batch.
+    """
+    run_dir = RunDirectory(directory)
+    run_dir.plan()
+    with session(master, app_dir) as spark, _stops_after_batch(run_dir):
+        follow_run(spark, run_dir, trigger=trigger, tell=_print_note)
+    click.echo(f"To continue: aioshard spark follow {directory}")
+
+
+@command.command()
+@options.run_directory
+@options.as_json("the progress")
+def status(directory: str, *, as_json: bool) -> None:
+    """Show the progress of the run in DIR, from its files alone."""
+    state = dataclasses.asdict(status_of(directory))
+    if as_json:
+        print_json(state)
+        return
+    share = 100 * state["done"] // max(state["records"], 1)
+    click.echo(f"{state['app']} in place of {state['group']!r}: {state['done']:,} of {state['records']:,} ({share} %)")
+    if state["statuses"]:
+        click.echo(f"  {_counts(state['statuses'])}")
+    for record in state["halted"]:
+        click.echo(f"  halted: {record}")
+    verified = (state["verified"] or {}).get("ok")
+    for sentence, holds in (
+        ("stopping after the current micro-batch", state["stopping"]),
+        ("verified", verified),
+        ("not verified: run aioshard spark verify", verified is False),
+        ("handed over", state["handed_over"] is not None),
+    ):
+        if holds:
+            click.echo(f"  {sentence}")
+
+
+@command.command()
+@options.run_directory
+def stop(directory: str) -> None:
+    """Stop the run in DIR after its current micro-batch."""
+    stop_run(directory)
+    click.echo("Requested: the run stops after its current micro-batch.")
+
+
+@command.command()
+@options.run_directory
+@options.master
+@options.app_dir
+@options.as_json("the result")
+def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
+    """Verify that each record of a run has exactly one outcome.
+
+    Exits with 3 if not, and names the records.
+    """
+    from aioshard.spark.verification import verify as verify_run  # noqa: PLC0415 - pyspark is imported on use
+
+    run_dir = RunDirectory(directory)
+    run_dir.plan()
+    with session(master, app_dir) as spark:
+        verification = verify_run(spark, run_dir)
+    if as_json:
+        print_json(verification.asdict())
     else:
-        for problem in found.problems:
+        for problem in verification.problems:
             click.echo(problem)
-        click.echo(f"{'verified' if found.ok else 'not verified'}: {found.records:,} record(s)")
-        if found.ok:
-            click.echo(f"Next: aioshard spark handover {directory}")
-    return 0 if found.ok else _NOT_VERIFIED
+        click.echo(f"{'verified' if verification.ok else 'not verified'}: {counted(verification.records, 'record')}")
+    return 0 if verification.ok else UNHEALTHY
 
 
-@click.command()
+@command.command()
 @options.run_directory
 @click.option(
     "--wait",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="Wait so long for members that were killed, or are static, to expire; the session time-out by default.",
+    help="Wait for members that were killed, or are static, to expire; by default for the session timeout.",
 )
-@click.option("--dry-run", is_flag=True, help="Check what can be checked without a commit.")
-@click.option("--force", is_flag=True, help="Also when the group has moved since the plan was made.")
+@click.option("--force", is_flag=True, help="Commit even if the group has moved since the plan.")
 @options.master
 @options.app_dir
-@options.as_json("what was done")
-def handover(
-    directory: str, *, wait: float | None, dry_run: bool, force: bool, master: str, app_dir: str, as_json: bool
-) -> None:
+@options.as_json("the result")
+def handover(directory: str, *, wait: float | None, force: bool, master: str, app_dir: str, as_json: bool) -> None:
     """Commit the ends of the verified run in DIR to its group.
 
-    The live app then goes on exactly there. Dead letters of the run are sent first; only for them it starts Spark.
-    Refused, and no offset changed, with exit code 4 when the group has members or has moved.
+    The live app continues exactly there. Dead letters of the run are sent first; this step needs Spark. If the group
+    has members or has moved, nothing is committed and the exit code is 4.
     """
     sys.path.insert(0, str(Path(app_dir).resolve()))
-    place = RunDirectory(directory)
-    if letters_owed(place) and not dry_run:
+    run_dir = RunDirectory(directory)
+    if letters_owed(run_dir):
         silence_client()
-        with session(master, app_dir) as spark:
-            send_letters(spark, place, lambda text: click.echo(text, err=True))
-    done = run(
-        hand_over(directory, wait=wait, dry_run=dry_run, force=force, tell=lambda text: click.echo(text, err=True))
-    )
+        with session(master) as spark:
+            send_letters(spark, run_dir, _print_note)
+    done = run(hand_over(directory, wait=wait, force=force, tell=_print_note))
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(done)))
+        print_json(done)
         return
     click.echo(f"{done.state}: group {done.group_id!r}")
     rows = [
@@ -239,17 +323,15 @@ def handover(
         for partition, offset in sorted(offsets.items())
     ]
     print_table(("topic", "partition", "before", "now"), rows)
-    for name in done.new_partitions:
-        click.echo(f"{name} is new since the plan: the live app reads it from its start")
 
 
 def _offset(offset: int | None) -> str:
     return "-" if offset is None else str(offset)
 
 
-@click.command()
+@command.command()
 @options.run_directory
-@click.option("--out", required=True, metavar="OUT", help="New directory of the rows, as Parquet.")
+@click.option("--out", required=True, metavar="OUT", help="Directory for the new rows, as Parquet; must not exist.")
 @click.option(
     "--status",
     "statuses",
@@ -257,13 +339,13 @@ def _offset(offset: int | None) -> str:
     multiple=True,
     default=("dead_lettered",),
     show_default=True,
-    help="Records that came to this end; may be repeated.",
+    help="Outcome of the records to process again; repeatable.",
 )
-@click.option("--app", metavar="MODULE:APP", help="Another app than that of the run.")
-@click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Instead of the handlers' own policies.")
+@click.option("--app", metavar="MODULE:APP", help="Use another app than the run.")
+@click.option("--on-failure", metavar="skip|dead-letter:TOPIC", help="Overrides the handlers' own policies.")
 @options.master
 @options.app_dir
-@options.as_json("what became of them")
+@options.as_json("the result")
 def redrive(
     directory: str,
     *,
@@ -275,164 +357,18 @@ def redrive(
     app_dir: str,
     as_json: bool,
 ) -> None:
-    """Run the handlers once more over failed records of a run.
+    """Process the failed records of a run again.
 
-    They are taken from the rows of the run in DIR. The topic is not read and nothing is committed to the group.
-    What fails again is a row in OUT.
+    They are read from the rows of the run in DIR, not from the topic, and nothing is committed to the group. A record
+    that fails again is a row in OUT.
     """
-    from aioshard.spark.draining.redriving import redrive as run_again  # noqa: PLC0415 - pyspark is imported on use
+    from aioshard.spark.frame import redrive as run_again  # noqa: PLC0415 - pyspark is imported on use
 
     RunDirectory(directory).plan()
     with session(master, app_dir) as spark:
         rows = run_again(spark, directory, out=out, status=statuses, app=app, on_failure=on_failure)
         counts = {row["status"]: int(row["count"]) for row in rows.groupBy("status").count().collect()}
     if as_json:
-        click.echo(json.dumps({"out": out, "statuses": counts}))
-        return
-    said = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in sorted(counts.items()))
-    click.echo(f"{sum(counts.values()):,} record(s) once more: {said}")
-
-
-@click.command()
-@options.run_directory
-@options.master
-@options.app_dir
-@options.as_json("how it ended")
-def drain(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
-    """Run the handlers over what is left of the run in DIR.
-
-    The first SIGINT or SIGTERM ends it at the next border of a micro-batch, a second one at once. However it ends, the
-    same command goes on at the last border. A record whose handler halts ends it with exit code 3, and is named.
-    """
-    place = RunDirectory(directory)
-    plan = place.plan()
-    with session(master, app_dir) as spark:
-        report = asyncio.run(_shown(place, plan.records, functools.partial(drain_run, spark, place, tell=_tell)))
-    if as_json:
-        click.echo(json.dumps(report.asdict()))
-        return
-    rows = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in report.statuses.items()) or "no rows"
-    click.echo(f"{report.state}: {report.done:,} of {report.records:,} offsets in {report.batches} batch(es), {rows}")
-    if report.state == "finished":
-        click.echo(f"Next: aioshard spark verify {directory}")
+        print_json({"out": out, "statuses": counts})
     else:
-        click.echo(f"To go on: aioshard spark drain {directory}")
-
-
-def _tell(sentence: str) -> None:
-    click.echo(sentence, err=True)
-
-
-async def _shown(place: RunDirectory, total: int, work: Callable[..., Any]) -> Any:
-    """Do *work* in a thread, and show how far it is."""
-    latest = DrainProgress(done=0, total=total, batch=0, tasks_done=0, tasks=0, seconds=0.0)
-
-    def note(progress: DrainProgress) -> None:
-        nonlocal latest
-        latest = progress
-
-    def said() -> str:
-        left = _left(latest)
-        tasks = f"task {latest.tasks_done}/{latest.tasks} of this batch" if latest.tasks else ""
-        return ", ".join(text for text in (tasks, left) if text)
-
-    with _ends_at_a_border(place):
-        async with Progress("draining", lambda: _estimate(latest), total=total, note=said):
-            return await asyncio.to_thread(work, progress=note)
-
-
-def _estimate(progress: DrainProgress) -> int:
-    """Offsets that are done, those of the batch that runs counted by its tasks."""
-    share = progress.tasks_done / progress.tasks if progress.tasks else 0.0
-    return progress.done + int(progress.batch * share)
-
-
-def _left(progress: DrainProgress) -> str:
-    done = _estimate(progress)
-    if not done or done >= progress.total:
-        return ""
-    seconds = progress.seconds * (progress.total - done) / done
-    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"  # noqa: PLR2004 - a minute and a half
-
-
-@contextlib.contextmanager
-def _ends_at_a_border(place: RunDirectory) -> Iterator[None]:
-    """The first signal asks for the end at a border, the second ends the process."""
-    asked = False
-
-    def on_signal(*_: object) -> None:
-        nonlocal asked
-        if asked:
-            os._exit(INTERRUPTED)
-        asked = True
-        stop_run(place)
-        click.echo("It ends at the next border of a micro-batch; a second signal ends it at once.", err=True)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@click.command()
-@options.run_directory
-@options.master
-@click.option("--trigger", default="10 seconds", show_default=True, help="How often a micro-batch begins.")
-@options.app_dir
-def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
-    """Run the handlers from the planned starts on, without an end.
-
-    Whatever comes is taken, until it is stopped. The first SIGINT or SIGTERM, or `aioshard spark stop DIR`, ends it
-    at the next border of a micro-batch.
-    """
-    place = RunDirectory(directory)
-    place.plan()
-    with session(master, app_dir) as spark, _ends_at_a_border(place):
-        until_stopped(follow_run(spark, place, trigger=trigger, tell=_tell), place)
-    click.echo(f"To go on: aioshard spark follow {directory}")
-
-
-@click.command()
-@options.run_directory
-@options.as_json("how far it is")
-def status(directory: str, *, as_json: bool) -> None:
-    """Show how far the run in DIR is; from its files alone."""
-    found = status_of(directory)
-    if as_json:
-        click.echo(json.dumps(found))
-        return
-    share = 100 * found["done"] // max(found["records"], 1)
-    click.echo(f"{found['app']} in place of {found['group']!r}: {found['done']:,} of {found['records']:,} ({share} %)")
-    for name, count in found["statuses"].items():
-        click.echo(f"  {name.replace('_', '-')}: {count:,}")
-    for one in found["halted"]:
-        click.echo(f"  halted: {one['topic']}/{one['partition']}/{one['offset']}: {one['error_type']}: {one['error']}")
-    if found["stopping"]:
-        click.echo("  it was asked to stop at the next border")
-    verified = found["verified"]
-    if verified is not None:
-        click.echo(f"  verified: {'yes' if verified.get('ok') else 'no'}")
-    if found["handed_over"] is not None:
-        click.echo("  handed over")
-
-
-@click.command()
-@options.run_directory
-def stop(directory: str) -> None:
-    """Ask the run in DIR to end at the next border of a micro-batch."""
-    stop_run(directory)
-    click.echo("Asked: it ends at the next border of a micro-batch.")
-
-
-@click.group(cls=InOrder)
-def command() -> None:
-    """Run an app's handlers over history: plan, drain, verify, hand over.
-
-    DIR is the directory of one run. It holds the plan, how far the run is, and the outcome of each record as Parquet.
-    """
-
-
-for _command in (plan, drain, follow, status, stop, verify, handover, redrive):
-    command.add_command(_command)
+        click.echo(f"{counted(sum(counts.values()), 'record')} processed again: {_counts(counts) or 'none'}")

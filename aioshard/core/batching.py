@@ -5,8 +5,6 @@ import math
 
 from aioshard.errors import HandlerError
 
-__all__ = ["Batch"]
-
 _SHRINKS = 3
 """Bits by which each failure shrinks the next batch: 500 records, then 62, then 7, then 1."""
 

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["NONE", "Usage", "minimum", "room_for"]
-
 _MINIMUM_SHARE = 100
 
 

@@ -4,8 +4,6 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["DURATION_BOUNDS", "Histogram", "HistogramCounts"]
-
 DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """Upper bounds in seconds that OpenTelemetry's messaging conventions advise for durations."""
 
@@ -25,6 +23,11 @@ class HistogramCounts:
     def count(self) -> int:
         """Total number of values."""
         return sum(self.counts)
+
+    def __add__(self, other: "HistogramCounts") -> "HistogramCounts":
+        """Return the counts of both; their bounds are the same."""
+        counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
+        return HistogramCounts(self.bounds, counts, self.total + other.total)
 
 
 class Histogram:

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import OffsetRegressionError
 
-__all__ = ["OffsetTracker"]
-
 T = TypeVar("T")
 
 
@@ -93,14 +91,14 @@ class OffsetTracker(Generic[T]):
             (False, [Run(start=41, end=44), Run(start=45, end=46)])
         """
         runs = []
-        ends = iter(self.incomplete)
-        before = next(ends, self._position)
-        for offset in ends:
-            if offset > before + 1:
-                runs.append(Run(before + 1, offset))
-            before = offset
-        if self._position > before + 1:
-            runs.append(Run(before + 1, self._position))
+        later = iter(self.incomplete)
+        previous = next(later, self._position)
+        for offset in later:
+            if offset > previous + 1:
+                runs.append(Run(previous + 1, offset))
+            previous = offset
+        if self._position > previous + 1:
+            runs.append(Run(previous + 1, self._position))
         return runs
 
     @property
@@ -109,7 +107,7 @@ class OffsetTracker(Generic[T]):
         return next(itertools.chain(self.incomplete.values()), None)  # in one step, for other threads
 
     def get(self, offset: int) -> T | None:
-        """Return the value of an incomplete record; None if there is none at *offset*."""
+        """Return the value of an incomplete record; None if *offset* has none."""
         return self.incomplete.get(offset)
 
     def values(self) -> Iterator[T]:

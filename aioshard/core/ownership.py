@@ -1,11 +1,9 @@
 """Decide where to resume an assigned partition: in place, at the committed offset, or elsewhere."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-from aioshard.core.commit_metadata import CommitMetadata
-
-__all__ = ["Claim", "Evidence", "Origin", "first_mark", "kept_mark", "knows_topic", "origin_of", "reason_to_end"]
+from aioshard.core.commit_metadata import FirstCommit
 
 
 class Claim(NamedTuple):
@@ -70,7 +68,7 @@ def origin_of(
     *,
     group_knows_topic: bool,
 ) -> Origin | None:
-    """Return where to begin, or None if nothing decides it.
+    """Return where to begin, or None if neither a commit nor the policy says it.
 
     The policy applies only to a group without a commit on the topic. A partition created later begins at its start
     under every policy, and so does one whose committed offset is no longer in its log (retention passed it, or the
@@ -104,25 +102,7 @@ def origin_of(
     return None
 
 
-_FIRST_LASTS = 300
-"""Seconds after which every member of a group has committed on a topic that was new to the group."""
-
-
-def first_mark(generation: int, partitions: int, now: float) -> CommitMetadata:
-    """Return the first-commit marker: the metadata of a group's first commit on a partition; see `knows_topic`."""
-    return CommitMetadata(first_generation=generation, first_partitions=partitions, first_at=int(now))
-
-
-def kept_mark(noted: CommitMetadata, now: float) -> CommitMetadata:
-    """Return the part of the first-commit marker that later commits repeat: nothing if it is old."""
-    if noted.first_at is not None and now - noted.first_at > _FIRST_LASTS:
-        return CommitMetadata()
-    return CommitMetadata(
-        first_generation=noted.first_generation, first_partitions=noted.first_partitions, first_at=noted.first_at
-    )
-
-
-def knows_topic(noted: Iterable[CommitMetadata], partition: int, generation: int, now: float) -> bool:
+def knows_topic(commits: Iterable[FirstCommit | None], partition: int, now: float) -> bool:
     """Whether the group had commits on a topic before its current members began to resolve its partitions.
 
     Several members resolve their partitions of a new topic at the same time, and others may join meanwhile. Without
@@ -130,24 +110,42 @@ def knows_topic(noted: Iterable[CommitMetadata], partition: int, generation: int
     topic for long, and would read their partitions from the start under `latest`.
 
     Args:
-        noted: The metadata of each commit of the group on the topic.
+        commits: The first-commit marker of each of the group's commits on the topic; None if the commit has none.
         partition: A partition without a commit.
-        generation: The current generation of the group.
         now: Seconds since the epoch.
 
     Example:
-        >>> born = first_mark(generation=1, partitions=8, now=1000.0)
-        >>> knows_topic([born], 7, generation=2, now=1005.0), knows_topic([born], 8, generation=2, now=1005.0)
+        >>> marker = FirstCommit(partitions=8, at=1000)
+        >>> knows_topic([marker], 7, now=1005.0), knows_topic([marker], 8, now=1005.0)
         (False, True)
-        >>> knows_topic([born], 7, generation=2, now=9000.0), knows_topic([], 7, generation=2, now=9000.0)
+        >>> knows_topic([marker], 7, now=9000.0), knows_topic([], 7, now=9000.0)
         (True, False)
     """
-    return any(not _just_began(commit, partition, generation, now) for commit in noted)
+    return any(first is None or not first.is_recent(now) or partition >= first.partitions for first in commits)
 
 
-def _just_began(noted: CommitMetadata, partition: int, generation: int, now: float) -> bool:
-    if noted.first_generation is None:
-        return False
-    if noted.first_at is None or noted.first_partitions is None:
-        return noted.first_generation == generation
-    return partition < noted.first_partitions and now - noted.first_at <= _FIRST_LASTS
+class Losses:
+    """Distinguishes an isolated loss from repeated ones.
+
+    Example:
+        >>> now = 0.0
+        >>> losses = Losses(lambda: now)
+        >>> losses.again(45.0)
+        False
+        >>> now = 50.0
+        >>> losses.again(45.0)
+        False
+        >>> now = 60.0
+        >>> losses.again(45.0)
+        True
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start without any loss; *clock* is in seconds."""
+        self._clock = clock
+        self._last: float | None = None
+
+    def again(self, within: float) -> bool:
+        """Record a loss; return whether the previous one was at most *within* seconds ago."""
+        previous, self._last = self._last, self._clock()
+        return previous is not None and self._last - previous <= within

@@ -1,13 +1,9 @@
-"""Rate limits, and the token buckets that enforce them."""
+"""The rate limit of a handler, and the token bucket that enforces it."""
 
 import dataclasses
 import math
-from collections import OrderedDict
-from collections.abc import Hashable
 
 from aioshard.errors import HandlerError
-
-__all__ = ["KeyedTokenBuckets", "RateLimit", "TokenBucket"]
 
 _DEFAULT_BURST = 0.05
 """Seconds of tokens in the default burst."""
@@ -85,7 +81,7 @@ class TokenBucket:
 
     def take(self, now: float) -> bool:
         """Take a token if one is available; return whether it was."""
-        if self.full(now):
+        if self._full(now):
             self._full_at = now
             self._taken = 1
             return True
@@ -96,60 +92,10 @@ class TokenBucket:
 
     def due(self, now: float) -> float:
         """Return the seconds until a token is available; 0 if there is one now."""
-        return 0.0 if self.full(now) else max(self._due_at() - now, 0.0)
+        return 0.0 if self._full(now) else max(self._due_at() - now, 0.0)
 
-    def full(self, now: float) -> bool:
-        """Whether all tokens have returned: the bucket is then equivalent to a new one."""
+    def _full(self, now: float) -> bool:
         return now >= self._full_at + self._taken / self._rate
 
     def _due_at(self) -> float:
         return self._full_at + (self._taken + 1 - self._burst) / self._rate
-
-
-class KeyedTokenBuckets:
-    """A token bucket for each recently used key; full buckets are forgotten.
-
-    Memory is bounded by the keys that took a token within the last `at_once / per_second` seconds, and at most twice
-    as many until the old ones are evicted: each new bucket evicts up to two.
-
-    Example:
-        >>> buckets = KeyedTokenBuckets(RateLimit(1.0))
-        >>> [buckets.take(key, now=0.0) for key in ("a", "b", "a")]
-        [True, True, False]
-        >>> buckets.due("a", now=0.25)
-        0.75
-        >>> buckets.take("c", now=5.0), len(buckets)
-        (True, 1)
-    """
-
-    def __init__(self, limit: RateLimit) -> None:
-        self._limit = limit
-        self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
-        """The least recently used bucket comes first."""
-
-    def __len__(self) -> int:
-        """Return the number of keys whose bucket may not be full."""
-        return len(self._buckets)
-
-    def take(self, key: Hashable, now: float) -> bool:
-        """Take a token of *key* if one is available; return whether it was."""
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            self._forget_full(now)
-            self._buckets[key] = bucket = TokenBucket(self._limit)
-        taken = bucket.take(now)
-        if taken:
-            self._buckets.move_to_end(key)
-        return taken
-
-    def due(self, key: Hashable, now: float) -> float:
-        """Return the seconds until a token of *key* is available; 0 if there is one now."""
-        bucket = self._buckets.get(key)
-        return bucket.due(now) if bucket is not None else 0.0
-
-    def _forget_full(self, now: float) -> None:
-        for _ in range(2):
-            oldest = next(iter(self._buckets), None)
-            if oldest is None or not self._buckets[oldest].full(now):
-                return
-            del self._buckets[oldest]

@@ -5,11 +5,8 @@ import heapq
 import itertools
 import operator
 from collections.abc import Hashable, Iterator
-from typing import Self
 
 from aioshard.core.sharding import ShardKey
-
-__all__ = ["NEVER", "ParkedEntry", "ParkedKeys"]
 
 NEVER = 253_402_300_799.0
 """Due time of a key that waits for a manual release: the last second of the year 9999."""
@@ -27,8 +24,8 @@ class ParkedEntry:
         """The group's generation when the record was parked."""
         self.offset = offset
         """Offset in its own partition."""
-        self.key: Hashable = _Alone(offset) if key is None else key
-        """Shard key; a record without one is parked alone."""
+        self.key: Hashable = self if key is None else key
+        """Shard key; a record without one is parked alone, under itself."""
         self.stored_at = stored_at
         """Offset in the side topic."""
         self.due = due
@@ -39,22 +36,7 @@ class ParkedEntry:
     @property
     def alone(self) -> bool:
         """Whether it has no key."""
-        return isinstance(self.key, _Alone)
-
-
-class _Alone(tuple[int]):
-    """The identity of a record that needs no order; not equal to any shard key of a user."""
-
-    __slots__ = ()
-
-    def __new__(cls, offset: int) -> Self:
-        return super().__new__(cls, (offset,))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alone) and tuple.__eq__(self, other)
-
-    def __hash__(self) -> int:
-        return hash((_Alone, self[0]))
+        return self.key is self
 
 
 class ParkedKeys:
@@ -70,7 +52,9 @@ class ParkedKeys:
     Example:
         >>> parked = ParkedKeys()
         >>> parked.add(ParkedEntry(7, b"a", generation=1, stored_at=0, due=60.0, replays=0))
+        True
         >>> parked.add(ParkedEntry(9, b"a", generation=1, stored_at=1, due=61.0, replays=0))
+        False
         >>> b"a" in parked, len(parked), parked.take_due(now=59.0)
         (True, 2, None)
         >>> parked.take_due(now=60.0).offset, parked.take_due(now=70.0)
@@ -113,36 +97,23 @@ class ParkedKeys:
 
     def heads(self, most: int) -> list[ParkedEntry]:
         """Return the first records of up to *most* keys, earliest parked keys first. Safe from any thread."""
-        found = list(itertools.islice(itertools.chain(self._by_key.values()), most))  # in one step
-        return [first for entries in found for first in entries[:1]]
+        entry_lists = list(itertools.islice(itertools.chain(self._by_key.values()), most))  # in one step
+        return [first for entries in entry_lists for first in entries[:1]]
 
     def get(self, offset: int) -> ParkedEntry | None:
         """Return the record at an offset of its own partition; None if it is not parked."""
         return self._by_offset.get(offset)
 
-    def head(self, key: Hashable) -> ParkedEntry | None:
-        """Return the first parked record of a key."""
-        entries = self._by_key.get(key)
-        return entries[0] if entries else None
-
-    def add(self, entry: ParkedEntry) -> None:
-        """Insert a record in order; one with the same offset is replaced."""
-        known = self._by_offset.get(entry.offset)
-        if known is not None:
-            known.generation, known.stored_at = entry.generation, entry.stored_at
-            known.due, known.replays = entry.due, entry.replays
-            if self.head(known.key) is known and known.key in self._waiting:
-                self.postpone(known.key, known.due)
-            return
-        self._by_offset[entry.offset] = entry
-        entries = self._by_key.get(entry.key)
-        if entries is None:
-            self._by_key[entry.key] = [entry]
-            self.postpone(entry.key, entry.due)
-            return
+    def add(self, entry: ParkedEntry) -> bool:
+        """Insert a record in order, unless it is parked already; return whether it is now the first of its key."""
+        if self._by_offset.setdefault(entry.offset, entry) is not entry:
+            return False
+        entries = self._by_key.setdefault(entry.key, [])
         bisect.insort(entries, entry, key=operator.attrgetter("offset"))
-        if entries[0] is entry and entry.key in self._waiting:
+        is_first = entries[0] is entry
+        if is_first and (len(entries) == 1 or entry.key in self._waiting):
             self.postpone(entry.key, entry.due)
+        return is_first
 
     def remove(self, offset: int) -> ParkedEntry | None:
         """Remove a record; if it was the first of its key, the next one is due immediately.
@@ -154,29 +125,29 @@ class ParkedKeys:
         if entry is None:
             return None
         entries = self._by_key[entry.key]
-        first = entries[0] is entry
+        was_first = entries[0] is entry
         entries.remove(entry)
         if not entries:
             del self._by_key[entry.key]
             self._waiting.pop(entry.key, None)
-        elif first:
+        elif was_first:
             self.postpone(entry.key, 0.0)
         return entry
 
     def postpone(self, key: Hashable, due: float) -> None:
-        """Make a key wait until *due*, in seconds since the epoch."""
-        if key not in self._by_key:
-            return
-        self._waiting[key] = due
-        heapq.heappush(self._due, (due, self._by_key[key][0].stored_at, next(self._tie_break), key))
+        """Make a parked key wait until *due*, in seconds since the epoch."""
+        head = self._by_key[key][0]
+        head.due = self._waiting[key] = due
+        heapq.heappush(self._due, (due, head.stored_at, next(self._tie_break), key))
 
     def waits(self, key: Hashable) -> bool:
         """Whether a key is parked and waiting until it is due; otherwise it is being retried."""
         return key in self._waiting
 
-    def waits_for_time(self, key: Hashable) -> bool:
-        """Whether a key is parked and not due immediately."""
-        return self._waiting.get(key, 0.0) > 0.0
+    def release(self, key: Hashable) -> None:
+        """Make a key due immediately, unless it is being retried already."""
+        if key in self._waiting:
+            self.postpone(key, 0.0)
 
     def take_due(self, now: float) -> ParkedEntry | None:
         """Return the first record of a due key, which then no longer waits; None if no key is due."""

@@ -4,8 +4,6 @@ import dataclasses
 
 from aioshard.errors import DecodeError, HandlerError
 
-__all__ = ["Retry"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Retry:
@@ -43,10 +41,10 @@ class Retry:
             if type(value) not in (int, float):
                 message = f"Retry({name}={value!r}) was refused: expected a number"
                 raise HandlerError(message)
-        whole = type(self.attempts) is int
+        is_whole = type(self.attempts) is int
         checks = (
             (
-                whole and self.attempts >= 1,
+                is_whole and self.attempts >= 1,
                 "attempts",
                 self.attempts,
                 "a whole number of at least 1: it counts the first run",
@@ -56,16 +54,16 @@ class Retry:
             (self.factor >= 1, "factor", self.factor, "at least 1, so that delays do not shrink"),
             (0 <= self.jitter <= 1, "jitter", self.jitter, "a share between 0 and 1"),
         )
-        for holds, name, value, expected in checks:
-            if not holds:
+        for is_valid, name, value, expected in checks:
+            if not is_valid:
                 message = f"Retry({name}={value!r}) was refused: expected {expected}"
                 raise HandlerError(message)
         for name in ("retry_on", "give_up_on"):
-            given = getattr(self, name)
+            classes = getattr(self, name)
             try:
-                isinstance(None, given)
+                isinstance(None, classes)
             except TypeError:
-                message = f"Retry({name}={given!r}) was refused: expected an exception class, or a tuple of them"
+                message = f"Retry({name}={classes!r}) was refused: expected an exception class, or a tuple of them"
                 raise HandlerError(message) from None
 
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:

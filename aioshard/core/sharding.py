@@ -1,15 +1,15 @@
-"""Map a record to its shard key, and a shard key to one of N fixed shards."""
+"""Shard keys: the key of a record, its fixed shard, and its form in stored data and in explanations."""
 
+import hashlib
 import inspect
 import operator
+import os
 import zlib
 from collections.abc import Callable, Hashable
 from typing import Literal
 
 from aioshard.errors import HandlerError
 from aioshard.records import Record
-
-__all__ = ["ShardBy", "ShardKey", "check_usable", "fixed_shard", "identity", "shard_key_of", "shard_number"]
 
 ShardKey = Hashable | None
 """The identity of a shard within its handler. None means no order: the record is its own shard."""
@@ -43,7 +43,7 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
             a tuple per record.
 
     Raises:
-        HandlerError: If *shard_by* is none of these.
+        HandlerError: If *shard_by* is something else.
 
     Example:
         >>> record = Record("orders", 0, 41, b"k", None, (), 0.0)
@@ -85,7 +85,7 @@ def check_usable(key: ShardKey) -> None:
     operator.eq(key, key)
 
 
-def identity(shard_key: Callable[[Record], ShardKey], record: Record) -> ShardKey:
+def identity(shard_key: Callable[[Record], ShardKey], record: Record, shards: int | None = None) -> ShardKey:
     """Return the shard key of a record, or None if the sharding function fails or returns an unusable key.
 
     For looking at past records only: the failure itself is reported when the record arrives.
@@ -93,6 +93,8 @@ def identity(shard_key: Callable[[Record], ShardKey], record: Record) -> ShardKe
     try:
         key = shard_key(record)
         check_usable(key)
+        if shards is not None:
+            fixed_shard(key, shards, 0)
     except Exception:  # noqa: BLE001 - the user's function
         return None
     return key
@@ -113,18 +115,22 @@ def shard_number(key: ShardKey, shards: int) -> int:
         >>> [shard_number(key, 8) for key in (b"alice", "alice", 7)]
         [5, 5, 4]
     """
-    if isinstance(key, bytes):
-        data = key
-    elif isinstance(key, str):
-        data = key.encode()
-    elif isinstance(key, int):
-        data = b"%d" % key
-    elif isinstance(key, tuple) and key:
+    if isinstance(key, tuple) and key:
         return shard_number(key[-1], shards)
-    else:
+    data = _as_bytes(key)
+    if data is None:
         message = f"a shard key for fixed shards must be bytes, str or int, not {type(key).__name__}: {key!r}"
         raise TypeError(message)
     return ((zlib.crc32(data) * _MULTIPLIER & 0xFFFFFFFF) * shards) >> 32
+
+
+def _as_bytes(key: object) -> bytes | None:
+    """Return the bytes that are hashed for a key; None if its type has none."""
+    if isinstance(key, bytes):
+        return key
+    if isinstance(key, str):
+        return key.encode(errors="surrogatepass")
+    return b"%d" % key if isinstance(key, int) else None
 
 
 def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
@@ -143,3 +149,101 @@ def fixed_shard(key: ShardKey, shards: int, turn: int) -> int:
         ([5, 5], [6, 7, 0])
     """
     return turn % shards if key is None else shard_number(key, shards)
+
+
+# Stored data ----------------------------------------------------------------------
+
+SHARD_BITS = 32
+"""Number of high bits of a hash from which `shard_number` takes the shard; the low bits distinguish keys."""
+
+
+def key_hash(key: ShardKey) -> int | None:
+    """Return a signed 64-bit hash of a key, the same in every process; None for no key.
+
+    The high half is the value that `shard_number` starts from. So the hash alone tells which of N fixed shards serves
+    the key, for every N, without revealing the key, which may be a name.
+
+    Args:
+        key: A record's key, or a shard key. Values other than bytes, text, a number or a tuple of these are hashed by
+            their `repr`, which must be the same in every process.
+
+    Example:
+        >>> key_hash(b"alice"), key_hash("alice"), key_hash(None)
+        (-4829638585901695911, -4829638585901695911, None)
+    """
+    if key is None:
+        return None
+    last = key[-1] if isinstance(key, tuple) and key else key
+    data = _as_bytes(last)
+    if data is None:
+        data = repr(last).encode()
+    distinct = data if last is key else repr(key).encode()
+    low = int.from_bytes(hashlib.blake2b(distinct, digest_size=4).digest(), "big")
+    unsigned = shard_number(data, 1 << SHARD_BITS) << SHARD_BITS | low
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+def shard_of_hash(hashed: int, shards: int) -> int:
+    """Return which of *shards* fixed shards serves the key with this hash.
+
+    Example:
+        >>> shard_of_hash(key_hash(b"alice"), 8) == shard_number(b"alice", 8)
+        True
+    """
+    return ((hashed >> SHARD_BITS & 0xFFFFFFFF) * shards) >> SHARD_BITS
+
+
+def key_bytes(key: ShardKey) -> bytes:
+    """Encode a shard key as bytes, equal in every process exactly if the keys are equal.
+
+    Args:
+        key: Bytes, text, an integer, None, or a tuple of these.
+
+    Raises:
+        HandlerError: The key has another type: other processes could not tell which of its values are equal.
+
+    Example:
+        >>> key_bytes(("tenant", 7)) == key_bytes(("tenant", True)), key_bytes("7") == key_bytes(7)
+        (False, False)
+    """
+    if isinstance(key, tuple):
+        parts = [key_bytes(part) for part in key]
+        return b"t" + b"".join(b"%d:%s" % (len(part), part) for part in parts)
+    if key is None:
+        return b"n"
+    data = _as_bytes(key)
+    if data is None:
+        raise HandlerError(
+            f"a shard key of type {type(key).__name__} was found ({key!r}): where several processes share the records, "
+            "a shard key must be text, bytes, an integer, or a tuple of these, so that all processes agree on it"
+        )
+    return (b"b" if isinstance(key, bytes) else b"s" if isinstance(key, str) else b"i") + data
+
+
+# Explanations ---------------------------------------------------------------------
+
+_SALT = os.urandom(16)
+"""Salt for hashing keys: a key has the same name throughout a process, and nobody can look it up."""
+
+
+def shown(value: object, *, show_keys: bool) -> str | None:
+    """Return a key for display, or a hash that distinguishes it without revealing it; None for no key.
+
+    Args:
+        value: The key of a record, or of a shard.
+        show_keys: Whether to show the key as it is; it may be personal data.
+    """
+    if value is None:
+        return None
+    if not is_plain(value):
+        return f"of type {type(value).__name__}"  # its repr() would run code of the application
+    if show_keys:
+        return repr(value)
+    return f"#{hashlib.blake2s(repr(value).encode(), key=_SALT, digest_size=4).hexdigest()}"
+
+
+def is_plain(value: object) -> bool:
+    """Whether all methods of a value are Python's own."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return type(value) in (bytes, str, int, float, bool, type(None))

@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 from aioshard.core.flow import Usage
 
-__all__ = ["Buffer"]
-
 
 class Buffer:
     """Records and bytes that the engine holds for all partitions, from being taken in until they complete.

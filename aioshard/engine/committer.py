@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import anyio
 
+from aioshard.core.commit_metadata import MOST_UNITS
 from aioshard.core.histogram import Histogram
-from aioshard.engine.epoch import Epoch
-from aioshard.engine.notes import Due, Notes
+from aioshard.engine.partition import Due, Partition
+from aioshard.engine.trouble import Trouble
 from aioshard.errors import AuthorizationError, CommitError, MetadataRefusedError, TransportError
 from aioshard.ports import GroupHasMembersError, Membership, Transport
-
-__all__ = ["Committer"]
 
 logger = logging.getLogger("aioshard.engine.committer")
 
@@ -22,39 +21,50 @@ _LOOK_INTERVAL = 0.1
 """Least seconds between checks for completions beyond the oldest record: a tiny commit interval must not spin."""
 _MOST_BYTES = 768 * 1024
 """Limit of one request: brokers refuse a whole commit if it makes a batch above 1 MiB in their own topic."""
-_BYTES_AROUND = 100
+_PARTITION_OVERHEAD = 100
 """Bytes of a partition in a request, besides its topic and its metadata."""
-_WITHOUT_PAUSE = 0.01
-"""Seconds of building metadata before other tasks may run: a text of full length takes as long or longer."""
+_SHORTEST_METADATA = 256
+"""If the broker stores fewer characters than this, commits carry only offsets."""
+_LONG_TEXT = 500
+"""Building a longer text takes milliseconds: other tasks run before the next one."""
 
 
 class _Request(NamedTuple):
-    """A caller that waits until these epochs are committed."""
+    """A caller that waits until these partitions are committed."""
 
-    epochs: tuple[Epoch, ...]
+    partitions: tuple[Partition, ...]
     done: asyncio.Future[bool]
 
 
 class Committer:
     """Waits for the oldest incomplete records to complete and commits the changed offsets.
 
-    Decides which epochs may be committed (`own`, `disown`). Only it sends commits, one at a time, each with a
+    Decides which partitions may be committed (`own`, `disown`). Only it sends commits, one at a time, each with a
     deadline. Anything that was not acknowledged stays due. Every attempt computes its commit again, under the current
-    membership and from the epochs owned at that moment: no request is ever sent again unchanged (I9).
+    membership and from the partitions owned at that moment: no request is ever sent again unchanged (I9).
 
     Invariants:
-        * An epoch's `acknowledged` changes only when the broker acknowledged a commit, or when the epoch starts.
-        * A commit of an epoch carries its committable offset together with the records finished beyond it, both from
-          the same moment (I1).
+        * A partition's `acknowledged` changes only when the broker acknowledged a commit, or when its epoch starts.
+        * A commit carries the committable offset together with the records finished beyond it, both from the same
+          moment (I1).
+        * Metadata never holds an offset back: if the broker does not store it, it is shortened or left out.
     """
 
-    def __init__(self, interval: float, timeout: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        interval: float,
+        timeout: float,
+        clock: Callable[[], float],
+        refused: Callable[[TransportError], object] = lambda _: None,
+    ) -> None:
         """Make a committer; `run` is its task, once per life of a client.
 
         Args:
             interval: Seconds between commits.
             timeout: Seconds after which a request counts as not acknowledged.
             clock: Loop time.
+            refused: Called when a commit is not authorized, or the group has members and we are not one; the commit
+                stays due.
         """
         self.commits = 0
         self.failures = 0
@@ -62,19 +72,17 @@ class Committer:
         """Seconds until requests were acknowledged."""
         self.failure_durations = Histogram()
         """Seconds until requests failed or timed out."""
-        self.trouble: str | None = None
-        """Why the last commit was not acknowledged; None when it was, or when nothing is due."""
-        self.trouble_since = 0.0
+        self.trouble = Trouble(clock)
+        """Why the last commit was not acknowledged, until one is or nothing is due."""
         self.turns = 0
-        """How often it has checked for due commits or ended a request; keeps rising while it owns any epoch."""
-        self.notes = Notes()
-        """Makes the metadata of the commits."""
-        self.refused: Callable[[TransportError], object] | None = None
-        """Called when a commit is not authorized, or the group has members and we are not one; the commit stays due."""
+        """How often it has checked for due commits or ended a request; keeps rising while it owns any partition."""
+        self.metadata_limit = MOST_UNITS
+        """Longest metadata to send; reduced after a broker refused one, and 0 if it stores none."""
+        self._refused = refused
         self._interval = interval
         self._timeout = timeout
         self._clock = clock
-        self._owned: dict[Epoch, None] = {}
+        self._owned: dict[Partition, None] = {}
         self._requests: list[_Request] = []
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
@@ -82,49 +90,51 @@ class Committer:
 
     @property
     def owns(self) -> bool:
-        """Whether it owns any epoch."""
+        """Whether it owns any partition."""
         return bool(self._owned)
 
-    def own(self, epoch: Epoch) -> None:
-        """Start committing the epoch."""
-        self._owned[epoch] = None
+    def own(self, partition: Partition) -> None:
+        """Start committing the partition."""
+        self._owned[partition] = None
         self._wake()
 
-    def disown(self, epoch: Epoch) -> None:
-        """Stop committing the epoch, and count its records that finished but are not committed."""
-        if epoch in self._owned:
-            del self._owned[epoch]
-            due = self.notes.is_due(epoch)
-            epoch.uncommitted = epoch.tracker.completed - epoch.noted if due else 0
+    def disown(self, partition: Partition) -> None:
+        """Stop committing the partition, and count its records that finished but are not committed."""
+        if partition in self._owned:
+            due = self._due([partition])
+            del self._owned[partition]
+            partition.uncommitted = partition.tracker.completed - partition.committed_completions if due else 0
 
-    async def flush(self, epochs: Collection[Epoch], timeout: float) -> bool:
-        """Commit the due offsets of *epochs* now, and retry until they are acknowledged.
+    async def flush(self, partitions: Collection[Partition], timeout: float) -> bool:
+        """Commit the due offsets of *partitions* now, and retry until they are acknowledged.
 
         Args:
-            epochs: The epochs to commit; those that are not owned are ignored.
+            partitions: The partitions to commit; those that are not owned are ignored.
             timeout: Seconds after which to give up.
 
         Returns:
             Whether nothing is due for them any longer.
         """
-        if not self._running or not self._due(epochs):
-            return not self._due(epochs)
-        request = _Request(tuple(epochs), asyncio.get_running_loop().create_future())
+        if not self._running or not self._due(partitions):
+            return not self._due(partitions)
+        request = _Request(tuple(partitions), asyncio.get_running_loop().create_future())
         self._requests.append(request)
         self._wake()
         with anyio.move_on_after(timeout):
             return await request.done
         if request in self._requests:
             self._requests.remove(request)
-        return not self._due(request.epochs)
+        return not self._due(request.partitions)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _due(self, epochs: Collection[Epoch]) -> list[Epoch]:
-        """Owned epochs among *epochs* that have something to commit."""
-        return [epoch for epoch in epochs if epoch in self._owned and self.notes.is_due(epoch)]
+    def _due(self, partitions: Collection[Partition]) -> list[Partition]:
+        """Owned partitions among *partitions* that have something to commit."""
+        return [
+            partition for partition in partitions if partition in self._owned and partition.is_due(self.metadata_limit)
+        ]
 
     async def run(self, transport: Transport) -> None:
         """Commit until cancelled; callers that still wait in `flush` then learn that the commit did not happen."""
@@ -154,12 +164,12 @@ class Committer:
             if self._due(self._owned):
                 timeout = self._last + self._interval - self._clock()
                 if timeout <= 0:
-                    if _is_member(transport.membership()):
+                    if transport.membership().generation >= 0:
                         return
                     timeout = _RETRY_DELAY
             else:
-                self.trouble = None
-                awaited += [epoch.frontier() for epoch in self._owned]
+                self.trouble.end()
+                awaited += [partition.frontier() for partition in self._owned]
                 if self._owned:
                     # No future signals completions beyond the oldest record.
                     timeout = max(self._interval, _LOOK_INTERVAL)
@@ -168,97 +178,99 @@ class Committer:
     async def _commit_due(self, transport: Transport) -> None:
         due = self._due(self._owned)
         membership = transport.membership()
-        if due and _is_member(membership):
+        if due and membership.generation >= 0:
             await self._send_all(transport, due, membership)
         self._last = self._clock()
-        waiting = self._requests
-        self._requests = [request for request in waiting if self._due(request.epochs)]
-        for request in waiting:
+        requests = self._requests
+        self._requests = [request for request in requests if self._due(request.partitions)]
+        for request in requests:
             if request not in self._requests and not request.done.done():
                 request.done.set_result(True)
         if self._requests:
             await asyncio.sleep(_RETRY_DELAY)
 
-    async def _send_all(self, transport: Transport, due: Sequence[Epoch], membership: Membership) -> None:
+    async def _send_all(self, transport: Transport, due: Sequence[Partition], membership: Membership) -> None:
         """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged."""
-        request: dict[Epoch, Due] = {}
+        request: dict[Partition, Due] = {}
         size = 0
-        since = self._clock()
-        for epoch in due:
-            if self._clock() - since > _WITHOUT_PAUSE:
-                await asyncio.sleep(0)
-                since = self._clock()
-            if epoch not in self._owned:
+        for partition in due:
+            if partition not in self._owned:
                 continue
-            note = self.notes.due(epoch)
-            more = len(epoch.topic_partition.topic) + len(note.committed.metadata.encode()) + _BYTES_AROUND
-            if request and size + more > _MOST_BYTES:
+            commit = partition.due(self.metadata_limit)
+            if len(commit.committed.metadata) > _LONG_TEXT:
+                await asyncio.sleep(0)
+            length = (
+                len(partition.topic_partition.topic) + len(commit.committed.metadata.encode()) + _PARTITION_OVERHEAD
+            )
+            if request and size + length > _MOST_BYTES:
                 if not await self._send(transport, request, membership):
                     return
                 request, size = {}, 0
-            request[epoch] = note
-            size += more
+            request[partition] = commit
+            size += length
         if request:
             await self._send(transport, request, membership)
 
-    async def _send(self, transport: Transport, request: dict[Epoch, Due], membership: Membership) -> bool:
+    async def _send(self, transport: Transport, request: dict[Partition, Due], membership: Membership) -> bool:
         """Send one request; if the broker refuses the metadata, retry with shorter texts, in the end without any."""
         while True:
             self.turns += 1
             began = self._clock()
-            ours = {epoch: due for epoch, due in request.items() if epoch in self._owned}
+            owned = {partition: due for partition, due in request.items() if partition in self._owned}
             try:
                 with anyio.fail_after(self._timeout):
-                    offsets = {epoch.topic_partition: due.committed for epoch, due in ours.items()}
+                    offsets = {partition.topic_partition: due.committed for partition, due in owned.items()}
                     await transport.commit(offsets, membership)
+                break
             except MetadataRefusedError as error:
-                longest = max((len(due.committed.metadata) for due in ours.values()), default=0)
+                longest = max((len(due.committed.metadata) for due in owned.values()), default=0)
                 if not longest:
                     self._failed(error, began)
                     return False
-                self.notes.refused(longest)
-                request = {epoch: self.notes.due(epoch) for epoch in ours}
+                self._shorten(longest)
+                request = {partition: partition.due(self.metadata_limit) for partition in owned}
             except asyncio.CancelledError:
-                if _is_told_to_end():
+                if _is_cancelled():
                     raise
                 self._failed(CommitError("the Kafka client has cancelled it"), began)
                 return False
             except (TransportError, TimeoutError) as error:
                 self._failed(error, began)
                 return False
-            else:
-                break
         self.commits += 1
         self.durations.add(self._clock() - began)
-        if self.trouble is not None:
-            lasted = self._clock() - self.trouble_since
-            logger.info("commits are acknowledged again, after %.1f s", lasted, extra={"event": "commit_recovered"})
-        self.trouble = None
-        for epoch, due in ours.items():
-            self.notes.acknowledged(epoch, due)
+        lasted = self.trouble.end()
+        if lasted is not None:
+            logger.info("commits are acknowledged again after %.1f s", lasted, extra={"event": "commit_recovered"})
+        for partition, due in owned.items():
+            partition.acknowledge(due)
         return True
+
+    def _shorten(self, refused: int) -> None:
+        """Send shorter metadata from now on, because the broker does not store *refused* characters."""
+        tried = min(refused, self.metadata_limit) // 2
+        self.metadata_limit = tried if tried >= _SHORTEST_METADATA else 0
+        logger.warning(
+            "the broker refused %d characters of commit metadata; trying at most %d. Completions that do not fit are "
+            "processed again after a crash: raise offset.metadata.max.bytes of the broker",
+            refused,
+            self.metadata_limit,
+            extra={"event": "note_shortened", "refused": refused, "tried": self.metadata_limit},
+        )
 
     def _failed(self, error: Exception, began: float) -> None:
         self.failures += 1
         self.failure_durations.add(self._clock() - began)
         reason = str(error) or f"no answer within commit_timeout={self._timeout:g} s"
-        if self.trouble is None:
-            self.trouble_since = self._clock()
-        if reason != self.trouble:
+        if self.trouble.report(reason):
             fields = {"event": "commit_failed", "failures": self.failures}
-            logger.warning("a commit was not acknowledged and stays due: %s", reason, extra=fields)
-        self.trouble = reason
+            logger.warning("a commit was not acknowledged and is retried: %s", reason, extra=fields)
         if isinstance(error, AuthorizationError | GroupHasMembersError):
             self._give_up()
-            if self.refused is not None:
-                self.refused(error)
+            self._refused(error)
 
 
-def _is_told_to_end() -> bool:
+def _is_cancelled() -> bool:
     """Whether this task itself was cancelled; the cancellation of a future that it awaits must not end it."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-def _is_member(membership: Membership) -> bool:
-    return membership.generation >= 0

@@ -1,4 +1,4 @@
-"""Operator controls of a running engine: release halted records, pause and resume, seek, change concurrency."""
+"""Controls of a running engine: release records, pause, resume, seek, change concurrency, wait for the log ends."""
 
 import asyncio
 import datetime as dt
@@ -8,29 +8,13 @@ from typing import Literal, TypeVar
 
 import anyio
 
-from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.handler import Running
+from aioshard.engine.epoch import Delivery
 from aioshard.engine.log_fields import partition_fields, record_fields
-from aioshard.engine.outcomes import Detour
-from aioshard.engine.rebalance import APPLICATION
-from aioshard.engine.runtime import Engine
-from aioshard.errors import HandlerError, StateError, TransportError
+from aioshard.engine.outcomes import Recovery
+from aioshard.engine.partition import Partition
+from aioshard.engine.runtime import APPLICATION, Engine
+from aioshard.errors import HaltedError, HandlerError, StateError, TransportError
 from aioshard.records import TopicPartition
-
-__all__ = [
-    "MOST_WORKERS",
-    "SeekTo",
-    "answered",
-    "assigned_partitions",
-    "handler_name",
-    "open_epoch",
-    "pause",
-    "release",
-    "release_parked",
-    "resume",
-    "seek",
-    "set_concurrency",
-]
 
 logger = logging.getLogger("aioshard.engine.control")
 
@@ -42,45 +26,42 @@ SeekTo = int | float | dt.datetime | Literal["beginning", "end"]
 """An offset; a time, as a datetime or as seconds since the epoch in a float; or an end of the log."""
 
 
-def release(engine: Engine, topic_partition: TopicPartition, offset: int, detour: Detour | None) -> None:
+def release(engine: Engine, topic_partition: TopicPartition, offset: int, recovery: Recovery | None) -> None:
     """Release a record that is halted or waits for its next attempt: it runs now.
 
     Args:
         engine: The engine of this process.
         topic_partition: Partition of the record.
         offset: Offset of the record.
-        detour: The detour to take; None runs the handler again, with all its attempts.
+        recovery: The recovery to take; None runs the handler again, with all its attempts.
 
     Raises:
         StateError: The record is not incomplete in this process, or needs no release.
     """
     delivery = _waiting(engine, topic_partition, offset)
     parking = engine.handler_of(topic_partition.topic).parking
-    if detour is not None and parking is not None and delivery.epoch.topic_partition != topic_partition:
-        detour = parking.drop
-    delivery.failures = delivery.detours = 0
-    delivery.detour = detour
-    delivery.aside = detour is not None or delivery.cancelled or delivery.then is not None
-    what = "its handler runs again" if detour is None else detour.purpose
+    if recovery is not None and parking is not None and delivery.epoch.topic_partition != topic_partition:
+        recovery = parking.drop
+    delivery.failures = delivery.recovery_failures = 0
+    delivery.recovery = recovery
+    delivery.aside = recovery is not None or delivery.cancelled or delivery.then is not None
+    what = "its handler runs again" if recovery is None else recovery.purpose
     logger.warning("record %r was released: %s", delivery, what, extra=record_fields("released", delivery))
-    feed = engine.rebalance.fetchers[topic_partition].feed
-    feed.unblock(delivery)
+    engine.handler_of(topic_partition.topic).feed.unblock(delivery)
 
 
 def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> Delivery:
-    fetcher = engine.rebalance.fetchers.get(topic_partition)
-    if fetcher is None:
-        raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
-    delivery = fetcher.epoch.tracker.get(offset)
-    for side in fetcher.feed.with_side(fetcher.epoch)[1:]:
-        run_again = (found for found in side.tracker.values() if found.record.offset == offset)
-        delivery = delivery or next(run_again, None)
+    partition = _owned(engine, topic_partition)
+    delivery = partition.tracker.get(offset)
+    if delivery is None and partition.replays is not None:
+        replays = partition.replays.tracker.values()
+        delivery = next((replay for replay in replays if replay.record.offset == offset), None)
     if delivery is None:
         raise StateError(
             f"record {topic_partition}/{offset} is not incomplete here: it is done, or was not taken in yet; "
-            "explain() names the halted ones"
+            "explain() names the halted records"
         )
-    if delivery.block is None or delivery.offset in delivery.epoch.shed:
+    if delivery.block is None or delivery.offset in delivery.epoch.evicted:
         raise StateError(f"record {delivery!r} neither is halted nor waits for its next attempt: it needs no release")
     return delivery
 
@@ -91,89 +72,79 @@ def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int)
     Raises:
         StateError: The partition is not ours, or the record is not parked.
     """
-    if topic_partition not in engine.rebalance.fetchers:
-        raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
+    _owned(engine, topic_partition)
     parking = engine.handler_of(topic_partition.topic).parking
-    lots = [] if parking is None else [lot for lot in parking.lots if lot.source.topic_partition == topic_partition]
-    if parking is None or not any(parking.release(lot, offset) for lot in lots):
+    if parking is None or not parking.release(topic_partition, offset):
         raise StateError(
-            f"record {topic_partition}/{offset} is not parked: 'aioshard park list' shows what is, and "
-            "app.retry_now() is for what is halted"
+            f"record {topic_partition}/{offset} is not parked: 'aioshard park list' shows the parked records; "
+            "app.retry_now() is for halted ones"
         )
-    message = "record %s/%d and what is parked behind it were released: they run again"
+    message = "record %s/%d was released: it and the parked records behind it run again"
     fields = partition_fields("released", topic_partition, offset=offset)
     logger.warning(message, topic_partition, offset, extra=fields)
 
 
-def pause(engine: Engine, what: Collection[TopicPartition] | str, why: str) -> None:
-    """Start no records of these partitions, or of the handler with that name; running records continue.
+def pause(engine: Engine, what: Collection[TopicPartition | str], why: str) -> None:
+    """Start no records of these partitions, and of the handlers with these names; running records continue.
 
     The pause lasts across rebalances, until `resume`.
     """
-    names: Collection[TopicPartition | str] = [what] if isinstance(what, str) else what
-    for name in names:
-        engine.pauses[name] = why
-    for epoch in _meant(engine, what):
-        for both in engine.feed_of(epoch.topic_partition.topic).with_side(epoch):
-            both.pause(APPLICATION, why)
-        fields = partition_fields("paused", epoch.topic_partition, why=why)
-        logger.warning("%s is paused: %s", epoch.topic_partition, why, extra=fields)
+    engine.pauses.update(dict.fromkeys(what, why))
+    for partition in _selected(engine, what):
+        for epoch in partition.epochs:
+            epoch.pause(APPLICATION, why)
+        fields = partition_fields("paused", partition.topic_partition, why=why)
+        logger.warning("%s is paused: %s", partition.topic_partition, why, extra=fields)
 
 
-def resume(engine: Engine, what: Collection[TopicPartition] | str) -> None:
-    """Undo `pause` for the same partitions or the same handler."""
-    names: Collection[TopicPartition | str] = [what] if isinstance(what, str) else what
-    for name in names:
-        engine.pauses.pop(name, None)
-    for epoch in _meant(engine, what):
-        if engine.why_paused(epoch.topic_partition) is not None:
+def resume(engine: Engine, what: Collection[TopicPartition | str]) -> None:
+    """Undo `pause` for the same partitions and handlers."""
+    for paused in what:
+        engine.pauses.pop(paused, None)
+    for partition in _selected(engine, what):
+        name = partition.topic_partition
+        if engine.why_paused(name) is not None:
             continue
-        feed = engine.feed_of(epoch.topic_partition.topic)
-        resumed = [both.resume(APPLICATION) for both in feed.with_side(epoch)]
+        resumed = [epoch.resume(APPLICATION) for epoch in partition.epochs]
         if any(resumed):
-            fields = partition_fields("resumed", epoch.topic_partition)
-            logger.warning("%s goes on: the application resumed it", epoch.topic_partition, extra=fields)
-            feed.reopen(epoch)
+            fields = partition_fields("resumed", name)
+            logger.warning("%s resumes: the application resumed it", name, extra=fields)
+            partition.feed.reopen(partition)
 
 
-def set_concurrency(running: Running, concurrency: int) -> None:
+def _selected(engine: Engine, what: Collection[TopicPartition | str]) -> list[Partition]:
+    return [
+        partition
+        for partition in engine.rebalance.epochs
+        if partition.topic_partition in what or engine.handler_of(partition.topic_partition.topic).spec.name in what
+    ]
+
+
+def set_concurrency(engine: Engine, name: str, concurrency: int) -> None:
     """Change the number of workers of a handler.
 
     Raises:
+        StateError: No handler has this name, or several have.
         HandlerError: The handler has fixed shards or adaptive concurrency, or *concurrency* is not a whole number from
             1 to `MOST_WORKERS`.
     """
-    name, shards = running.spec.name, running.spec.shards
-    if type(concurrency) is not int or concurrency < 1:
-        raise HandlerError(
-            f"set_concurrency({name!r}, {concurrency!r}) was refused: expected a whole number of at least 1; "
-            "pause_handler() lets nothing start"
-        )
-    if concurrency > MOST_WORKERS:
-        raise HandlerError(
-            f"set_concurrency({name!r}, {concurrency}) was refused: expected at most {MOST_WORKERS}, since each worker "
-            "is a task and the event loop stands still while they are made; concurrency= of the handler may be more"
-        )
-    if shards is not None:
-        raise HandlerError(
-            f"set_concurrency({name!r}, {concurrency}) was refused: the handler has shards={shards}, each with one "
-            "worker; leave shards out for a concurrency that can be changed"
-        )
-    if running.adapting is not None:
-        raise HandlerError(
-            f"set_concurrency({name!r}, {concurrency}) was refused: the handler has concurrency={running.spec.adaptive}"
-            ", which follows its back end; give it a number for one that you change"
-        )
-    before = running.staff.concurrency
-    running.staff.change(concurrency, name)
+    running, *others = [handler for handler in engine.handlers if handler.spec.name == handler_name(engine, name)]
+    if others:
+        raise StateError(f"{1 + len(others)} handlers are named {name!r}: give them different names")
+    spec = running.spec
+    reason = None
+    if type(concurrency) is not int or not 1 <= concurrency <= MOST_WORKERS:
+        reason = f"expected a whole number from 1 to {MOST_WORKERS}; pause_handler() stops the handler"
+    elif spec.shards is not None:
+        reason = f"the handler has shards={spec.shards}, each with one worker; omit shards to change the concurrency"
+    elif running.adapting is not None:
+        reason = f"the handler has concurrency={spec.adaptive}, which changes by itself; give a number instead"
+    if reason is not None:
+        raise HandlerError(f"set_concurrency({name!r}, {concurrency!r}) was refused: {reason}")
+    previous = running.concurrency
+    running.change_concurrency(concurrency)
     fields = {"event": "concurrency", "handler": name, "concurrency": concurrency}
-    logger.info("handler %s: concurrency %d, %d before", name, concurrency, before, extra=fields)
-
-
-def _meant(engine: Engine, what: Collection[TopicPartition] | str) -> list[Epoch]:
-    if isinstance(what, str):
-        return [e for e in engine.rebalance.epochs if engine.handler_of(e.topic_partition.topic).spec.name == what]
-    return [epoch for epoch in engine.rebalance.epochs if epoch.topic_partition in what]
+    logger.info("handler %s: concurrency %d, %d before", name, concurrency, previous, extra=fields)
 
 
 async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
@@ -187,10 +158,12 @@ async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> i
         TransportError: The brokers did not report the position.
     """
     open_epoch(engine, topic_partition)
-    start = await answered(engine, _offset_of(engine, topic_partition, to), f"where {to!r} is in {topic_partition}")
+    start = await answered(
+        engine, _offset_of(engine, topic_partition, to), f"the offset of {to!r} in {topic_partition}"
+    )
     done = engine.rebalance.seek(open_epoch(engine, topic_partition), start)
     fields = partition_fields("seek", topic_partition, offset=start)
-    logger.warning("%s goes on at offset %d: the application asked for %r", topic_partition, start, to, extra=fields)
+    logger.warning("%s moves to offset %d: the application requested %r", topic_partition, start, to, extra=fields)
     await asyncio.shield(done)
     return start
 
@@ -199,7 +172,7 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
     client = engine.rebalance.client
     log = (await client.log_ranges([topic_partition])).get(topic_partition)
     if log is None:
-        raise TransportError(f"the brokers did not tell where {topic_partition} begins and ends: no leader answers")
+        raise TransportError(f"the brokers did not report where {topic_partition} begins and ends: no leader answers")
     match to:
         case "beginning":
             return log.start
@@ -209,8 +182,8 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
             if log.start <= to <= log.end:
                 return to
             raise StateError(
-                f"seek of {topic_partition} to offset {to} was refused: its log is from {log.start} to {log.end}; "
-                "'beginning' and 'end' are where these are by then"
+                f"seek of {topic_partition} to offset {to} was refused: its log is from {log.start} to {log.end}; use "
+                "'beginning' or 'end' for its ends"
             )
         case dt.datetime() if to.tzinfo is not None:
             return await _offset_at(engine, topic_partition, to.timestamp(), log.end)
@@ -223,11 +196,11 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
 
 
 async def _offset_at(engine: Engine, topic_partition: TopicPartition, timestamp: float, end: int) -> int:
-    found = await engine.rebalance.client.offset_at(topic_partition, max(timestamp, 0.0))
-    return end if found is None else found
+    offset = await engine.rebalance.client.offset_at(topic_partition, max(timestamp, 0.0))
+    return end if offset is None else offset
 
 
-async def answered(engine: Engine, asking: Awaitable[T], what: str) -> T:
+async def answered(engine: Engine, request: Awaitable[T], what: str) -> T:
     """Wait for an answer of the brokers, at most `commit_timeout`.
 
     Raises:
@@ -236,26 +209,30 @@ async def answered(engine: Engine, asking: Awaitable[T], what: str) -> T:
     timeout = engine.settings.commit_timeout
     try:
         with anyio.fail_after(timeout):
-            return await asking
+            return await request
     except TimeoutError:
-        raise TransportError(f"the brokers did not tell {what} within commit_timeout={timeout:g} s") from None
+        raise TransportError(f"the brokers did not report {what} within commit_timeout={timeout:g} s") from None
 
 
-def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Epoch:
-    """The epoch of a partition that is certain to be ours.
+def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Partition:
+    """A partition that is certain to be ours.
 
     Raises:
         StateError: The partition is not ours, or not open now.
     """
-    fetcher = engine.rebalance.fetchers.get(topic_partition)
-    if fetcher is None:
-        raise StateError(f"{topic_partition} is not assigned to this process: ask the one that has it")
-    epoch = fetcher.epoch
-    if not epoch.is_open or epoch.outside_log is not None:
-        start = engine.rebalance.seeks.start_of(topic_partition)
-        why = "is being handed over or looked into" if start is None else f"is on its way to offset {start}"
-        raise StateError(f"{topic_partition} {why} now: try again when it goes on")
-    return epoch
+    partition = _owned(engine, topic_partition)
+    if not partition.is_open or partition.outside_log is not None:
+        seek = engine.rebalance.seeks.get(topic_partition)
+        why = "is being handed over or looked up" if seek is None else f"is moving to offset {seek.start}"
+        raise StateError(f"{topic_partition} {why} now: try again when it is open")
+    return partition
+
+
+def _owned(engine: Engine, topic_partition: TopicPartition) -> Partition:
+    partition = engine.rebalance.partitions.get(topic_partition)
+    if partition is None:
+        raise StateError(f"{topic_partition} is not assigned to this process: ask the process that owns it")
+    return partition
 
 
 def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> list[TopicPartition]:
@@ -264,12 +241,12 @@ def assigned_partitions(engine: Engine, topic: str, partition: int | None) -> li
     Raises:
         StateError: It owns none of the topic, or not the given one.
     """
-    ours = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
-    meant = [name for name in ours if partition in (None, name.partition)]
-    if not meant:
+    owned = [epoch.topic_partition for epoch in engine.rebalance.epochs if epoch.topic_partition.topic == topic]
+    selected = [name for name in owned if partition in (None, name.partition)]
+    if not selected:
         what = f"partition {topic}/{partition}" if partition is not None else f"partition of topic {topic!r}"
-        raise StateError(f"no {what} is assigned to this process: pause it in the process that has it")
-    return meant
+        raise StateError(f"no {what} is assigned to this process: pause it in the process that owns it")
+    return selected
 
 
 def handler_name(engine: Engine, name: str) -> str:
@@ -280,5 +257,50 @@ def handler_name(engine: Engine, name: str) -> str:
     """
     names = [handler.spec.name for handler in engine.handlers]
     if name not in names:
-        raise StateError(f"there is no handler {name!r}: the app has {', '.join(names)}")
+        raise StateError(f"unknown handler {name!r}: the app has {', '.join(names)}")
     return name
+
+
+async def caught_up(engine: Engine, interval: float = 0.05) -> None:
+    """Wait until all records up to the ends seen at the start are complete.
+
+    Args:
+        engine: The engine that consumes.
+        interval: Seconds between checks.
+
+    Raises:
+        HaltedError: The records that are left are halted, or wait behind halted ones.
+    """
+    while True:
+        if engine.failed.done():
+            engine.failed.result()
+        if engine.rebalance.in_place and all(_reached_end(engine, epoch) for epoch in engine.rebalance.epochs):
+            return
+        halted = halted_of(engine)
+        if halted and nothing_moves(engine):
+            raise HaltedError(repr(delivery) for delivery in halted)
+        await asyncio.wait([engine.failed], timeout=interval)
+
+
+def halted_of(engine: Engine) -> list[Delivery]:
+    """Deliveries that occupy their shard until they are released."""
+    return [delivery for handler in engine.handlers for shards in handler.feed.shards for delivery in shards.halted]
+
+
+def _reached_end(engine: Engine, epoch: Partition) -> bool:
+    return epoch.tracker.committable >= engine.rebalance.ends[epoch.topic_partition]
+
+
+def nothing_moves(engine: Engine) -> bool:
+    """Whether nothing runs, and nothing can start or be taken in."""
+    if not engine.rebalance.in_place or any(worker.deliveries for worker in engine.workers):
+        return False
+    if any(partition.has_unfed for partition in engine.rebalance.epochs):
+        return False
+    if not all(shards.at_rest for handler in engine.handlers for shards in handler.feed.shards):
+        return False
+    return all(
+        epoch.tracker.position >= engine.rebalance.ends[epoch.topic_partition]
+        or not engine.intake.allowance(epoch.topic_partition).records
+        for epoch in engine.rebalance.epochs
+    )

@@ -1,9 +1,9 @@
 """Counts and durations of the records of one handler, per topic."""
 
+from collections import defaultdict
+
 from aioshard.core.histogram import Histogram
 from aioshard.engine.outcomes import Outcome
-
-__all__ = ["Counters", "TopicCounts"]
 
 _WARNING_INTERVAL = 1.0
 """Seconds between warnings about failed attempts of a handler; the others are logged at DEBUG."""
@@ -19,11 +19,11 @@ class TopicCounts:
     __slots__ = (
         "dead_lettered",
         "durations",
-        "noted",
         "parked",
         "processed",
         "retried",
         "skipped",
+        "timed",
         "waited",
         "waits",
     )
@@ -38,7 +38,7 @@ class TopicCounts:
         """Durations in seconds of runs of the handler, failed ones included and cancelled ones left out."""
         self.waits = Histogram()
         """Seconds from the arrival of records to the start of their first run."""
-        self.noted = 0
+        self.timed = 0
         """How many of `processed` are in `durations`; see `RunTimes`."""
         self.waited = 0
         """How many records `waits` represents."""
@@ -54,26 +54,17 @@ class TopicCounts:
                 self.dead_lettered += 1
             case Outcome.PARKED:
                 self.parked += 1
-            case Outcome.RETURNED:
-                pass
 
 
 class Counters:
     """Counts of the records of one handler over all its topics; they continue across rebalances."""
 
     def __init__(self) -> None:
-        self.topics: dict[str, TopicCounts] = {}
+        self.topics: defaultdict[str, TopicCounts] = defaultdict(TopicCounts)
         """Counts of every topic of which this process has owned a partition."""
         self.replayed = 0
         """Runs of records whose earlier run was cancelled."""
         self._warned_at = -_WARNING_INTERVAL
-
-    def of(self, topic: str) -> TopicCounts:
-        """Counts of a topic."""
-        counts = self.topics.get(topic)
-        if counts is None:
-            counts = self.topics[topic] = TopicCounts()
-        return counts
 
     @property
     def processed(self) -> int:

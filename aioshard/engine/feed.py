@@ -3,16 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from aioshard.core.sharding import ShardKey, check_usable, fixed_shard
-from aioshard.engine.batches.batch_shards import BatchShards
+from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.log_fields import record_fields
+from aioshard.engine.parking import Parking
 from aioshard.engine.shards import Shards
 from aioshard.records import Record
-
-__all__ = ["Aside", "Feed"]
 
 logger = logging.getLogger("aioshard.engine.fetcher")
 
@@ -20,28 +18,6 @@ _ENOUGH = 1_000
 _ENOUGH_PER_WORKER = 4
 _ENOUGH_BATCHES = 2
 """Records that a handler wants queued, in all, per worker and in batches: enough to keep busy until the next poll."""
-
-
-class Aside(Protocol):
-    """A store of further records of a handler's partitions, which the same shards process: parked records."""
-
-    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
-        """Find out what is stored for a partition, before any of its records is handed out."""
-
-    def believe(self, epoch: Epoch) -> None:
-        """Adopt records that were left alone as they might belong to a later owner: no later owner exists."""
-
-    def side_of(self, epoch: Epoch) -> Epoch | None:
-        """Epoch of the stored records of a partition, which opens, closes and ends with the partition's own."""
-
-    def close(self, epoch: Epoch, running: Collection[Delivery]) -> None:
-        """Follow the gate of a partition that has closed."""
-
-    def reopen(self, epoch: Epoch) -> None:
-        """Follow the gate of a partition that has opened."""
-
-    def purge(self, epoch: Epoch) -> None:
-        """Follow the epoch of a partition that has ended."""
 
 
 class Feed:
@@ -58,7 +34,7 @@ class Feed:
         at_once: int = 1,
         ahead: int | None = None,
         sure: bool = False,
-        aside: Aside | None = None,
+        parking: Parking | None = None,
     ) -> None:
         """Make a feed.
 
@@ -71,14 +47,14 @@ class Feed:
             at_once: The most records that a worker runs together.
             ahead: How many runs may start soon, if there is a rate limit.
             sure: Whether the sharding function is built in: it neither raises nor returns a key without a hash.
-            aside: Store of parked records of the partitions, if any.
+            parking: Parked records of the handler; None if its failure policy does not park.
         """
         self.shards = shards
-        self._aside = aside
+        self.parking = parking
         self._shard_key = shard_key
         self._fixed = fixed
         self._unkeyed = unkeyed
-        self._sure = sure
+        self._builtin_key = sure
         self._turn = 0
         self._at_once = at_once
         self._ahead = ahead
@@ -123,21 +99,21 @@ class Feed:
             waiting: Receives the deliveries of fixed shards and keeps those that are not queued yet.
         """
         shard_key = self._shard_key
-        if self._sure and not self._fixed:
+        if self._builtin_key and not self._fixed:
             for delivery in deliveries:
                 delivery.key = shard_key(delivery.record)
             await self.shards[0].put(deliveries)
             return
-        broken: list[tuple[Delivery, Exception]] = []
+        unkeyed: list[tuple[Delivery, Exception]] = []
         for delivery in deliveries:
             try:
                 key = shard_key(delivery.record)
                 delivery.key = self.number_of(key)
                 check_usable(key)
             except Exception as error:  # noqa: BLE001 - the user's function; the record fails, nothing else
-                broken.append((delivery, error))
-        if broken:
-            deliveries = self._without(deliveries, broken)
+                unkeyed.append((delivery, error))
+        if unkeyed:
+            deliveries = self._fail_unkeyed(deliveries, unkeyed)
         if not self._fixed:
             await self.shards[0].put(deliveries)
             return
@@ -160,61 +136,35 @@ class Feed:
             self._turn += 1
         return fixed_shard(key, len(self.shards), self._turn)
 
-    def _without(self, deliveries: list[Delivery], broken: list[tuple[Delivery, Exception]]) -> list[Delivery]:
+    def _fail_unkeyed(self, deliveries: list[Delivery], unkeyed: list[tuple[Delivery, Exception]]) -> list[Delivery]:
         """Fail the deliveries without a shard key and return the rest: no retry helps, as they cannot run in order."""
-        for delivery, error in broken:
+        for delivery, error in unkeyed:
             delivery.key = None
             fields = record_fields("no_shard_key", delivery, error=type(error).__name__)
             message = "the sharding function failed for record %r: %s"
             logger.error(message, delivery, error, exc_info=error, extra=fields)
             self._unkeyed(delivery, error, self.shards[0])
-        without = {delivery for delivery, _ in broken}
-        return [delivery for delivery in deliveries if delivery not in without]
+        failed = {delivery for delivery, _ in unkeyed}
+        return [delivery for delivery in deliveries if delivery not in failed]
 
     def close(self, epoch: Epoch, running: Collection[Delivery] = ()) -> None:
-        """Close the gate of an epoch: no new record starts and its drain begins; see `Epoch.close`."""
-        epoch.close(running)
-        for shards in self.shards:
-            shards.close(epoch)
-        if self._aside is not None:
-            self._aside.close(epoch, running)
-
-    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
-        """Find out what is parked of a partition, before any of its records is handed out.
-
-        Args:
-            epoch: A new epoch, with its gate closed.
-            partitions: How many partitions the topic has.
-            generation: The group's generation in which the partition became ours.
-
-        Returns:
-            Whether some of it is of a later generation: it is ours only if the brokers accept our commit (`believe`).
-
-        Raises:
-            TransportError: The parked records cannot be read now.
-        """
-        return self._aside is not None and await self._aside.restore(epoch, partitions, generation)
-
-    def believe(self, epoch: Epoch) -> None:
-        """Adopt the records of a later generation: the brokers have accepted our commit since `restore`."""
-        if self._aside is not None:
-            self._aside.believe(epoch)
-
-    def with_side(self, epoch: Epoch) -> list[Epoch]:
-        """An epoch, followed by the epoch of its parked records if there is one."""
-        side = self._aside.side_of(epoch) if self._aside is not None else None
-        return [epoch] if side is None else [epoch, side]
+        """Close the gate of an epoch and that of its replays: no new record starts and a drain begins."""
+        for part in epoch.epochs:
+            part.close(running)
+            for shards in self.shards:
+                shards.close(part)
 
     def purge(self, epoch: Epoch) -> None:
         """Forget the deliveries of an epoch that ended."""
-        for shards in self.shards:
-            shards.purge(epoch)
-        if self._aside is not None:
-            self._aside.purge(epoch)
+        if self.parking is not None:
+            self.parking.forget(epoch)
+        for part in epoch.epochs:
+            for shards in self.shards:
+                shards.purge(part)
 
-    def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
+    def evict(self, epoch: Epoch, first: int) -> list[Delivery]:
         """Remove and return the queued deliveries of an epoch from offset *first* on."""
-        return [delivery for shards in self.shards for delivery in shards.give_back(epoch, first)]
+        return [delivery for shards in self.shards for delivery in shards.evict(epoch, first)]
 
     def shards_of(self, delivery: Delivery) -> Shards:
         """The fixed shard of a delivery, or else the shards that serve all keys."""
@@ -223,11 +173,12 @@ class Feed:
 
     def unblock(self, delivery: Delivery) -> None:
         """Release a delivery that is halted or waits for its next attempt."""
-        any(shards.unblock(delivery) for shards in self.shards)
+        self.shards_of(delivery).unblock(delivery)
 
     def reopen(self, epoch: Epoch) -> None:
         """Resume the deliveries of an epoch whose gate has opened."""
-        for shards in self.shards:
-            shards.reopen(epoch)
-        if self._aside is not None:
-            self._aside.reopen(epoch)
+        for part in epoch.epochs:
+            for shards in self.shards:
+                shards.reopen(part)
+        if self.parking is not None:
+            self.parking.wake()

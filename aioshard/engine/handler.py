@@ -1,102 +1,102 @@
-"""A handler as the engine runs it, and the parts that serve it."""
+"""A handler, and the parts that serve it in a running app."""
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
+from aioshard.core.on_failure import DeadLetter, OnFailure, Park
 from aioshard.core.pace import RateLimit
-from aioshard.core.recourse import DeadLetter, OnFailure, Park
 from aioshard.core.retry import Retry
-from aioshard.core.sharding import ShardKey
-from aioshard.engine.batches.batch_shards import BatchShards
-from aioshard.engine.batches.batch_worker import BatchWorker, InvokeBatch
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
+from aioshard.core.sharding import ShardBy, ShardKey, shard_key_of
+from aioshard.engine.adapting import Adapting
+from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
+from aioshard.engine.current_record import Serving
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.parking import Parking
-from aioshard.engine.failing.probing import Probing
-from aioshard.engine.failing.recourse import DeadLettering, Halting, Publish, Skipping
-from aioshard.engine.failing.settling import Recourse, Settlement
+from aioshard.engine.failures import DeadLetters, Decision, FailureHandler, FailurePolicy, Publish, skipping
 from aioshard.engine.feed import Feed
-from aioshard.engine.flow.adapting import Adapting
-from aioshard.engine.flow.pacing import Pace, PacedBatchShards, PacedShards
-from aioshard.engine.flow.staffing import Staff
-from aioshard.engine.record_worker import RecordWorker
-from aioshard.engine.shards import Shards
+from aioshard.engine.log_fields import record_fields
+from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
+from aioshard.engine.parking import Parking
+from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.timing import precise
-from aioshard.engine.watch import TimeoutWatch
-from aioshard.engine.worker import Invoke, Worker
+from aioshard.engine.worker import BatchWorker, RecordWorker, Worker
 from aioshard.ports import SideTopicsFactory
 from aioshard.records import Record, is_subscribed
+from aioshard.serde.payloads import Payload
 
-__all__ = ["Adapt", "Batched", "HandlerSpec", "Running", "Surroundings", "Wrap", "records_of", "serve"]
+logger = logging.getLogger("aioshard.engine.handler")
 
-T = TypeVar("T")
-
-
-class Batched(NamedTuple):
-    """How a handler takes batches."""
-
-    batch: Batch
-    invoke: InvokeBatch
-    """Runs one attempt of a batch."""
-    read: Callable[[Record], Any] | None = None
-    """Decodes a record before the handler gets it, if set; raises for a record that cannot be decoded."""
+_TIMEOUT_CHECKS = 20
+_SHORTEST_CHECK = 0.005
+_LONGEST_CHECK = 0.5
+"""Attempts are checked twenty times per timeout, but at most every 5 ms and at least every half second."""
+_GRACE = 1.0
+"""Seconds after a timeout within which a cancelled handler should have ended."""
 
 
-class HandlerSpec(NamedTuple):
-    """A handler as the engine runs it."""
+class Handler(NamedTuple):
+    """A handler with its checked options and, once the app has started, the function that runs an attempt of it."""
 
     name: str
     topics: tuple[str, ...]
     pattern: str | None
-    shard_key: Callable[[Record], ShardKey]
-    sure_key: bool
-    """Whether the sharding function is built in: it neither raises nor returns a key without a hash."""
+    shard_by: ShardBy
     shards: int | None
     concurrency: int
+    """The initial value if it is adaptive."""
+    adaptive: Adaptive | None
+    """Bounds of the concurrency, if it follows the latency."""
     timeout: float | None
     """Seconds that an attempt may take."""
     retry: Retry
     on_failure: OnFailure
-    call: Callable[[Record], Awaitable[object]] | None
+    batch: Batch | None
+    rate_limit: RateLimit | None
+    function: Callable[..., Any]
+    takes_context: bool
+    is_async: bool
+    """Whether it is awaited; a plain function runs in threads."""
+    payload: Payload | None
+    """Conversion of a record for the handler; None if it takes the record itself."""
+    decode: Callable[[Record], object] | None
+    """The user's function for this conversion, if there is one."""
+    middleware: tuple[Sequence[Callable[..., Awaitable[object]]], ...]
+    """Middleware of the app and of the set that the handler comes from; both may grow until the app starts."""
+    call: Callable[[Record], Awaitable[object]] | None = None
     """The handler itself, if it takes nothing but the record."""
-    invoke: Invoke | None
-    """Runs one attempt in every other case; None if the handler takes batches."""
-    batched: Batched | None = None
-    """Runs attempts if the handler takes batches, instead of the two fields above."""
+    invoke: Callable[[Any], Awaitable[object]] | None = None
+    """Runs one attempt at a `Delivery` or, with *batch*, at a `DeliveryBatch`; None if `call` does."""
+    read: Callable[[Record], Any] | None = None
+    """Decodes a record of a batch before the attempt, if set; raises for a record that cannot be decoded."""
     resized: Callable[[int], None] | None = None
     """Called after the concurrency changed."""
-    rate_limit: RateLimit | None = None
-    key_rate_limit: RateLimit | None = None
-    adaptive: Adaptive | None = None
-    """Bounds of the concurrency, if it follows the latency."""
-    letters: Publish | None = None
+    publish_dead_letter: Publish | None = None
     """Publishes dead letters, if they do not go to the brokers."""
 
     @property
-    def in_threads(self) -> bool:
-        """Whether the handler is a plain function, which runs in threads."""
-        return self.resized is not None
+    def shard_key(self) -> Callable[[Record], ShardKey]:
+        """The function that computes a record's shard key."""
+        return shard_key_of(self.shard_by, one_topic=len(self.topics) == 1 and self.pattern is None)
 
     @property
-    def attempt(self) -> Invoke:
-        """Runs one attempt of a handler that takes single records."""
+    def attempt(self) -> Callable[[Any], Awaitable[object]]:
+        """Runs one attempt."""
         call = self.call
         if call is not None:
             return lambda delivery: call(delivery.record)
-        assert self.invoke is not None  # noqa: S101 - otherwise it takes batches
+        assert self.invoke is not None  # noqa: S101 - the app has started
         return self.invoke
 
-    def through(self, wrap: "Wrap") -> "HandlerSpec":
+    def through(self, wrap: "Callable[[Attempt], Attempt]") -> "Handler":
         """The same handler, with *wrap* around each of its attempts."""
-        batched = self.batched
-        if batched is not None:
-            return self._replace(batched=batched._replace(invoke=wrap(batched.invoke)))
         return self._replace(call=None, invoke=wrap(self.attempt))
 
     def takes(self, topic: str) -> bool:
@@ -104,52 +104,21 @@ class HandlerSpec(NamedTuple):
         return is_subscribed(topic, self.topics, self.pattern)
 
 
-Adapt = Callable[[HandlerSpec], HandlerSpec]
+Adapt = Callable[[Handler], Handler]
 """Replaces a handler by another one, for one run of an app."""
 
 
-class Wrap(Protocol):
-    """Wraps the attempts of a handler, of single records or of batches."""
-
-    def __call__(self, attempt: Callable[[T], Awaitable[object]], /) -> Callable[[T], Awaitable[object]]:
-        """Return the wrapped attempt; its argument is a `Delivery` or a `DeliveryBatch`."""
+Attempt = Callable[[Any], Awaitable[object]]
+"""Runs one attempt of a handler, at a `Delivery` or a `DeliveryBatch`."""
 
 
-def records_of(given: object) -> list[Record]:
+def records_of(argument: object) -> list[Record]:
     """The records given to an attempt: those of a batch, or the one of a delivery."""
-    deliveries = given.deliveries if isinstance(given, DeliveryBatch) else (given,)
+    deliveries = argument.deliveries if isinstance(argument, DeliveryBatch) else (argument,)
     return [delivery.record for delivery in deliveries if isinstance(delivery, Delivery)]
 
 
-class Running(NamedTuple):
-    """A handler with the parts that serve it."""
-
-    spec: HandlerSpec
-    feed: Feed
-    workers: list[Worker]
-    staff: Staff
-    counters: Counters
-    parking: Parking | None
-    """Set for `on_failure=Park(...)`."""
-    pace: Pace | None
-    """Set if the handler has rate limits."""
-    adapting: Adapting | None
-    """Set if its concurrency is adaptive."""
-
-    def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
-        """Start its workers and the tasks that watch and control them; *clock* is loop time."""
-        name = self.spec.name
-        self.staff.start(tasks)
-        if self.spec.timeout is not None:
-            tasks.start(TimeoutWatch(self.workers, self.spec.timeout, clock).run(), f"{name} time-outs")
-        if self.adapting is not None:
-            tasks.start(self.adapting.run(self.staff, name), f"{name} adapts its concurrency")
-        if self.parking is not None:
-            tasks.start(self.parking.read(), f"{name} reads what is parked")
-            tasks.start(self.parking.replay(), f"{name} runs again what is parked")
-
-
-class Surroundings(NamedTuple):
+class Resources(NamedTuple):
     """Resources that the handlers of an engine share."""
 
     group_id: str
@@ -160,133 +129,202 @@ class Surroundings(NamedTuple):
     """Loop time."""
 
 
-def serve(spec: HandlerSpec, around: Surroundings) -> Running:
-    """Make the parts that serve a handler; nothing runs yet."""
-    adapting = None
-    if spec.adaptive is not None:
-        adapting = Adapting(spec.adaptive, around.clock, spec.timeout)
-        spec = spec.through(adapting.measured)
-    pace = _pace(spec, around)
-    shards = _shards(spec, around, pace)
-    served = shards * spec.concurrency if spec.shards is None else shards
-    counters = Counters()
-    parking = _parking(spec, around, shards, len(served))
-    recourse, probing = _recourse(spec, around, shards, counters)
-    settlement = Settlement(
-        spec.retry,
-        parking or recourse,
-        counters=counters,
-        clock=around.clock,
-        paused=lambda delivery, why: probing.pause(delivery.epoch, why),
-        workers=lambda: len(workers),
-        about={"handler": spec.name, "group": around.group_id},
-    )
-    make = functools.partial(_worker, spec, around, settlement=settlement, parking=parking)
-    workers = [make(f"{spec.name} worker {number}", part) for number, part in enumerate(served)]
-    feed = Feed(
-        spec.shard_key,
-        shards,
-        fixed=spec.shards is not None,
-        workers=len(workers),
-        at_once=1 if spec.batched is None else spec.batched.batch.max_records,
-        unkeyed=settlement.unkeyed,
-        ahead=None if pace is None else pace.ahead,
-        sure=spec.sure_key,
-        aside=parking,
-    )
-    staff = Staff(
-        workers,
-        lambda name: make(name, shards[0]),
-        feed,
-        spec.resized,
-        handler=spec.name,
-        group=around.group_id,
-    )
-    return Running(spec, feed, workers, staff, counters, parking, pace, adapting)
+class ActiveHandler:
+    """A handler of a running app, with its shards, its worker pool and the other parts that serve it.
 
+    Invariants:
+        * A retiring worker stays in `workers` until its run has ended: a drain waits for it like for any other.
+    """
 
-def _pace(spec: HandlerSpec, around: Surroundings) -> Pace | None:
-    if spec.rate_limit is None and spec.key_rate_limit is None:
-        return None
-    return Pace(spec.rate_limit, spec.key_rate_limit, around.clock)
+    def __init__(self, spec: Handler, resources: Resources) -> None:
+        """Create the parts; nothing runs before `start`."""
+        self.adapting: Adapting | None = None
+        """Set if its concurrency is adaptive."""
+        if spec.adaptive is not None:
+            self.adapting = Adapting(spec.adaptive, resources.clock, spec.timeout)
+            spec = spec.through(self.adapting.measured)
+        self.spec = spec
+        self.pace: Pace | None = None
+        """Set if the handler has a rate limit."""
+        if spec.rate_limit is not None:
+            self.pace = Pace(spec.rate_limit, resources.clock)
+        self.counters = Counters()
+        self._group = resources.group_id
+        self._shards = [self._make_shards(resources.buffer) for _ in range(spec.shards or 1)]
+        self.parking: Parking | None = None
+        """Set for `on_failure=Park(...)`."""
+        if isinstance(spec.on_failure, Park):
+            self.parking = self._make_parking(spec.on_failure, resources)
+        failures = self._make_failure_handler(resources)
+        self._spawn = functools.partial(
+            RecordWorker if spec.batch is None else BatchWorker,
+            invoke=spec.attempt,
+            call=spec.call if self.parking is None else None,
+            failures=failures,
+            clock=precise(resources.clock),
+            timeout=spec.timeout,
+            divert=None if self.parking is None else self.parking.divert,
+            read=spec.read,
+        )
+        self._numbers = itertools.count()
+        self.workers: list[Worker] = []
+        """Its workers, those that retire included; changes in place."""
+        for shards in self._shards * (spec.concurrency if spec.shards is None else 1):
+            self._add_worker(shards)
+        self.feed = Feed(
+            spec.shard_key,
+            self._shards,
+            fixed=spec.shards is not None,
+            workers=len(self.workers),
+            at_once=1 if spec.batch is None else spec.batch.max_records,
+            unkeyed=failures.unkeyed,
+            ahead=None if self.pace is None else self.pace.ahead,
+            sure=not callable(spec.shard_by),
+            parking=self.parking,
+        )
+        self._tasks: TaskSet | None = None
+        self._running: dict[Worker, asyncio.Task[object]] = {}
 
-
-def _shards(spec: HandlerSpec, around: Surroundings, pace: Pace | None) -> list[Shards]:
-    """One `Shards` that makes shards on demand, or the fixed ones."""
-    bound = None if spec.shards is None else max(around.buffer.bounds.records // spec.shards, 1)
-
-    def make() -> Shards:
-        if spec.batched is None:
+    def _make_shards(self, buffer: Buffer) -> Shards:
+        """Make `Shards` that create shards on demand, or one fixed shard."""
+        spec, pace = self.spec, self.pace
+        bound = None if spec.shards is None else max(buffer.bounds.records // spec.shards, 1)
+        batch, attempts = spec.batch, spec.retry.attempts
+        if batch is None:
             return Shards(bound) if pace is None else PacedShards(pace, bound)
-        batch, attempts = spec.batched.batch, spec.retry.attempts
         return BatchShards(batch, attempts, bound) if pace is None else PacedBatchShards(pace, batch, attempts, bound)
 
-    return [make() for _ in range(spec.shards or 1)]
-
-
-def _worker(
-    spec: HandlerSpec,
-    around: Surroundings,
-    name: str,
-    shards: Shards,
-    *,
-    settlement: Settlement,
-    parking: Parking | None,
-) -> Worker:
-    divert = None if parking is None else parking.divert
-    clock = precise(around.clock)
-    if spec.batched is not None:
-        assert isinstance(shards, BatchShards)  # noqa: S101 - made by `_shards`
-        return BatchWorker(
-            name,
-            shards,
-            invoke=spec.batched.invoke,
-            settlement=settlement,
-            clock=clock,
-            timeout=spec.timeout,
-            divert=divert,
-            read=spec.batched.read,
+    def _make_parking(self, policy: Park, resources: Resources) -> Parking:
+        spec = self.spec
+        return Parking(
+            policy,
+            group=self._group,
+            handler=spec.name,
+            shards=self._shards,
+            shard_key=spec.shard_key,
+            fixed=spec.shards is not None,
+            workers=spec.concurrency,
+            publish=resources.publish,
+            side_topics=resources.make_side_topics(),
+            buffer=resources.buffer,
+            clock=resources.clock,
         )
-    assert spec.invoke is not None  # noqa: S101 - only batches have none
-    return RecordWorker(
-        name,
-        shards,
-        call=spec.call if parking is None else None,
-        invoke=spec.invoke if parking is None else spec.attempt,
-        settlement=settlement,
-        clock=clock,
-        timeout=spec.timeout,
-        divert=divert,
-    )
+
+    def _make_failure_handler(self, resources: Resources) -> FailureHandler:
+        spec, counters = self.spec, self.counters
+        decide: FailurePolicy = _skip if spec.on_failure == "skip" else _halt
+        affordable: Callable[[], bool] = lambda: True  # noqa: E731
+        if self.parking is not None:
+            decide = self.parking.decide
+        elif isinstance(spec.on_failure, DeadLetter):
+            publish = spec.publish_dead_letter or resources.publish
+            dead_letters = DeadLetters(
+                spec.on_failure, publish, group=self._group, handler=spec.name, counters=counters
+            )
+            decide, affordable = dead_letters.decide, dead_letters.is_affordable
+        return FailureHandler(
+            spec.retry,
+            decide,
+            shards=self._shards,
+            counters=counters,
+            clock=resources.clock,
+            workers=lambda: len(self.workers),
+            affordable=affordable,
+            about={"handler": spec.name, "group": self._group},
+        )
+
+    def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
+        """Start its workers and the tasks that watch and control them; *clock* is loop time."""
+        name = self.spec.name
+        self._tasks = tasks
+        for worker in self.workers:
+            self._start_worker(worker)
+        if self.spec.timeout is not None:
+            tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} time-outs")
+        if self.adapting is not None:
+            adapting = self.adapting.run(lambda: self.concurrency, self.change_concurrency, name)
+            tasks.start(adapting, f"{name} adapts its concurrency")
+        if self.parking is not None:
+            tasks.start(self.parking.read(), f"{name} reads what is parked")
+            tasks.start(self.parking.replay(), f"{name} runs again what is parked")
+
+    # The worker pool ------------------------------------------------------------------
+
+    @property
+    def concurrency(self) -> int:
+        """Number of workers without those that retire. Safe from any thread."""
+        return sum(not worker.retires for worker in tuple(self.workers))
+
+    def _add_worker(self, shards: Shards) -> Worker:
+        worker = self._spawn(f"{self.spec.name} worker {next(self._numbers)}", shards)
+        self.workers.append(worker)
+        return worker
+
+    def _start_worker(self, worker: Worker) -> None:
+        assert self._tasks is not None  # noqa: S101 - set by start
+        start = functools.partial(self._tasks.start, worker.run(), worker.name, lasts=True)
+        task = Serving(worker, self.spec.name, self._group).start(start)
+        self._running[worker] = task
+        task.add_done_callback(functools.partial(self._worker_ended, worker))
+
+    def _worker_ended(self, worker: Worker, _: asyncio.Task[object]) -> None:
+        del self._running[worker]
+        if worker.retires:
+            self.workers.remove(worker)
+
+    def change_concurrency(self, concurrency: int) -> None:
+        """Change the number of workers: start more, or let some end, idle ones first and immediately.
+
+        No run is interrupted. The remaining workers serve all shards.
+        """
+        staying = [worker for worker in self.workers if not worker.retires]
+        missing = concurrency - len(staying)
+        for worker in [w for w in self.workers if w.retires and not self._running[w].done()][: max(missing, 0)]:
+            worker.stay()
+            missing -= 1
+        for _ in range(missing):
+            self._start_worker(self._add_worker(self._shards[0]))
+        if missing < 0:
+            for worker in sorted(staying, key=lambda worker: bool(worker.deliveries))[:-missing]:
+                worker.retire()
+            for shards in self._shards:
+                shards.wake()  # all idle workers: one already woken for a record may be among those that end
+        self.feed.serve(concurrency)
+        if self.spec.resized is not None:
+            self.spec.resized(concurrency)
 
 
-def _recourse(
-    spec: HandlerSpec, around: Surroundings, shards: list[Shards], counters: Counters
-) -> tuple[Recourse, Probing]:
-    match spec.on_failure:
-        case DeadLetter() as policy:
-            publish = spec.letters or around.publish
-            letters = DeadLettering(policy, publish, group=around.group_id, handler=spec.name, counters=counters)
-            return letters, Probing(shards, lambda: letters.affordable)
-        case "skip":
-            return Skipping(), Probing(shards, lambda: True)
-        case _:
-            return Halting(), Probing(shards, lambda: True)
+async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callable[[], float]) -> None:
+    """End overdue attempts of one handler until cancelled, with one timer for all its workers and none per record.
+
+    A handler that does not end when it is cancelled is reported once; its shard waits for it.
+
+    Args:
+        workers: Workers of the handler; read again at each check.
+        timeout: Seconds that an attempt may take.
+        clock: Loop time.
+    """
+    reported: set[Delivery] = set()
+    interval = min(max(timeout / _TIMEOUT_CHECKS, _SHORTEST_CHECK), _LONGEST_CHECK)
+    while True:
+        await asyncio.sleep(interval)
+        now = clock()
+        outliving: dict[Delivery, int] = {}
+        for worker in workers:
+            if worker.overdue(now):
+                worker.time_out()
+            elif worker.cancelled and now - worker.started > timeout + _GRACE:
+                outliving |= dict.fromkeys(worker.deliveries[:1], len(worker.deliveries) - 1)
+        for delivery in outliving.keys() - reported:
+            message = "the handler of %r%s was cancelled after timeout=%g s and does not end: its shard waits for it"
+            more = f" and {outliving[delivery]} more of its batch" if outliving[delivery] > 0 else ""
+            logger.error(message, delivery, more, timeout, extra=record_fields("outlives_time_out", delivery))
+        reported = set(outliving)
 
 
-def _parking(spec: HandlerSpec, around: Surroundings, shards: list[Shards], workers: int) -> Parking | None:
-    if not isinstance(spec.on_failure, Park):
-        return None
-    return Parking(
-        spec.on_failure,
-        group=around.group_id,
-        handler=spec.name,
-        shards=shards,
-        shard_key=spec.shard_key,
-        fixed=spec.shards is not None,
-        workers=workers,
-        publish=around.publish,
-        side_topics=around.make_side_topics(),
-        buffer=around.buffer,
-        clock=around.clock,
-    )
+def _skip(_: Delivery) -> Decision:
+    return skipping("on_failure='skip'")
+
+
+def _halt(_: Delivery) -> Decision:
+    return None

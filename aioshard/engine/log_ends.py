@@ -1,4 +1,4 @@
-"""Ends of the logs, requested from the brokers: the client learns none of partitions that it does not fetch."""
+"""Log ends, requested from the brokers: the client learns no end of a partition that it does not fetch."""
 
 import asyncio
 import logging
@@ -10,8 +10,6 @@ from aioshard.engine.epoch import Epoch
 from aioshard.errors import TransportError
 from aioshard.ports import Transport
 from aioshard.records import TopicPartition
-
-__all__ = ["LogEnds"]
 
 logger = logging.getLogger("aioshard.engine.log_ends")
 
@@ -28,7 +26,7 @@ class LogEnds:
     """
 
     def __init__(self, client: Callable[[], Transport | None], epochs: Callable[[], Iterable[Epoch]]) -> None:
-        """Make it; `run` is its task.
+        """Make the log ends; `run` is their task.
 
         Args:
             client: Returns the current client.
@@ -36,36 +34,34 @@ class LogEnds:
         """
         self._client = client
         self._epochs = epochs
-        self._asked: Mapping[TopicPartition, int] = {}
+        self._ends: Mapping[TopicPartition, int] = {}
 
     def of(self, epoch: Epoch) -> int | None:
         """End of a log, under `read_committed` its last stable offset; None while unknown. Safe from any thread."""
         name = epoch.topic_partition
         client = self._client()
         fetched = None if client is None else client.end_offset(name)
-        known = [end for end in (fetched, self._asked.get(name)) if end is not None]
+        known = [end for end in (fetched, self._ends.get(name)) if end is not None]
         # The end from a fetch that found nothing new may be older than the records taken in since.
         return max(*known, epoch.tracker.position) if known else None
 
     async def run(self) -> None:
-        """Ask the brokers repeatedly until cancelled."""
+        """Query the brokers repeatedly until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL)
-            await self._ask()
+            await self._query()
 
-    async def _ask(self) -> None:
+    async def _query(self) -> None:
         client = self._client()
         partitions = [epoch.topic_partition for epoch in self._epochs()]
         if client is None or not partitions:
-            self._asked = {}
+            self._ends = {}
             return
         try:
             with anyio.fail_after(_TIMEOUT):
                 ranges = await client.log_ranges(partitions)
         except (TransportError, TimeoutError) as error:
-            logger.debug(
-                "the ends of %d partition(s) were not told: %s", len(partitions), str(error) or "no answer in time"
-            )
+            logger.debug("the brokers did not report the log ends: %s", str(error) or "no answer in time")
         else:
-            known = {name: self._asked[name] for name in partitions if name in self._asked}
-            self._asked = known | {name: log.end for name, log in ranges.items()}
+            known = {name: self._ends[name] for name in partitions if name in self._ends}
+            self._ends = known | {name: log.end for name, log in ranges.items()}

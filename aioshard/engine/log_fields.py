@@ -1,10 +1,8 @@
 """Fields of log lines, for programs that read them: the event and its subject."""
 
-from aioshard.core.shown_keys import shown
+from aioshard.core.sharding import shown
 from aioshard.engine.epoch import Delivery
 from aioshard.records import TopicPartition
-
-__all__ = ["partition_fields", "record_fields"]
 
 
 def partition_fields(event: str, name: TopicPartition, **more: object) -> dict[str, object]:

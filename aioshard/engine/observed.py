@@ -3,21 +3,13 @@
 Costs nothing without an observer: the engine then uses plain epochs and attempts.
 """
 
-import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from aioshard.engine.batches.batch_worker import InvokeBatch
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
-from aioshard.engine.buffer import Buffer
-from aioshard.engine.counts import TopicCounts
-from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.handler import HandlerSpec
-from aioshard.engine.worker import Invoke
-from aioshard.records import Record, TopicPartition
-
-__all__ = ["Completed", "Observe", "ObservedEpoch", "noted"]
-
-_THE_SAME = 0.01
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import Handler
+from aioshard.engine.partition import Partition
+from aioshard.engine.timing import precise
 
 Completed = Callable[[Delivery], None]
 """Called with each complete delivery; its `outcome`, `run`, `failures` and `failure` say how it ended.
@@ -25,85 +17,39 @@ Completed = Callable[[Delivery], None]
 Runs in the event loop for each record, so it must be quick. It must neither raise nor keep the delivery.
 """
 
-Observe = Callable[[HandlerSpec], Completed]
+Observe = Callable[[Handler], Completed]
 """Returns the callback for the deliveries of a handler; called once per epoch."""
 
 
-class ObservedEpoch(Epoch):
-    """An epoch that reports the outcomes of its deliveries."""
+class ObservedPartition(Partition):
+    """A partition that reports the outcomes of its deliveries to `completed`."""
 
-    def __init__(
-        self,
-        topic_partition: TopicPartition,
-        number: int,
-        start: int,
-        buffer: Buffer,
-        counts: TopicCounts,
-        *,
-        completed: Completed,
-    ) -> None:
-        super().__init__(topic_partition, number, start, buffer, counts)
-        self._completed = completed
+    completed: Completed
 
     def complete(self, delivery: Delivery) -> bool:
         """See `Epoch.complete`."""
-        if not Epoch.complete(self, delivery):  # super() would make an object per record
+        if not Partition.complete(self, delivery):  # super() would make an object per record
             return False
-        self._completed(delivery)
+        self.completed(delivery)
         return True
 
 
-def noted(spec: HandlerSpec, clock: Callable[[], float]) -> HandlerSpec:
+def timed(spec: Handler, clock: Callable[[], float]) -> Handler:
     """The same handler, with attempts that store their times and their result in the delivery."""
-    if abs(time.monotonic() - clock()) < _THE_SAME:
-        clock = time.monotonic  # uvloop's clock counts whole milliseconds
-    if spec.batched is not None:
-        return spec._replace(batched=spec.batched._replace(invoke=_noted_batch(spec.batched.invoke, clock)))
-    if spec.call is not None:
-        return spec._replace(call=None, invoke=_noted_call(spec.call, clock))
-    return spec._replace(call=None, invoke=_noted_record(spec.attempt, clock))
+    clock, is_batch = precise(clock), spec.batch is not None
 
+    def wrap(attempt: Callable[[Any], Awaitable[object]]) -> Callable[[Any], Awaitable[object]]:
+        async def run(argument: Any) -> object:
+            began = clock()
+            result: object = None
+            try:
+                result = await attempt(argument)
+            finally:
+                times = (began, clock(), result)
+                for delivery in argument.deliveries if is_batch else (argument,):
+                    delivery.run = times
+            return result
 
-def _noted_call(call: Callable[[Record], Awaitable[object]], clock: Callable[[], float]) -> Invoke:
-    """Do the same as `_noted_record`, with one call less."""
+        return run
 
-    async def run(delivery: Delivery) -> object:
-        began = clock()
-        try:
-            result = await call(delivery.record)
-        except BaseException:
-            delivery.run = (began, clock(), None)
-            raise
-        delivery.run = (began, clock(), result)
-        return result
-
-    return run
-
-
-def _noted_record(attempt: Invoke, clock: Callable[[], float]) -> Invoke:
-    async def run(delivery: Delivery) -> object:
-        began = clock()
-        try:
-            result = await attempt(delivery)
-        except BaseException:
-            delivery.run = (began, clock(), None)
-            raise
-        delivery.run = (began, clock(), result)
-        return result
-
-    return run
-
-
-def _noted_batch(attempt: InvokeBatch, clock: Callable[[], float]) -> InvokeBatch:
-    async def run(batch: DeliveryBatch) -> object:
-        began = clock()
-        result: object = None
-        try:
-            result = await attempt(batch)
-        finally:
-            note = (began, clock(), result)
-            for delivery in batch.deliveries:
-                delivery.run = note
-        return result
-
-    return run
+    return spec.through(wrap)

@@ -4,8 +4,6 @@ import enum
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Block", "Detour", "FailureNote", "Outcome", "Untroubled"]
-
 
 class Block(NamedTuple):
     """Why a delivery occupies its shard without running."""
@@ -28,16 +26,16 @@ class Outcome(enum.Enum):
     """A parked record ran again and is parked again: it has not ended yet."""
 
 
-class Detour(NamedTuple):
-    """An action that is taken for a delivery instead of running its handler."""
+class Recovery(NamedTuple):
+    """An action taken for a delivery instead of running its handler, such as writing its dead letter."""
 
     purpose: str
     """For explanations, such as "its dead letter is being written to orders.dlt"."""
     take: Callable[[Any], Awaitable[Outcome]]
-    """Takes it for a delivery. An exception is not a failed attempt of the handler: the detour is retried later."""
+    """Takes it for a delivery. An exception is not a failed attempt of the handler: the recovery is retried later."""
 
 
-class FailureNote(NamedTuple):
+class FailedAttempt(NamedTuple):
     """The latest failed attempt of a record."""
 
     error: str
@@ -52,24 +50,24 @@ class FailureNote(NamedTuple):
         return f"{self.error}: {message}" if message else self.error
 
 
-class Untroubled:
+class FailureState:
     """Default failure state of a delivery; class attributes cost nothing per record."""
 
     __slots__ = ()
 
     failures: int = 0
     """How many attempts have failed; cancelled runs do not count."""
+    alone: bool = False
+    """Whether it must not be batched with others, because it could not be decoded."""
     cancelled: bool = False
     """Whether its latest run was cancelled, so that the next one is a repetition."""
-    detour: Detour | None = None
+    recovery: Recovery | None = None
     """Taken instead of the next run."""
-    then: Detour | None = None
+    then: Recovery | None = None
     """Taken after the handler has succeeded, before the record is complete."""
-    detours: int = 0
-    """How often the detour has failed."""
+    recovery_failures: int = 0
+    """How often the recovery has failed."""
     block: Block | None = None
-    limited_since: float | None = None
-    """Loop time since which it waits for a token of its key's rate limit; None if it does not wait."""
-    failure: FailureNote | None = None
+    failure: FailedAttempt | None = None
     outcome: Outcome = Outcome.PROCESSED
     """How it ended, once it has."""

@@ -1,28 +1,25 @@
 """A running engine: its tasks from start to stop, and the supervisor of the client."""
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from aioshard.core.flow import Usage
-from aioshard.core.losses import Losses
-from aioshard.engine.admission import Admission
+from aioshard.core.ownership import Losses
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
-from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.feed import Feed
-from aioshard.engine.fetcher import Pump
-from aioshard.engine.handler import HandlerSpec, Running, Surroundings, serve
+from aioshard.engine.epoch import Gate
+from aioshard.engine.handler import ActiveHandler, Handler, Resources
+from aioshard.engine.intake import Intake
 from aioshard.engine.log_ends import LogEnds
-from aioshard.engine.loop_watch import Holder, LoopWatch
-from aioshard.engine.observed import Observe, ObservedEpoch, noted
-from aioshard.engine.rebalance import Rebalance
+from aioshard.engine.observed import Observe, ObservedPartition, timed
+from aioshard.engine.partition import Partition
+from aioshard.engine.rebalance import Rebalance, uncommitted_of
 from aioshard.engine.tasks import TaskSet, finish
-from aioshard.engine.watch import Liveness, SinceWatch, StuckWatch, TroubleWatch, facts_of
+from aioshard.engine.trouble import Trouble
 from aioshard.engine.worker import Worker
 from aioshard.errors import AioshardError, HandlerError, NotDrainedError, StartError, TaskCancelledError, TransportError
 from aioshard.observe import AppState
@@ -32,9 +29,10 @@ from aioshard.records import TopicPartition
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger("aioshard.engine")
+
+APPLICATION = "application"
+"""Key in `Epoch.pauses` of a pause that the application requested."""
 
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
@@ -53,13 +51,10 @@ class Engine:
         self,
         group_id: str,
         settings: "Settings",
-        specs: Sequence[HandlerSpec],
+        specs: Sequence[Handler],
         clients: Clients,
         producer: Producer,
         *,
-        describe: Callable[["Engine", Epoch], str],
-        find_holder: Callable[["Engine", LoopWatch], Holder],
-        watch_loop: bool = True,
         observe: Observe | None = None,
     ) -> None:
         """Make an engine; nothing runs yet.
@@ -70,22 +65,17 @@ class Engine:
             specs: The handlers.
             clients: Makes the client, again after each loss, and the readers of parked records.
             producer: Publishes for handlers and failure policies; its creator closes it.
-            describe: Describes a partition that does not advance, for the log.
-            find_holder: Finds what blocks the event loop, for the log and for explanations.
-            watch_loop: Whether to watch from a thread for a blocked event loop.
             observe: Receives the outcome of each record.
         """
         loop = asyncio.get_running_loop()
         self.group_id = group_id
         self.settings = settings
         self.clock = loop.time
-        self.started_at = self.clock()
         self.state: AppState = "starting"
         self.transport: Transport | None = None
         self.client_losses = 0
-        self.trouble: str | None = None
-        """Why nothing can be consumed at all now; None while it can."""
-        self.trouble_since = 0.0
+        self.trouble = Trouble(self.clock)
+        """Why nothing can be consumed: the client was lost or cannot be created."""
         self.failed: asyncio.Future[None] = loop.create_future()
         """Done with an exception once the app cannot continue."""
         self.producer = producer
@@ -97,71 +87,71 @@ class Engine:
         self._ending: asyncio.Future[None] = loop.create_future()
         """Done when the app begins to stop, which also ends a start that is still waiting."""
         self._lost_id = Losses(self.clock)
-        self._settled_once = False
-        """Whether the current client has received an assignment and all its partitions were opened."""
+        self._backoff = _FIRST_BACKOFF
+        """Seconds until a new client is created if this one is lost."""
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self._wake_pump)
-        around = Surroundings(group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
+        resources = Resources(group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
         self._observe = observe
-        self.handlers = tuple(serve(spec if observe is None else noted(spec, self.clock), around) for spec in specs)
-        self.committer = Committer(settings.commit_interval, settings.commit_timeout, self.clock)
-        self.committer.refused = self._refused
+        self.handlers = tuple(
+            ActiveHandler(spec if observe is None else timed(spec, self.clock), resources) for spec in specs
+        )
+        self.committer = Committer(settings.commit_interval, settings.commit_timeout, self.clock, self._refused)
         self.rebalance = Rebalance(
-            group_id, settings, self, committer=self.committer, tasks=self._tasks, clock=self.clock
+            group_id,
+            settings,
+            make_partition=self._make_partition,
+            workers=lambda: self.workers,
+            replayed=lambda: self.replayed,
+            fail=self.fail,
+            committer=self.committer,
+            tasks=self._tasks,
+            clock=self.clock,
         )
-        self.standstill = TroubleWatch(self._why_nothing_moves, self.clock)
-        self.loop_watch = LoopWatch(functools.partial(find_holder, self)) if watch_loop else None
         self.log_ends = LogEnds(lambda: self.transport, lambda: self.rebalance.epochs)
-        self._watch = StuckWatch(
-            lambda: self.rebalance.epochs,
-            lambda epoch: describe(self, epoch),
-            self._behind,
-            settings.stuck_after,
+        self.intake = Intake(
+            self.buffer,
+            self.rebalance.partitions,
             self.clock,
+            stuck_after=settings.stuck_after,
+            metadata_limit=lambda: self.committer.metadata_limit,
+            out_of_range=self.rebalance.restart,
         )
-        self.admission = Admission(
-            self.buffer, self.rebalance.fetchers, self.clock, settings.stuck_after, self.committer.notes
-        )
-        self.pump = Pump(self.buffer, self.rebalance.fetchers, self.clock, self.admission, self.rebalance.restart)
-        self.since = SinceWatch(self._facts, self.clock)
-        self.liveness = Liveness(self.pump, self.committer, settings, self.since, self)
-
-    # For the rebalance ------------------------------------------------------------------
 
     @property
     def workers(self) -> Collection[Worker]:
         """All workers of all handlers."""
         return [worker for handler in self.handlers for worker in handler.workers]
 
-    def feed_of(self, topic: str) -> Feed:
-        """Router for the records of a topic.
-
-        Raises:
-            HandlerError: The patterns of several handlers match the topic, which may have only one handler.
-        """
-        return self.handler_of(topic).feed
-
-    def make_epoch(self, topic_partition: TopicPartition, number: int, start: int) -> Epoch:
-        """Make an epoch, with its gate closed; an observed one if outcomes are observed."""
-        handler = self.handler_of(topic_partition.topic)
-        counts = handler.counters.of(topic_partition.topic)
-        if self._observe is None:
-            return Epoch(topic_partition, number, start, self.buffer, counts)
-        completed = self._observe(handler.spec)
-        return ObservedEpoch(topic_partition, number, start, self.buffer, counts, completed=completed)
+    def _make_partition(self, name: TopicPartition, number: int, start: int) -> Partition:
+        """Make a partition, with its gate closed; an observed one if outcomes are observed."""
+        handler = self.handler_of(name.topic)
+        counts = handler.counters.topics[name.topic]
+        kind = Partition if self._observe is None else ObservedPartition
+        partition = kind(name, number, start, buffer=self.buffer, counts=counts, feed=handler.feed, clock=self.clock)
+        if self._observe is not None and isinstance(partition, ObservedPartition):
+            partition.completed = self._observe(handler.spec)
+        why = self.why_paused(name)
+        if why is not None:
+            partition.pause(APPLICATION, why)
+        return partition
 
     @property
     def replayed(self) -> int:
         """How many records this process has run more than once."""
-        return self.pump.replayed + sum(handler.counters.replayed for handler in self.handlers)
+        return self.intake.replayed + sum(handler.counters.replayed for handler in self.handlers)
 
     def why_paused(self, topic_partition: TopicPartition) -> str | None:
         """Why the application paused a partition or its handler; None when it did not."""
         by_handler = self.pauses.get(self.handler_of(topic_partition.topic).spec.name)
         return self.pauses.get(topic_partition) or by_handler
 
-    def handler_of(self, topic: str) -> Running:
-        """The handler of a topic; raises as `feed_of` does."""
+    def handler_of(self, topic: str) -> ActiveHandler:
+        """The handler of a topic.
+
+        Raises:
+            HandlerError: The patterns of several handlers match the topic, which may have only one handler.
+        """
         first, *others = [handler for handler in self.handlers if handler.spec.takes(topic)]
         if others:
             names = ", ".join(repr(handler.spec.name) for handler in (first, *others))
@@ -191,33 +181,20 @@ class Engine:
         """Whether no worker is alive, as after a closing event loop cancelled them: no running record will end."""
         return {worker.name for worker in self.workers}.isdisjoint(self._tasks.names)
 
-    def _facts(self) -> Iterable[tuple[Hashable, object]]:
-        """The facts that the explanations and the liveness check need."""
-        rebalance, pauses = self.rebalance, self.pauses.items()
-        yield from facts_of(rebalance.epochs, self.workers, pauses, settled=rebalance.settled.is_set())
-        yield from self.liveness.facts()
-
-    def _behind(self, delivery: Delivery) -> int:
-        return self.feed_of(delivery.record.topic).shards_of(delivery).behind(delivery)
-
     def _wake_pump(self) -> None:
         if self.transport is not None:
             self.transport.wake()
 
     # Start ----------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start all tasks and wait for the first assignment.
+    async def start(self, watching: Coroutine[Any, Any, None]) -> None:
+        """Start all tasks, with *watching* as one of them, and wait for the first assignment.
 
         Raises:
             StartError: The assignment was not complete within `start_timeout`, or the brokers refused us.
             AioshardError: Consuming is impossible, for example because of `NoOffsetError`.
         """
-        self._tasks.start(self._watch.run(), "stuck watch")
-        if self.loop_watch is not None:
-            self._tasks.start(self.loop_watch.run(), "loop watch")
-        self._tasks.start(self.since.run(), "since watch")
-        self._tasks.start(self.standstill.run(self.liveness.watch), "trouble watch")
+        self._tasks.start(watching, "watch")
         self._tasks.start(self.log_ends.run(), "log ends")
         for handler in self.handlers:
             handler.start(self._tasks, self.clock)
@@ -227,8 +204,8 @@ class Engine:
         timeout = self.settings.start_timeout
         settled: asyncio.Future[Any] = asyncio.create_task(self.rebalance.settled.wait(), name="first assignment")
         try:
-            over = {settled, self.failed, self._ending}
-            await asyncio.wait(over, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            futures = {settled, self.failed, self._ending}
+            await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             # The first assignment counts, even if another one has begun since and is incomplete.
             complete = settled.done() or self._ending.done()
         finally:
@@ -237,32 +214,29 @@ class Engine:
             self.failed.result()
         if not complete:
             slow = "the group has not given out its partitions (another member may be slow to rejoin)"
-            reason = self.trouble or self._why_nothing_moves() or self.committer.trouble or slow
+            reason = self.trouble.why or self.standstill or self.committer.trouble.why or slow
             failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
             self.fail(failure)
             raise failure
 
     async def _supervise(self) -> None:
         """Keep a client alive: build it, use it, and build a new one when it is lost."""
-        backoff = _FIRST_BACKOFF
         while True:
-            self._settled_once = False
             try:
                 await self._live()
             except TransportError as error:
-                backoff = _FIRST_BACKOFF if self._settled_once else backoff
                 if not error.retriable and self._refused(error):
                     return
                 if self._stopping:  # another client could not commit for the partitions of this one
-                    self.trouble = str(error)
+                    self.trouble.report(str(error))
                     return
-                self._note_trouble(error, backoff)
+                self._report_loss(error)
             except AioshardError as error:
-                logger.error("no Kafka client can be built, and the app stops: %s", error)  # noqa: TRY400 - a sentence
+                logger.error("the Kafka client cannot be created, and the app stops: %s", error)  # noqa: TRY400 - a sentence
                 self.fail(error)
                 return
-            await asyncio.sleep(backoff)
-            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+            await asyncio.sleep(self._backoff)
+            self._backoff = min(self._backoff * 2, _LONGEST_BACKOFF)
 
     def _refused(self, error: TransportError) -> bool:
         """Fail the app if a refusal ends it, as during the start; otherwise retry, as access may be granted again."""
@@ -278,23 +252,16 @@ class Engine:
         return True
 
     @property
-    def calm(self) -> bool:
-        """Whether the brokers answer, according to the client."""
-        return self.trouble is None and self._why_nothing_moves() is None
-
-    def _why_nothing_moves(self) -> str | None:
+    def standstill(self) -> str | None:
         """Why consuming makes no progress although the client is alive; None when it does."""
         trouble = self.transport.trouble if self.transport is not None else None
         return trouble or self.rebalance.trouble
 
-    def _note_trouble(self, error: TransportError, backoff: float) -> None:
+    def _report_loss(self, error: TransportError) -> None:
         self.client_losses += 1
-        if self.trouble is None:
-            self.trouble_since = self.clock()
-        if str(error) != self.trouble:
-            message = "the Kafka client is gone and will be built anew in %.1f s: %s"
-            logger.error(message, backoff, error, extra=self._fields("client_lost"))
-        self.trouble = str(error)
+        if self.trouble.report(str(error)):
+            message = "the Kafka client was lost; a new one is created in %.1f s: %s"
+            logger.error(message, self._backoff, error, extra=self._fields("client_lost"))
 
     async def _live(self) -> None:
         """Run one client, from connecting until it is lost."""
@@ -306,9 +273,9 @@ class Engine:
         try:
             committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
             topics = list(dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics))
-            pattern = "|".join(f"(?:{each.spec.pattern})" for each in self.handlers if each.spec.pattern)
+            pattern = "|".join(f"(?:{handler.spec.pattern})" for handler in self.handlers if handler.spec.pattern)
             await transport.start(topics, pattern or None, self.rebalance)
-            await self.pump.run(transport)
+            await self.intake.run(transport)
         finally:
             watching.cancel()
             if committing is not None:
@@ -320,15 +287,16 @@ class Engine:
     async def _watch_settled(self) -> None:
         """Wait until the client's first assignment is open: it ends the start, or the trouble after a lost client."""
         await self.rebalance.settled.wait()
-        self._settled_once = True
-        if self.trouble is not None:
-            lasted = self.clock() - self.trouble_since
-            logger.warning("a Kafka client works again, after %.1f s", lasted, extra=self._fields("client_rebuilt"))
-        self.trouble = None
+        self._backoff = _FIRST_BACKOFF
+        lasted = self.trouble.end()
+        if lasted is not None:
+            logger.warning("a Kafka client works again after %.1f s", lasted, extra=self._fields("client_rebuilt"))
         if self.state == "starting":
             self.state = "running"
             count = len(self.rebalance.epochs)
-            logger.info("the app runs, with %d partition(s)", count, extra=self._fields("running", partitions=count))
+            logger.info(
+                "the app is running; assigned partitions: %d", count, extra=self._fields("running", partitions=count)
+            )
 
     def _fields(self, event: str, **more: object) -> dict[str, object]:
         """Fields of a log line about the app as a whole."""
@@ -350,8 +318,8 @@ class Engine:
         self._stopping = True
         if self.state not in ("failed", "draining"):
             self.state = "draining"
-            running = len(self._running_now())
-            message = "draining: nothing new is taken in; %d record(s) run"
+            running = len(self.rebalance.running())
+            message = "draining: nothing new is taken in; records in flight: %d"
             logger.info(message, running, extra=self._fields("draining", in_flight=running))
         if not self._ending.done():
             self._ending.set_result(None)
@@ -379,27 +347,24 @@ class Engine:
         self.be_draining()
         timeout = self.settings.shutdown_timeout
         reserve = min(self.settings.commit_timeout, timeout / 3)
-        enough = deadline - min(reserve / 2, 1.0)
+        soft_deadline = deadline - min(reserve / 2, 1.0)
         self.rebalance.stop_opening()
-        epochs = self.rebalance.epochs
-        await self.rebalance.drain(epochs, 0.0 if self._deserted else timeout - reserve)
-        late = dict.fromkeys(d for d in self._running_now() if d.epoch.gate is not Gate.ENDED)
+        partitions = self.rebalance.epochs
+        await self.rebalance.drain(partitions, 0.0 if self._deserted else timeout - reserve)
+        late = {delivery for delivery in self.rebalance.running() if delivery.epoch.gate is not Gate.ENDED}
         # The commit coordinator was cancelled together with the workers.
-        await self.committer.flush(epochs, 0.1 if self._deserted else enough - self.clock())
+        await self.committer.flush(partitions, 0.1 if self._deserted else soft_deadline - self.clock())
         # Runs of revoked partitions were cancelled, maybe just now: they are late only if they do not end.
-        while any(d not in late for d in self._running_now()) and self.clock() < enough:  # noqa: ASYNC110 - no event
+        while not self.rebalance.running() <= late and self.clock() < soft_deadline:  # noqa: ASYNC110 - no event
             await asyncio.sleep(_TURN)
-        records = [repr(delivery) for delivery in (*late, *(d for d in self._running_now() if d not in late))]
-        reason = self.committer.trouble or self.trouble or "the partitions were taken away before"
-        for epoch in epochs:
-            self.committer.disown(epoch)
-        uncommitted = {str(epoch.topic_partition): epoch.uncommitted for epoch in epochs if epoch.uncommitted}
+        records = sorted(map(repr, late | self.rebalance.running()))
+        reason = self.committer.trouble.why or self.trouble.why or "the partitions were revoked before"
+        for partition in partitions:
+            self.committer.disown(partition)
+        uncommitted = uncommitted_of(partitions)
         if not records and not uncommitted:
             return None
         return NotDrainedError(records, timeout, uncommitted=uncommitted, reason=reason)
-
-    def _running_now(self) -> list[Delivery]:
-        return [delivery for worker in self.workers for delivery in worker.deliveries]
 
     async def _tear_down(self, deadline: float) -> None:
         """End the client and all tasks; records that still run are cancelled and stay uncommitted."""

@@ -4,13 +4,106 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
-from aioshard.engine.arrivals import Arrivals, BoundedArrivals
 from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.outcomes import Block
+from aioshard.ports import RECORD_OVERHEAD
+from aioshard.records import Record
 
-__all__ = ["Shards"]
+
+class DeliveryBatch:
+    """Deliveries that go to the handler together; those of one shard are in order.
+
+    Invariants:
+        * The batch occupies the shards in `keys`: no other delivery of them runs.
+        * All its deliveries have failed equally often, so the batch has a single attempt number.
+    """
+
+    __slots__ = (
+        "deliveries",
+        "full",
+        "keys",
+        "left_out",
+        "limit",
+        "overdue",
+        "payloads",
+        "plain",
+        "revoked",
+        "ripe_at",
+        "size",
+        "timer",
+    )
+
+    def __init__(self, limit: int, ripe_at: float) -> None:
+        self.deliveries: list[Delivery] = []
+        """The deliveries that go to the handler."""
+        self.left_out: list[Delivery] = []
+        """Deliveries of its shards that turned out not to be ready; they follow `deliveries` when the run has ended."""
+        self.keys: dict[Hashable, Delivery] = {}
+        """The shard keys, each with its first delivery."""
+        self.limit = limit
+        """Maximum number of deliveries."""
+        self.size = 0
+        """Bytes of keys, values and headers."""
+        self.ripe_at = ripe_at
+        """Loop time at which it stops waiting for more deliveries."""
+        self.full = False
+        self.overdue = False
+        """Whether it has waited as long as it may."""
+        self.plain = True
+        """Whether none of the deliveries was cancelled before or takes a recovery, now or later."""
+        self.payloads: list[object] | None = None
+        """The converted records for the handler; None if they are not converted before the run."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Set while it waits for more deliveries."""
+        self.revoked = asyncio.Event()
+        """Set when one of its partitions is revoked while it runs."""
+
+    @classmethod
+    def of_one(cls, delivery: Delivery) -> "DeliveryBatch":
+        """Return the batch of a single delivery, which occupies its shard."""
+        batch = cls(1, 0.0)
+        batch.add(delivery, 0)
+        if delivery.key is not None:
+            batch.keys[delivery.key] = delivery
+        return batch
+
+    def __repr__(self) -> str:
+        """Name in messages: the first record and the number of others."""
+        first, *others = self.deliveries
+        return f"{first!r} and {len(others)} more" if others else repr(first)
+
+    @property
+    def records(self) -> list[Record]:
+        """Records of its deliveries, in order; a new list each time."""
+        return [delivery.record for delivery in self.deliveries]
+
+    def add(self, delivery: Delivery, max_bytes: int) -> None:
+        """Append a delivery that has no shard, or whose shard the batch occupies."""
+        self.deliveries.append(delivery)
+        self.size += delivery.size - RECORD_OVERHEAD
+        if delivery.aside:
+            self.plain = False
+        if len(self.deliveries) >= self.limit or self.size >= max_bytes:
+            self.full = True
+
+    def has_room_for(self, delivery: Delivery, max_bytes: int) -> bool:
+        """Return whether one more delivery fits; the first always does."""
+        if self.full:
+            return False
+        return not self.deliveries or self.size + delivery.size - RECORD_OVERHEAD <= max_bytes
+
+
+class BoundedArrivals(asyncio.Queue[Delivery]):
+    """Bounded queue of a fixed shard."""
+
+    def __len__(self) -> int:
+        return self.qsize()
+
+    def popleft(self) -> Delivery:
+        """Remove and return the oldest delivery."""
+        return self.get_nowait()
 
 
 class Shards:
@@ -36,8 +129,8 @@ class Shards:
     """
 
     def __init__(self, bound: int | None = None) -> None:
-        self._arrivals: Arrivals = deque() if bound is None else BoundedArrivals(bound)
-        self._bounded = self._arrivals if isinstance(self._arrivals, BoundedArrivals) else None
+        self._arrivals: deque[Delivery] | BoundedArrivals = deque() if bound is None else BoundedArrivals(bound)
+        self._is_fixed = bound is not None
         self._front: deque[Delivery] = deque()
         self._occupied: dict[Hashable, deque[Delivery] | None] = {}
         self._returning: list[tuple[float, int, Delivery]] = []
@@ -61,12 +154,13 @@ class Shards:
 
     async def put(self, deliveries: Sequence[Delivery]) -> None:
         """Queue deliveries in order; wait while a bounded shard is full."""
-        if self._bounded is None:
-            self._arrivals.extend(deliveries)
+        arrivals = self._arrivals
+        if isinstance(arrivals, deque):
+            arrivals.extend(deliveries)
             self.notify()
             return
         for delivery in deliveries:
-            await self._bounded.queue.put(delivery)
+            await arrivals.put(delivery)
             self.notify()
 
     def put_first(self, deliveries: Sequence[Delivery]) -> None:
@@ -80,7 +174,7 @@ class Shards:
         """Return the delivery to run next, or None if nothing may start now."""
         if self._returning and (delivery := self._take_returning()) is not None:
             return delivery
-        if self._bounded is not None and self._occupied:
+        if self._is_fixed and self._occupied:
             return None
         front, arrivals, occupied = self._front, self._arrivals, self._occupied
         while True:
@@ -125,12 +219,12 @@ class Shards:
             return
         waiting = self._occupied[key]
         while waiting:
-            following = waiting.popleft()
-            epoch = following.epoch
-            if not epoch.gate or epoch.may_start(following):
-                self._return(following)
+            successor = waiting.popleft()
+            epoch = successor.epoch
+            if not epoch.gate or epoch.may_start(successor):
+                self._return(successor)
                 return
-            self._hold(following)
+            self._hold(successor)
         del self._occupied[key]
         self.notify()  # a fixed shard may have others queued
 
@@ -154,48 +248,112 @@ class Shards:
             self.release(delivery)
         return None
 
+    # Ending -------------------------------------------------------------------
+
+    def end(self, batch: DeliveryBatch, left: Sequence[Delivery] = ()) -> list[Delivery]:
+        """Release the shards of a batch whose run has ended.
+
+        Args:
+            batch: The deliveries that ran together.
+            left: Its deliveries that are not finished, in batch order, without those of ended epochs.
+
+        Returns:
+            Those of *left* that hold their shards; the caller decides about them. The others wait behind them. All
+            other shards resume.
+        """
+        heads: list[Delivery] = []
+        behind: dict[Hashable, list[Delivery]] = {}
+        for delivery in left:
+            key = delivery.key
+            if key is None:
+                heads.append(delivery)
+            elif key not in behind:
+                heads.append(delivery)
+                behind[key] = []
+            else:
+                behind[key].append(delivery)
+                delivery.epoch.settle(delivery)
+                delivery.epoch.block(key)  # otherwise a drain would start later records of its key
+        occupied = self._occupied
+        for key, first in batch.keys.items():
+            if key in behind:
+                self._put_behind(key, behind[key])
+            elif occupied[key]:
+                self.release(first)
+            else:
+                del occupied[key]
+        self.notify()
+        return heads
+
+    def _put_behind(self, key: Hashable, deliveries: list[Delivery]) -> None:
+        """Queue deliveries behind the one that occupies *key*, ahead of those already waiting there."""
+        if deliveries:
+            waiting = self._occupied[key]
+            if waiting is None:
+                self._occupied[key] = waiting = deque()
+            waiting.extendleft(reversed(deliveries))
+
+    def _queue_first(self, deliveries: list[Delivery], keys: Collection[Hashable]) -> None:
+        """Requeue deliveries ahead of everything else and free their shards; deliveries waiting there follow."""
+        for key in keys:
+            deliveries += self._occupied.pop(key) or ()
+        self.put_first(deliveries)
+
+    def resume(self, delivery: Delivery) -> None:
+        """Queue a delivery that holds its shard for its recovery; a drain that waits for it keeps waiting."""
+        if not delivery.epoch.gate or delivery.epoch.may_start(delivery):
+            self._return(delivery)
+        else:
+            self.again(delivery)
+
+    def put_back(self, batch: DeliveryBatch) -> None:
+        """Requeue the deliveries of a cancelled batch ahead of everything else; hold those that may not start."""
+        deliveries = [*batch.deliveries, *batch.left_out]
+        runnable = [delivery for delivery in deliveries if self._may_run_again(delivery)]
+        self._queue_first(runnable, batch.keys)
+
     # Failing ------------------------------------------------------------------
 
     def again(self, delivery: Delivery) -> None:
         """Run a delivery again, first in its shard, if it may start: it was cancelled, or its next attempt is due."""
-        epoch = delivery.epoch
-        if not epoch.gate or (epoch.gate is Gate.PAUSED and epoch.may_start(delivery)):
+        if self._may_run_again(delivery):
             self._return(delivery)
         else:
-            epoch.settle(delivery)
-            epoch.block(delivery.key)  # later records of its shard and partition must not overtake it
-            self._hold(delivery)
             self.release(delivery)
 
-    def retry(self, delivery: Delivery, block: Block, delay: float) -> None:
-        """Run a failed delivery again after *delay* seconds; its shard waits, other shards do not."""
-        self._block(delivery, block, asyncio.get_running_loop().call_later(delay, self._due, delivery))
+    def _may_run_again(self, delivery: Delivery) -> bool:
+        """Return whether a cancelled delivery may start again; hold it if not."""
+        epoch = delivery.epoch
+        if not epoch.gate or (epoch.gate is Gate.PAUSED and epoch.may_start(delivery)):
+            return True
+        epoch.settle(delivery)
+        epoch.block(delivery.key)  # later records of its shard and partition must not overtake it
+        self._hold(delivery)
+        return False
 
-    def halt(self, delivery: Delivery, block: Block) -> None:
-        """Halt a delivery whose attempts are used up: it keeps its shard until its epoch ends or it is released."""
-        self._block(delivery, block, None)
+    def block(self, delivery: Delivery, block: Block, delay: float | None = None) -> None:
+        """Let a failed delivery keep its shard for *delay* seconds, then run it again; other shards do not wait.
 
-    def unblock(self, delivery: Delivery) -> bool:
-        """Run a halted delivery, or one that waits for its next attempt, now; return whether it was such a delivery."""
-        if delivery not in self._blocked:
-            return False
-        timer = self._blocked[delivery]
-        if timer is not None:
-            timer.cancel()
-        self._due(delivery)
-        return True
-
-    def _block(self, delivery: Delivery, block: Block, timer: asyncio.TimerHandle | None) -> None:
+        Without a delay it keeps its shard until its epoch ends or it is released.
+        """
         delivery.block = block
-        self._blocked[delivery] = timer
+        loop = asyncio.get_running_loop()
+        self._blocked[delivery] = None if delay is None else loop.call_later(delay, self.unblock, delivery)
         delivery.epoch.settle(delivery)
         for epoch in self._closed:
             epoch.block(delivery.key)
 
-    def _due(self, delivery: Delivery) -> None:
-        del self._blocked[delivery]
-        delivery.block = None
-        self.again(delivery)
+    def unblock(self, delivery: Delivery) -> None:
+        """Run a halted delivery, or one that waits for its next attempt, now; do nothing for any other delivery."""
+        if delivery in self._blocked:
+            self._forget_block(delivery)
+            delivery.block = None
+            self.again(delivery)
+
+    def _forget_block(self, delivery: Delivery) -> None:
+        timer = self._blocked.pop(delivery)
+        if timer is not None:
+            timer.cancel()
 
     @property
     def halted(self) -> list[Delivery]:
@@ -222,9 +380,7 @@ class Shards:
     @property
     def depth(self) -> int:
         """Number of deliveries waiting in the fullest shard, or in this fixed shard. Safe from any thread."""
-        if self._bounded is not None:
-            return self.unseen
-        return max((len(waiting) for waiting in tuple(self._occupied.values()) if waiting), default=0)
+        return self.unseen if self._is_fixed else max((depth for depth, _ in self.depths()), default=0)
 
     def depths(self) -> list[tuple[int, Hashable]]:
         """Return the number of deliveries waiting behind each occupied key, with the key."""
@@ -232,7 +388,7 @@ class Shards:
 
     def behind(self, delivery: Delivery) -> int:
         """Count the deliveries of the same partition waiting in its shard; in a fixed shard, of all partitions."""
-        if self._bounded is not None:
+        if self._is_fixed:
             return self.unseen
         return sum(1 for waiting in tuple(self._occupied.get(delivery.key) or ()) if waiting.epoch is delivery.epoch)
 
@@ -250,7 +406,7 @@ class Shards:
             The delivery, or None if there is none.
         """
         heads: dict[Hashable, Delivery] = {}
-        for delivery in sorted(self._held.get(epoch, ()), key=lambda held: held.offset):
+        for delivery in sorted(self._held.get(epoch, ()), key=lambda delivery: delivery.offset):
             heads.setdefault(delivery if delivery.key is None else delivery.key, delivery)
         free = [d for d in heads.values() if d.key is None or d.key not in self._occupied]
         if free:
@@ -283,16 +439,16 @@ class Shards:
     def reopen(self, epoch: Epoch) -> None:
         """Requeue the deliveries held while the gate of *epoch* was not open, ahead of all that came later."""
         self._closed.discard(epoch)
-        held = self._held.pop(epoch, [])
-        for key in {delivery.key for delivery in held}:
+        deliveries = self._held.pop(epoch, [])
+        for key in {delivery.key for delivery in deliveries}:
             # A held delivery has left its shard, which may have continued with another partition. Younger deliveries
             # still wait there and must come after it.
             waiting = self._occupied.get(key)
             if waiting:
-                held += [delivery for delivery in waiting if delivery.epoch is epoch]
+                deliveries += [delivery for delivery in waiting if delivery.epoch is epoch]
                 self._occupied[key] = deque(delivery for delivery in waiting if delivery.epoch is not epoch)
         # Sort: a delivery that waited in a shard may be older than one held earlier, straight from the arrivals.
-        self._front.extendleft(sorted(held, key=lambda delivery: delivery.offset, reverse=True))
+        self._front.extendleft(sorted(deliveries, key=lambda delivery: delivery.offset, reverse=True))
         self.notify()
 
     def purge(self, epoch: Epoch) -> None:
@@ -301,13 +457,11 @@ class Shards:
         self._held.pop(epoch, None)
         self._remove(lambda delivery: delivery.epoch is epoch)
         for delivery in [d for d in self._blocked if d.epoch is epoch]:
-            timer = self._blocked.pop(delivery)
-            if timer is not None:
-                timer.cancel()
+            self._forget_block(delivery)
             self.release(delivery)
         self.notify()
 
-    def give_back(self, epoch: Epoch, first: int) -> list[Delivery]:
+    def evict(self, epoch: Epoch, first: int) -> list[Delivery]:
         """Remove and return the queued deliveries of an open or paused epoch, from offset *first* on."""
         removed = self._remove(lambda delivery: delivery.epoch is epoch and delivery.offset >= first)
         if epoch in self._held:
@@ -319,21 +473,21 @@ class Shards:
         """Remove unwanted deliveries from all queues, and return them."""
         removed: list[Delivery] = []
 
-        def kept(deliveries: Iterable[Delivery]) -> deque[Delivery]:
+        def keep(deliveries: Iterable[Delivery]) -> deque[Delivery]:
             rest: deque[Delivery] = deque()
             for delivery in deliveries:
                 (removed if unwanted(delivery) else rest).append(delivery)
             return rest
 
-        self._front = kept(self._front)
+        self._front = keep(self._front)
         for key, waiting in self._occupied.items():
             if waiting:
-                self._occupied[key] = kept(waiting)
+                self._occupied[key] = keep(waiting)
         if isinstance(self._arrivals, deque):
-            self._arrivals = kept(self._arrivals)
+            self._arrivals = keep(self._arrivals)
         else:
             # Use the queue's own methods, so that a feeder waiting for room wakes up.
-            self._front.extend(kept([self._arrivals.popleft() for _ in range(len(self._arrivals))]))
+            self._front.extend(keep([self._arrivals.popleft() for _ in range(len(self._arrivals))]))
         return removed
 
     # Waking workers -----------------------------------------------------------
@@ -366,7 +520,7 @@ class Shards:
         if self._returning:
             return True
         # A fixed shard whose head is blocked starts nothing, even if deliveries wait behind it.
-        return bool(self._front or self._arrivals) and not (self._bounded is not None and self._occupied)
+        return bool(self._front or self._arrivals) and not (self._is_fixed and self._occupied)
 
     @property
     def unseen(self) -> int:

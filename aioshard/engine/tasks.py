@@ -6,8 +6,6 @@ from typing import Any
 
 from aioshard.errors import TaskCancelledError
 
-__all__ = ["TaskSet", "finish", "outlast"]
-
 
 async def finish(coroutine: Coroutine[Any, Any, object], name: str) -> None:
     """Run *coroutine* to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards.

@@ -14,13 +14,11 @@ from aioshard.core.histogram import DURATION_BOUNDS
 from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Epoch
 
-__all__ = ["AT_ONCE", "RunTimes", "precise", "waited"]
-
 AT_ONCE: Final = float("-inf")
 """A time that makes `RunTimes.turn` due at the start of the next run."""
 
 _QUICK = DURATION_BOUNDS[0]
-_THE_SAME = 0.01
+_SAME_CLOCK = 0.01
 
 
 def precise(clock: Callable[[], float]) -> Callable[[], float]:
@@ -29,7 +27,7 @@ def precise(clock: Callable[[], float]) -> Callable[[], float]:
     Args:
         clock: Loop time; a virtual clock is returned as it is.
     """
-    return time.monotonic if abs(time.monotonic() - clock()) < _THE_SAME else clock
+    return time.monotonic if abs(time.monotonic() - clock()) < _SAME_CLOCK else clock
 
 
 def waited(delivery: Delivery, now: float) -> None:
@@ -111,14 +109,14 @@ class RunTimes:
     def alone(counts: TopicCounts, seconds: float) -> None:
         """Record a successful run that is not a quick one of a streak; it counts as processed, now or soon."""
         counts.durations.add(seconds)
-        counts.noted += 1
+        counts.timed += 1
 
 
 def _add_quick(counts: TopicCounts, seconds: float) -> None:
-    """Count the processed runs that are not noted yet as quick, by any worker."""
-    runs = counts.processed - counts.noted
+    """Count as quick the processed runs of any worker that are not in the durations yet."""
+    runs = counts.processed - counts.timed
     if runs > 0:
-        counts.noted += runs
+        counts.timed += runs
         counts.durations.add_below(runs, seconds)
     else:
         counts.durations.add_below(0, seconds)

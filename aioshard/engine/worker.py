@@ -1,21 +1,31 @@
-"""Base of the workers: coroutines that take deliveries, run the handler and settle the outcome."""
+"""Workers: coroutines that take deliveries, run the handler, and pass failed attempts to the failure handler."""
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Final
 
-from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.settling import Settlement
-from aioshard.errors import AttemptTimeoutError, CancelledRunError
-
-__all__ = ["RUN_AHEAD", "Asked", "Divert", "Ending", "Invoke", "Worker"]
+from aioshard.engine.batch_shards import BatchShards
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.failures import FailureHandler
+from aioshard.engine.outcomes import Outcome
+from aioshard.engine.shards import DeliveryBatch, Shards
+from aioshard.engine.timing import AT_ONCE, RunTimes, waited
+from aioshard.errors import (
+    AttemptTimeoutError,
+    BatchError,
+    CancelledRunError,
+    HandlerError,
+    SwallowedCancellationError,
+)
+from aioshard.records import Record
 
 Invoke = Callable[[Delivery], Awaitable[object]]
-"""Runs one attempt."""
-
+"""Runs one attempt of one record."""
+InvokeBatch = Callable[[DeliveryBatch], Awaitable[object]]
+"""Runs one attempt of a batch."""
 Divert = Callable[[Delivery], None]
-"""Inspects each delivery before it starts, and may assign it a detour."""
+"""Inspects each delivery before it starts, and may assign it a recovery."""
 
 RUN_AHEAD = 128
 """Number of records that workers process without yielding to the event loop, if handlers never suspend.
@@ -38,17 +48,14 @@ class Asked:
     """End the run; the attempt has failed."""
     RETIRE: Final = 4
     """End the worker after its current run, or immediately if there is none."""
+    CANCEL: Final = INTERRUPT | TIME_OUT
 
 
-class Ending(NamedTuple):
-    """Verdict on a run that raised."""
-
-    failure: BaseException | None
-    """Why its attempt failed; None if it was cancelled and does not count as an attempt."""
-    interrupted: bool
-    """Whether its cancellation was requested, so that the next run is a repetition."""
-    fatal: bool
-    """Whether the worker ends too: it is being cancelled, or the interpreter is exiting."""
+def current_task() -> asyncio.Task[object]:
+    """Return the running task."""
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - called by tasks only
+    return task
 
 
 class Worker(ABC):
@@ -58,14 +65,41 @@ class Worker(ABC):
     record stays incomplete (I8), and the worker lives on. A handler that swallows the cancellation keeps its worker
     and its shard until it returns, and its result is ignored.
 
+    `_run` and the methods below it handle everything except the plain success of a single record.
+
     Invariants:
         * A record completes only if its handler returned and its run had not been cancelled.
         * While `delivery` is set, its shard key is occupied.
     """
 
+    _task: asyncio.Task[object]
+
     def __init__(
-        self, name: str, *, settlement: Settlement, clock: Callable[[], float], timeout: float | None = None
+        self,
+        name: str,
+        shards: Shards,
+        *,
+        invoke: Callable[[Any], Awaitable[object]],
+        failures: FailureHandler,
+        clock: Callable[[], float],
+        call: Callable[[Record], Awaitable[object]] | None = None,
+        timeout: float | None = None,
+        divert: Divert | None = None,
+        read: Callable[[Record], Any] | None = None,
     ) -> None:
+        """Create a worker; `run` is its task.
+
+        Args:
+            name: Name in logs and explanations.
+            shards: Shards to serve.
+            invoke: Runs one attempt: of a delivery, or of a batch.
+            failures: Handles failed attempts.
+            clock: Returns the loop time.
+            call: The handler itself if it takes only the record, which saves a call.
+            timeout: Seconds that an attempt may take; checked from outside through `overdue`.
+            divert: Inspects each delivery first; None if nothing can be diverted before it has failed.
+            read: Converts the records of a batch before the attempt, and raises if it cannot; None if it does not.
+        """
         self.name = name
         self.delivery: Delivery | None = None
         """The delivery it runs; the first one of a batch."""
@@ -76,29 +110,40 @@ class Worker(ABC):
         self.asked: int = Asked.NOTHING
         """Pending requests (see `Asked`), to the current run or to the worker itself."""
         self.timeout = timeout
-        self._task: asyncio.Task[object] | None = None
-        self._asked_before = 0
-        self._requests = 0
-        self._settlement = settlement
+        self._batch: DeliveryBatch | None = None
+        self._shards = shards
+        self._invoke = invoke
+        self._call = call
+        self._read = read
+        self._failures = failures
         self._clock = clock
+        self._divert = divert
+        self._times = RunTimes()
+        self._cancelling_before = 0
+        self._requests = 0
 
     @abstractmethod
     async def run(self) -> None:
         """Serve until cancelled or retired."""
 
+    @abstractmethod
+    def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
+        """Run the handler for a batch."""
+
     @property
     def deliveries(self) -> Sequence[Delivery]:
         """Deliveries that the worker runs now."""
-        return () if self.delivery is None else (self.delivery,)
+        batch, delivery = self._batch, self.delivery
+        if batch is not None:
+            return [*batch.deliveries, *batch.left_out]
+        return () if delivery is None else (delivery,)
 
-    def _note_failed(self, delivery: Delivery) -> None:
-        """Count the duration of a failed attempt, of one record or a whole batch, among the run durations."""
-        delivery.epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
+    # Requests -------------------------------------------------------------------------
 
     @property
     def cancelled(self) -> bool:
         """Whether the current run was cancelled but has not ended."""
-        return self.delivery is not None and bool(self.asked & (Asked.INTERRUPT | Asked.TIME_OUT))
+        return self.delivery is not None and bool(self.asked & Asked.CANCEL)
 
     def retire(self) -> None:
         """Ask the worker to end after its current run; wake an idle worker with `Shards.wake`."""
@@ -123,8 +168,8 @@ class Worker(ABC):
         return (
             self.timeout is not None
             and delivery is not None
-            and delivery.detour is None
-            and not self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
+            and delivery.recovery is None
+            and not self.asked & Asked.CANCEL
             and now - self.started > self.timeout
         )
 
@@ -132,49 +177,366 @@ class Worker(ABC):
         """Cancel the current run; its attempt has failed."""
         self._ask(Asked.TIME_OUT)
 
-    def _ask(self, what: int) -> None:
-        if self.delivery is None or self._task is None or self.asked & what:
+    def _ask(self, request: int) -> None:
+        if self.delivery is None or self.asked & request:
             return
         if not self._requests:
-            self._asked_before = self._task.cancelling()
-        self.asked |= what
+            self._cancelling_before = self._task.cancelling()
+        self.asked |= request
         self._requests += 1
         self._task.cancel()
 
-    def _judge(self, error: BaseException) -> Ending:
-        """Decide whether a run that raised has failed, was cancelled, or ends the worker too."""
-        task = self._task
-        assert task is not None  # noqa: S101 - set by run
-        asked = self.asked & (Asked.INTERRUPT | Asked.TIME_OUT)
-        if asked:
-            ending = self._take_back_requests() or isinstance(error, _EXITS)
-            if asked & Asked.INTERRUPT or ending:
-                return Ending(None, interrupted=True, fatal=ending)
-            return Ending(AttemptTimeoutError(self.timeout or 0.0), interrupted=False, fatal=False)
-        if isinstance(error, _EXITS) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
-            return Ending(None, interrupted=False, fatal=True)
-        self._forget_what_the_handler_asked()
-        failure = CancelledRunError() if isinstance(error, asyncio.CancelledError) else error
-        return Ending(failure, interrupted=False, fatal=False)
-
-    def _take_back_requests(self) -> bool:
+    def _undo_requests(self) -> bool:
         """Undo the requested cancellations; return whether the worker itself is being cancelled as well."""
-        assert self._task is not None  # noqa: S101 - set by run
         self.asked &= Asked.RETIRE
-        left = self._task.cancelling()
+        remaining = self._task.cancelling()
         for _ in range(self._requests):
-            left = self._task.uncancel()
+            remaining = self._task.uncancel()
         self._requests = 0
-        ending = left > self._asked_before
-        if not ending:
-            self._forget_what_the_handler_asked()
-        return ending
+        worker_ends = remaining > self._cancelling_before
+        if not worker_ends:
+            self._clear_handler_cancellations()
+        return worker_ends
 
-    def _forget_what_the_handler_asked(self) -> None:
+    def _clear_handler_cancellations(self) -> None:
         """Undo cancellations that a handler requested for its task and left pending, as old timeout libraries do.
 
         Otherwise the next `CancelledError` that a handler raises would look like a cancellation of the worker.
         """
-        assert self._task is not None  # noqa: S101 - set by run
         while self._task.cancelling():
             self._task.uncancel()
+
+    # Runs -----------------------------------------------------------------------------
+
+    async def _run(self, batch: DeliveryBatch) -> None:
+        """Run the handler for a batch, or the recovery of a delivery that is alone, and handle the outcome."""
+        head = batch.deliveries[0]
+        recovery = head.recovery
+        if recovery is not None and not self._failures.may_recover():
+            for delivery in self._ended(batch, (head,)):
+                self._failures.hold_back(delivery, self._shards)
+            return
+        self._batch, self.delivery, self.started = batch, head, self._clock()
+        self._start(batch)
+        outcome = Outcome.PROCESSED
+        try:
+            if recovery is None:
+                self.running = running = self._attempt(batch)
+                await running
+            else:
+                self.running = recovering = self._failures.recover(head, recovery)
+                outcome = await recovering
+        except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
+            self._ended_badly(batch, error)
+            return
+        if self.asked & Asked.CANCEL:
+            self._swallowed(batch)
+            return
+        self._clear_handler_cancellations()
+        if recovery is not None:
+            head.outcome = outcome
+        else:
+            RunTimes.alone(head.epoch.counts, max(self._clock() - self.started, 0.0))
+        self._ended(batch, (), outcome)
+
+    def _start(self, batch: DeliveryBatch) -> None:
+        """Record that the deliveries of a batch start."""
+        runs = batch.deliveries[0].recovery is None
+        if runs:
+            waited(batch.deliveries[0], self.started)
+        for delivery in batch.deliveries:
+            epoch = delivery.epoch
+            if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
+                epoch.highest_started = delivery.offset
+            delivery.starts += runs
+        if runs and not batch.plain:
+            for delivery in batch.deliveries:
+                self._failures.counters.replayed += delivery.cancelled
+                delivery.cancelled = False
+                delivery.aside = delivery.then is not None
+
+    async def _yield_to_loop(self) -> None:
+        """Yield to the event loop between two runs, for handlers that never suspend."""
+        self._shards.yielding += 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._shards.yielding -= 1
+
+    # Outcomes -------------------------------------------------------------------------
+
+    def _ended(
+        self, batch: DeliveryBatch, failed: Collection[Delivery] = (), outcome: Outcome = Outcome.PROCESSED
+    ) -> list[Delivery]:
+        """Complete the deliveries of a batch that have not failed, and let its shards resume.
+
+        Returns:
+            Those of *failed* that hold their shards; the caller must decide about them.
+        """
+        self._batch = self.delivery = self.running = None
+        left = _complete(batch, failed, outcome)
+        left_out = [delivery for delivery in batch.left_out if delivery.epoch.gate is not Gate.ENDED]
+        heads = self._shards.end(batch, [*left, *left_out])
+        for delivery in left:
+            if delivery not in failed and delivery.then is not None:
+                delivery.divert(delivery.then)
+        for delivery in heads:
+            if delivery not in failed:
+                self._shards.resume(delivery)
+        return [delivery for delivery in heads if delivery in failed]
+
+    def _ended_badly(self, batch: DeliveryBatch, error: BaseException) -> None:
+        """Handle a batch whose run raised.
+
+        Raises:
+            BaseException: *error* itself, if the worker is being cancelled or the interpreter is exiting.
+        """
+        asked = self.asked & Asked.CANCEL
+        if asked:
+            worker_ends = self._undo_requests() or isinstance(error, _EXITS)
+        else:
+            is_cancelled = isinstance(error, asyncio.CancelledError) and bool(self._task.cancelling())
+            worker_ends = isinstance(error, _EXITS) or is_cancelled
+        if worker_ends or asked & Asked.INTERRUPT:
+            self._put_back(batch, interrupted=bool(asked))
+            if worker_ends:
+                raise error
+            return
+        self._clear_handler_cancellations()
+        if asked:
+            error = AttemptTimeoutError(self.timeout or 0.0)
+        elif isinstance(error, asyncio.CancelledError):
+            error = CancelledRunError()
+        if batch.deliveries[0].recovery is None:
+            self._count_failed_attempt(batch)
+        self._failed(batch, error)
+
+    def _count_failed_attempt(self, batch: DeliveryBatch) -> None:
+        batch.deliveries[0].epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
+
+    def _put_back(self, batch: DeliveryBatch, *, interrupted: bool) -> None:
+        self._batch = self.delivery = self.running = None
+        if interrupted:
+            for delivery in batch.deliveries:
+                delivery.cancelled = delivery.aside = True
+        self._shards.put_back(batch)
+
+    def _swallowed(self, batch: DeliveryBatch) -> None:
+        """Handle a batch whose handler returned although its run was cancelled: nothing is complete (I8)."""
+        interrupted = self.asked & Asked.INTERRUPT
+        worker_ends = self._undo_requests()
+        if interrupted:
+            self._failures.outlived(batch)
+            self._put_back(batch, interrupted=True)
+        else:
+            self._count_failed_attempt(batch)
+            self._failed(batch, SwallowedCancellationError(self.timeout or 0.0))
+        if worker_ends:
+            raise asyncio.CancelledError
+
+    def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
+        """Handle a failed attempt of the whole batch; unless it has one delivery, any of them may be to blame."""
+        if len(batch.deliveries) == 1:
+            self._failed_each(batch, {batch.deliveries[0]: error})
+            return
+        alive = [delivery for delivery in batch.deliveries if delivery.epoch.gate is not Gate.ENDED]
+        heads = self._ended(batch, frozenset(batch.deliveries))
+        if alive:
+            self._failures.failed_together(alive, heads, error, self._shards)
+
+    def _failed_each(self, batch: DeliveryBatch, failed: Mapping[Delivery, BaseException]) -> None:
+        """Handle each of *failed* by itself; the rest is complete.
+
+        Of each shard, only the first failed delivery is handled now. Those behind it run again after it, regardless
+        of their own errors: the first failure may have caused them.
+        """
+        heads = dict.fromkeys(self._ended(batch, failed))
+        for delivery, error in failed.items():
+            if delivery not in heads and delivery.epoch.gate is not Gate.ENDED:
+                self._failures.failed_behind(delivery, error)
+        for delivery in heads:
+            if self._failures.failed(delivery, failed[delivery], self._shards):
+                self._shards.resume(delivery)
+
+
+def _complete(batch: DeliveryBatch, failed: Collection[Delivery], outcome: Outcome) -> list[Delivery]:
+    """Complete the deliveries of a batch that have not failed; return the others, without those of ended epochs."""
+    left: list[Delivery] = []
+    if batch.plain and not failed and outcome is Outcome.PROCESSED:
+        for delivery in batch.deliveries:  # most batches need nothing else
+            epoch = delivery.epoch
+            if epoch.complete(delivery):
+                epoch.counts.processed += 1
+        return left
+    for delivery in batch.deliveries:
+        if delivery in failed or (delivery.then is not None and delivery.recovery is None):
+            if delivery.epoch.gate is not Gate.ENDED:
+                left.append(delivery)
+        elif delivery.epoch.complete(delivery):
+            delivery.epoch.counts.count(outcome)
+    return left
+
+
+class RecordWorker(Worker):
+    """Runs the handler for one record at a time."""
+
+    async def run(self) -> None:  # noqa: C901, PLR0915 - the hot path: no calls
+        """Serve until cancelled or retired."""
+        self._task = current_task()
+        shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
+        take, next_after, times = shards.take, shards.next_after, self._times
+        cancelling = self._task.cancelling
+        ahead, due = 0, AT_ONCE
+        epoch: Epoch | None = None
+        delivery = take()
+        while True:
+            if delivery is None:
+                due = times.close(epoch, self.started, clock())
+                if self.asked:  # between two runs, only `retire` can set it
+                    return
+                await shards.wait()
+                delivery = self._take()
+                continue
+            if divert is not None:
+                divert(delivery)
+            if delivery.aside:
+                due = times.close(epoch, self.started, clock())
+                await self._run(DeliveryBatch.of_one(delivery))
+                delivery = self._take()
+                continue
+            now = clock()
+            if now >= due:
+                due = times.turn(epoch, self.started, now, delivery)
+            epoch = delivery.epoch
+            if delivery.offset > epoch.highest_started:  # noqa: PLR1730 - max() costs a call per record
+                epoch.highest_started = delivery.offset
+            delivery.starts += 1
+            self.delivery = delivery
+            self.started = now
+            try:
+                self.running = running = call(delivery.record) if call is not None else invoke(delivery)
+                await running
+            except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
+                due = times.cut(now)
+                self._ended_badly(DeliveryBatch.of_one(delivery), error)
+                delivery = self._take()
+                continue
+            if self.asked:
+                due, delivery = AT_ONCE, self._returned_despite_request(delivery)
+                continue
+            if cancelling():
+                self._clear_handler_cancellations()
+            self.delivery = self.running = None
+            if epoch.complete(delivery):
+                epoch.counts.processed += 1
+            ahead += 1
+            if ahead < RUN_AHEAD:
+                delivery = next_after(delivery)
+                continue
+            ahead = 0
+            shards.release(delivery)
+            due = times.close(epoch, self.started, clock())
+            await self._yield_to_loop()
+            delivery = self._take()
+
+    def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
+        return self._invoke(batch.deliveries[0])
+
+    def _take(self) -> Delivery | None:
+        return None if self.asked else self._shards.take()
+
+    def _returned_despite_request(self, delivery: Delivery) -> Delivery | None:
+        batch = DeliveryBatch.of_one(delivery)
+        if self.asked & Asked.CANCEL:
+            self._times.cut(self.started)
+            self._swallowed(batch)
+        else:
+            self._ended(batch)
+        return self._take()
+
+
+class BatchWorker(Worker):
+    """Runs the handler for one batch at a time.
+
+    A run that returns completes all records of its batch. A run that raises `BatchError` completes all records that
+    the error does not name. Any other exception is one failed attempt of all records: they run again in smaller
+    batches. A record is given up only when it fails alone in its batch; otherwise any record may be to blame.
+
+    A delivery that takes a recovery (a dead letter, a skip) comes alone; see `BatchShards`.
+    """
+
+    _shards: BatchShards
+
+    async def run(self) -> None:
+        """Serve until cancelled or retired."""
+        self._task = current_task()
+        shards = self._shards
+        ahead = 0
+        while not self.asked:  # between two runs, only `retire` can set it
+            batch = shards.take_batch()
+            if batch is None:
+                await shards.wait()
+                continue
+            ahead += len(batch.deliveries)
+            if self._divert is not None or self._read is not None:
+                self._prepare(batch)
+            if batch.deliveries:
+                await self._run(batch)
+            else:
+                self._ended(batch)
+            if ahead >= RUN_AHEAD:
+                ahead = 0
+                await self._yield_to_loop()
+
+    def _attempt(self, batch: DeliveryBatch) -> Awaitable[object]:
+        return self._invoke(batch)
+
+    def _prepare(self, batch: DeliveryBatch) -> None:
+        """Convert the records for the handler, and leave out of the run the deliveries that are not ready for it.
+
+        These are the diverted ones, records that cannot be converted (alone, they fail when they run), and those
+        behind them in their shards.
+        """
+        ready: list[Delivery] = []
+        payloads: list[object] = []
+        left_out: list[Delivery] = []
+        blocked: set[Hashable] = set()
+        for delivery in batch.deliveries:
+            if self._divert is not None:
+                self._divert(delivery)
+            is_ready = delivery.recovery is None and delivery.key not in blocked
+            if is_ready and self._read is not None:
+                try:
+                    payloads.append(self._read(delivery.record))
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException:  # noqa: BLE001 - raised again, and judged, when it runs
+                    is_ready, delivery.alone = False, True
+            if is_ready:
+                ready.append(delivery)
+            else:
+                left_out.append(delivery)
+                if delivery.key is not None:
+                    blocked.add(delivery.key)
+        if len(batch.deliveries) > 1:
+            batch.deliveries, batch.left_out = ready, left_out
+        if ready and self._read is not None:
+            batch.payloads = payloads
+
+    def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
+        if not isinstance(error, BatchError) or batch.deliveries[0].recovery is not None:
+            super()._failed(batch, error)
+            return
+        by_coordinates = {(*d.record.topic_partition, d.record.offset): d for d in batch.deliveries}
+        failed: dict[Delivery, BaseException] = {}
+        for record, reason in error.errors.items():
+            delivery = by_coordinates.get((*record.topic_partition, record.offset))
+            if delivery is None:
+                message = (
+                    f"BatchError names {record.topic}/{record.partition}/{record.offset}, which is not among the "
+                    f"{len(by_coordinates)} records of its batch: name records of the list that the handler was given"
+                )
+                super()._failed(batch, HandlerError(message))
+                return
+            failed[delivery] = CancelledRunError() if isinstance(reason, asyncio.CancelledError) else reason
+        self._failed_each(batch, failed)

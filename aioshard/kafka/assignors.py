@@ -1,53 +1,25 @@
 """Assignors in the form aiokafka calls them: one object per consumer, with the user data it sends to the group."""
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyAssignorUserDataV1
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
-from aiokafka.protocol.struct import Struct
-from aiokafka.protocol.types import Array, Int16, Int32, Int64, Schema, String
 
-from aioshard.core.assignment import ASSIGNORS, Member, Partitions
-from aioshard.core.assignment.delay import DelayedReassignment
-from aioshard.core.assignment.members import NO_GENERATION
+from aioshard.core.assignment import ASSIGNORS, NO_GENERATION, DelayedReassignment, Member, Partitions
 from aioshard.records import TopicPartition
-
-__all__ = ["BacklogUserData", "ConsumerAssignor"]
 
 logger = logging.getLogger("aioshard.kafka.assignors")
 
 _VERSION = 0
 _NAMED = frozenset({"range", "roundrobin", "fair"})
 """The stateless assignors. Members send their `group_instance_id`, so that the whole group sorts by it."""
-_UNKNOWN = -1
-"""Placeholder for a backlog that the member does not know."""
-
-
-class BacklogUserData(Struct):  # type: ignore[misc]
-    """User data of a member under `lag`: the partitions it had, their backlogs, and the generation."""
-
-    class Had(NamedTuple):
-        """A topic of which the member had partitions."""
-
-        topic: str
-        partitions: Sequence[tuple[int, int]]
-        """Partition number and backlog of each; -1 is unknown."""
-
-    version: int
-    had: Sequence[Had]
-    generation: int
-
-    SCHEMA = Schema(
-        ("version", Int16),
-        ("had", Array(("topic", String("utf-8")), ("partitions", Array(("partition", Int32), ("backlog", Int64))))),
-        ("generation", Int32),
-    )
 
 
 class ConsumerAssignor:
@@ -72,10 +44,10 @@ class ConsumerAssignor:
         self.owned: Sequence[TopicPartition] = ()
         """The partitions that the consumer has, or had last."""
         self.generation = NO_GENERATION
-        """The generation that assigned `owned`."""
+        """The generation that assigned `owned`; the transport sets it."""
         self.backlogs: Mapping[TopicPartition, int] = {}
-        """Known backlogs, in records, of all subscribed partitions. User data covers only the consumer's own
-        partitions, because the broker stores the user data of all members in one record."""
+        """Known backlogs, in records, of all subscribed partitions; the transport sets them. User data covers only the
+        consumer's own partitions, because the broker stores the user data of all members in one record."""
 
     # Called by aiokafka -----------------------------------------------------------------
 
@@ -86,23 +58,24 @@ class ConsumerAssignor:
 
     def assign(self, cluster: ClusterMetadata, members: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the assignment; called only on the leader of the group."""
-        told = {name: self._member(metadata) for name, metadata in members.items()}
+        reports = {name: self._member(metadata) for name, metadata in members.items()}
         # No member reports partitions that nobody has. For those, use the backlogs that the leader fetched.
-        first = min(told)
-        told[first] = replace(told[first], backlogs={**self.backlogs, **told[first].backlogs})
-        topics = sorted(set().union(*(member.topics for member in told.values())))
+        first = min(reports)
+        reports[first] = replace(reports[first], backlogs={**self.backlogs, **reports[first].backlogs})
+        topics = sorted(set().union(*(member.topics for member in reports.values())))
         known = {topic: cluster.partitions_for_topic(topic) for topic in topics}
         unknown = [topic for topic, partitions in known.items() if not partitions]
         if unknown:
-            logger.warning("nobody gets partitions of %s: the brokers tell of none", ", ".join(unknown))
+            logger.warning("no partitions of %s were assigned: the brokers report none", ", ".join(unknown))
         partitions = {topic: sorted(partitions) for topic, partitions in known.items() if partitions}
         self._leads = True
         names = self._lasting_names(members)
-        found = ASSIGNORS[self.name](
-            {names[name]: member for name, member in told.items()}, self._without_withheld(told, partitions)
+        assignment = ASSIGNORS[self.name](
+            {names[name]: member for name, member in reports.items()}, self._without_withheld(reports, partitions)
         )
         return {
-            name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(found[names[name]]), b"") for name in members
+            name: ConsumerProtocolMemberAssignment(_VERSION, _by_topic(assignment[names[name]]), b"")
+            for name in members
         }
 
     def _lasting_names(self, members: Mapping[str, Any]) -> Mapping[str, str]:
@@ -115,13 +88,13 @@ class ConsumerAssignor:
         }
         return names if len(set(names.values())) == len(names) else {name: name for name in members}
 
-    def _without_withheld(self, told: Mapping[str, Member], partitions: Partitions) -> Partitions:
+    def _without_withheld(self, reports: Mapping[str, Member], partitions: Partitions) -> Partitions:
         now = time.monotonic()
-        withheld = self._delayed.withheld(told, partitions, now)
+        withheld = self._delayed.withheld(reports, partitions, now)
         if not withheld or self._delayed.until is None:
             return partitions
         logger.warning(
-            "%d partitions of a member that is gone wait %.3g s for another in its place, and nobody reads them: %s",
+            "%d partitions of a lost member stay unassigned for %.3g s, until a replacement joins: %s",
             len(withheld),
             self._delayed.until - now,
             ", ".join(map(str, sorted(withheld))),
@@ -135,13 +108,11 @@ class ConsumerAssignor:
         """Remember the consumer's new partitions."""
         if not self._leads:
             self._delayed.forget()
-        self.owned = tuple(TopicPartition(one.topic, one.partition) for one in assignment.partitions())
+        self.owned = tuple(
+            TopicPartition(partition.topic, partition.partition) for partition in assignment.partitions()
+        )
 
-    # Called by the transport ------------------------------------------------------------
-
-    def on_generation_assignment(self, generation: int) -> None:
-        """Remember the generation of the latest assignment."""
-        self.generation = generation
+    # For the transport --------------------------------------------------------------------
 
     @property
     def joins_again_in(self) -> float | None:
@@ -149,54 +120,50 @@ class ConsumerAssignor:
         until = self._delayed.until
         return None if until is None else max(until - time.monotonic(), 0.0)
 
-    def on_backlogs(self, backlogs: Mapping[TopicPartition, int]) -> None:
-        """Remember the backlogs, in records, of the subscribed partitions."""
-        self.backlogs = dict(backlogs)
-
     # User data ----------------------------------------------------------------------------
 
     def _user_data(self) -> bytes:
-        data: Any = None
         if self.name in _NAMED:
             return (self._instance or "").encode()
-        if self.name == "sticky" and self.owned:
-            data = StickyAssignorUserDataV1(_by_topic(self.owned), self.generation)
-        elif self.name == "lag" and self.owned:
-            had = [
-                (topic, [(number, self.backlogs.get(TopicPartition(topic, number), _UNKNOWN)) for number in numbers])
-                for topic, numbers in _by_topic(self.owned)
-            ]
-            data = BacklogUserData(_VERSION, had, self.generation)
-        return b"" if data is None else bytes(data.encode())
+        if not self.owned:
+            return b""
+        if self.name == "sticky":
+            return bytes(StickyAssignorUserDataV1(_by_topic(self.owned), self.generation).encode())
+        had = {
+            topic: {number: self.backlogs.get(TopicPartition(topic, number)) for number in numbers}
+            for topic, numbers in _by_topic(self.owned)
+        }
+        return json.dumps({"generation": self.generation, "had": had}).encode()
 
     def _member(self, metadata: Any) -> Member:
         """Decode a member's user data. A member with invalid data counts as new, so that the group can continue."""
         topics = frozenset(metadata.subscription)
-        if not metadata.user_data or self.name not in {"sticky", "lag"}:
+        if not metadata.user_data or self.name in _NAMED:
             return Member(topics)
         try:
             return _sticky(topics, metadata.user_data) if self.name == "sticky" else _lag(topics, metadata.user_data)
-        except (ValueError, TypeError) as error:
-            logger.warning(
-                "a member of the group tells what %r does not understand, and counts as new: %s", self.name, error
-            )
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            logger.warning("a member's user data is invalid for %r; it counts as a new member: %s", self.name, error)
             return Member(topics)
 
 
 def _sticky(topics: frozenset[str], user_data: bytes) -> Member:
-    told = StickyAssignorUserDataV1.decode(user_data)
-    owned = tuple(TopicPartition(topic, number) for topic, numbers in told.previous_assignment for number in numbers)
-    return Member(topics, owned, told.generation)
+    decoded = StickyAssignorUserDataV1.decode(user_data)
+    owned = tuple(TopicPartition(topic, number) for topic, numbers in decoded.previous_assignment for number in numbers)
+    return Member(topics, owned, decoded.generation)
 
 
 def _lag(topics: frozenset[str], user_data: bytes) -> Member:
-    told = BacklogUserData.decode(user_data)
-    if told.version != _VERSION:
-        raise ValueError(f"version {told.version} of the user data, where {_VERSION} was expected")
-    had = {TopicPartition(topic, number): left for topic, pairs in told.had for number, left in pairs}
-    return Member(topics, tuple(had), told.generation, {at: left for at, left in had.items() if left != _UNKNOWN})
+    decoded = json.loads(user_data)
+    backlogs = {
+        TopicPartition(topic, int(number)): backlog
+        for topic, numbers in decoded["had"].items()
+        for number, backlog in numbers.items()
+    }
+    known = {partition: int(backlog) for partition, backlog in backlogs.items() if backlog is not None}
+    return Member(topics, tuple(backlogs), int(decoded["generation"]), known)
 
 
 def _by_topic(partitions: Iterable[TopicPartition]) -> list[tuple[str, list[int]]]:
-    ordered = groupby(sorted(partitions), key=lambda one: one.topic)
-    return [(topic, [one.partition for one in ones]) for topic, ones in ordered]
+    groups = groupby(sorted(partitions), key=lambda partition: partition.topic)
+    return [(topic, [partition.partition for partition in group]) for topic, group in groups]

@@ -1,11 +1,11 @@
 """A broker that needs neither Java nor a network: librdkafka's mock cluster in a child process."""
 
 import asyncio
-import collections
 import contextlib
 import importlib.util
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,10 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshard.errors import MissingExtraError, StateError, TransportError
-from aioshard.kafka.forwarding import Forwarder
 from aioshard.records import TOPIC_NAME
-
-__all__ = ["DEFAULT_PARTITIONS", "RETAINED_BATCHES", "RETAINED_BYTES", "EmbeddedBroker"]
 
 logger = logging.getLogger("aioshard.kafka.embedded")
 
@@ -35,8 +32,7 @@ the first join after an app has left. With the default of 45 s, a restarted app 
 _SCRIPT = Path(__file__).with_name("mock_cluster.py")
 _START_TIMEOUT = 10.0
 _END_TIMEOUT = 5.0
-_LAST_LINES = 20
-_JOIN_DELAY = "rd_kafka_mock_group_initial_rebalance_delay_ms"
+_CHUNK = 256 * 1024
 
 
 class EmbeddedBroker:
@@ -67,15 +63,14 @@ class EmbeddedBroker:
             port: The port on 127.0.0.1; None picks a free one.
         """
         self._port = port
-        self._forwarder: Forwarder | None = None
+        self._server: asyncio.Server | None = None
+        """Forwards the chosen port, because the mock cluster cannot choose its own."""
+        self._address = ""
+        """Where the mock cluster listens."""
         self._process: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._said: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
-        self._answers: collections.deque[asyncio.Future[dict[str, Any]]] = collections.deque()
-        self._ended = asyncio.Event()
-        self._servers = ""
+        self._command_lock = asyncio.Lock()
 
-    # Life -----------------------------------------------------------------------------
+    # Lifecycle ------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         """Start the broker; returns once it accepts connections.
@@ -101,56 +96,57 @@ class EmbeddedBroker:
         await self._end()
 
     async def _start(self, library: str) -> None:
-        port = None
+        arguments = [sys.executable, "-P", str(_SCRIPT), library]
         if self._port is not None:
-            # The mock cluster cannot choose its port, so we forward the chosen one to it.
-            self._forwarder = Forwarder(self._port)
-            await self._forwarder.open()
-            port = self._forwarder.port
-        arguments = [sys.executable, "-P", str(_SCRIPT), library, *([] if port is None else [str(port)])]
-        self._process = process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        started = self._expect_answer()
-        self._tasks = [
-            asyncio.create_task(self._read_answers(process), name="embedded broker answers"),
-            asyncio.create_task(self._read_complaints(process), name="embedded broker complaints"),
-        ]
+            self._server = await self._listen(self._port)
+            arguments.append(str(self._port))
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe)
         try:
             async with asyncio.timeout(_START_TIMEOUT):
-                answer = await started
+                answer = await self._answer(self._process)
         except TimeoutError:
             raise TransportError(f"the embedded broker did not start within {_START_TIMEOUT:g} s") from None
         if "error" in answer:
             raise TransportError(f"the embedded broker did not start: {answer['error']}")
-        self._servers = answer["bootstrap_servers"]
-        if self._forwarder is not None:
-            self._forwarder.forward_to(self._servers)
-            self._servers = f"127.0.0.1:{port}"
-        if _JOIN_DELAY in answer["missing"]:
-            logger.warning("librdkafka %s delays the first join of a group by 3 s", answer["librdkafka"])
+        self._address = answer["bootstrap_servers"]
+        if self._server is not None:
+            await self._server.start_serving()
+
+    async def _listen(self, port: int) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(self._forward, "127.0.0.1", port, limit=_CHUNK, start_serving=False)
+        except OSError as error:
+            # Python adds the address to the system's error text, but our message already contains it.
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise TransportError(
+                f"port {port} of 127.0.0.1 cannot be listened on ({reason}): choose another one, or none for a free one"
+            ) from error
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Either end may close at any time; that ends the connection and is not an error.
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            host, port = self._address.split(":")
+            broker_reader, broker_writer = await asyncio.open_connection(host, int(port), limit=_CHUNK)
+            await asyncio.gather(_copy(reader, broker_writer), _copy(broker_reader, writer))
 
     async def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
         process = self._process
+        if process is None:
+            return
         try:
-            if self._forwarder is not None:
-                await self._forwarder.close()
-            if process is not None and process.returncode is None:
-                assert process.stdin is not None  # noqa: S101 - it was asked for
+            if process.stdin is not None:
                 process.stdin.close()
-                async with asyncio.timeout(_END_TIMEOUT):
-                    await process.wait()
+            async with asyncio.timeout(_END_TIMEOUT):
+                await process.wait()
         except TimeoutError:
             logger.warning("the embedded broker did not end within %g s and is killed", _END_TIMEOUT)
         finally:
-            if process is not None and process.returncode is None:
+            if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-            # Both tasks end with the process's output.
-            await asyncio.gather(*self._tasks)
 
     @property
     def bootstrap_servers(self) -> str:
@@ -159,9 +155,8 @@ class EmbeddedBroker:
         Raises:
             StateError: The broker was not started.
         """
-        if not self._servers:
-            raise StateError("the embedded broker was not started: use `async with EmbeddedBroker() as broker:`")
-        return self._servers
+        self._running()
+        return self._address if self._port is None else f"127.0.0.1:{self._port}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -187,17 +182,16 @@ class EmbeddedBroker:
 
     async def ended(self) -> str:
         """Wait until the broker's process ends by itself; return a sentence that says how it ended."""
-        await self._ended.wait()
-        process = self._running()
-        return f"the embedded broker ended by itself ({_ending(await process.wait())}){self._complaints()}"
+        return f"the embedded broker ended by itself ({await self._ending(self._running())})"
 
     def _running(self) -> asyncio.subprocess.Process:
         if self._process is None:
             raise StateError("the embedded broker was not started: use `async with EmbeddedBroker() as broker:`")
         return self._process
 
-    def _complaints(self) -> str:
-        return f"; it said: {' | '.join(self._said)}" if self._said else ""
+    async def _ending(self, process: asyncio.subprocess.Process) -> str:
+        code = await process.wait()
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
     # Topics ---------------------------------------------------------------------------
 
@@ -208,53 +202,36 @@ class EmbeddedBroker:
             TransportError: The topic exists, its name or number of partitions is invalid, or the broker is gone.
         """
         if not TOPIC_NAME.fullmatch(name):
-            raise TransportError(
-                f"{name!r} is no topic name: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-' were expected"
-            )
+            raise TransportError(f"{name!r} is not a valid topic name: use 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
         if partitions < 1:
-            raise TransportError(f"topic {name!r} cannot have {partitions} partitions: at least 1 was expected")
-        answer = await self._ask({"create_topic": name, "partitions": partitions})
+            raise TransportError(f"topic {name!r} cannot have {partitions} partitions: use at least 1")
+        # Not cancelled with the caller: the next command would read this answer.
+        answer = await asyncio.shield(self._send_command({"create_topic": name, "partitions": partitions}))
         if "error" in answer:
             raise TransportError(f"the embedded broker refused: {answer['error']}")
 
     # Talking to the process -----------------------------------------------------------
 
-    async def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+    async def _send_command(self, command: dict[str, Any]) -> dict[str, Any]:
         process = self._running()
-        if self._ended.is_set() or process.stdin is None:
-            raise TransportError(await self.ended())
-        answered = self._expect_answer()
-        process.stdin.write(f"{json.dumps(command)}\n".encode())
-        return await answered
+        async with self._command_lock:
+            assert process.stdin is not None  # noqa: S101 - opened as a pipe
+            process.stdin.write(f"{json.dumps(command)}\n".encode())
+            return await self._answer(process)
 
-    def _expect_answer(self) -> asyncio.Future[dict[str, Any]]:
-        """Queue a future for the next answer; answers come in the order of the commands."""
-        answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers.append(answered)
-        return answered
-
-    async def _read_answers(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None  # noqa: S101 - it was asked for
-        async for line in process.stdout:
-            answered = self._answers.popleft()
-            if not answered.done():
-                answered.set_result(json.loads(line))
-        code = await process.wait()
-        self._ended.set()
-        for answered in self._answers:
-            if not answered.done():
-                answered.set_result({"error": f"its process ended ({_ending(code)}){self._complaints()}"})
-        self._answers.clear()
-
-    async def _read_complaints(self, process: asyncio.subprocess.Process) -> None:
-        """Keep the last lines of stderr. Reading also keeps the pipe empty: a full one would block the broker."""
-        assert process.stderr is not None  # noqa: S101 - it was asked for
-        async for line in process.stderr:
-            self._said.append(line.decode(errors="replace").strip())
+    async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
+        assert process.stdout is not None  # noqa: S101 - opened as a pipe
+        if line := await process.stdout.readline():
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        return {"error": f"its process ended ({await self._ending(process)})"}
 
 
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.closing(writer):
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
 
 
 def _library() -> str:
@@ -263,16 +240,16 @@ def _library() -> str:
     Raises:
         MissingExtraError: confluent-kafka is not installed.
     """
-    found = importlib.util.find_spec("confluent_kafka")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("confluent_kafka")
+    if spec is None or spec.origin is None:
         raise MissingExtraError("the embedded broker", "broker")
-    package = Path(found.origin).parent
-    for place, pattern in (
-        (package.with_name("confluent_kafka.libs"), "librdkafka*"),  # Linux and Windows
-        (package / ".dylibs", "librdkafka*"),  # macOS
+    package = Path(spec.origin).parent
+    found = [
+        *package.with_name("confluent_kafka.libs").glob("librdkafka*"),  # Linux and Windows
+        *(package / ".dylibs").glob("librdkafka*"),  # macOS
         # Built from source: looking up a function in the extension module also searches the libraries it links to.
-        (package, "cimpl*.so"),
-    ):
-        for path in sorted(place.glob(pattern)):
-            return str(path)
-    raise TransportError(f"confluent-kafka in {package} does not contain librdkafka: install its wheel")
+        *package.glob("cimpl*.so"),
+    ]
+    if not found:
+        raise TransportError(f"confluent-kafka in {package} does not contain librdkafka: install its wheel")
+    return str(found[0])

@@ -20,8 +20,6 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-__all__ = ["DescribeConsumerGroup", "DescribeGroup", "RemoveMember"]
-
 
 class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
     """A UUID of 16 bytes."""

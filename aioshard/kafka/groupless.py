@@ -7,8 +7,6 @@ from aioshard.errors import StateError
 from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 
-__all__ = ["Groupless"]
-
 
 class Groupless:
     """Keeps commits in memory; it is the only member, and its partitions are never revoked.
@@ -36,7 +34,7 @@ class Groupless:
 
     async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
         """See `Transport.committed`: initially the given offsets."""
-        return {name: self._committed[name] for name in partitions}
+        return {partition: self._committed[partition] for partition in partitions}
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> NoReturn:
         """See `Transport.offset_at`: not supported, because the offsets to read are fixed.

@@ -1,20 +1,32 @@
-"""Convert records for handlers: the conversion is chosen once, by an annotation or function, and called per record."""
+"""Convert values: records to the arguments of handlers, and values to bytes.
+
+The conversion for a handler is chosen once, by its annotation or its `decode` function, and called per record.
+"""
 
 import functools
 import inspect
-import types
+import json
+import re
+import sys
+import traceback
 import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from pathlib import PurePath
+from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
-from aioshard.errors import DecodeError, HandlerError
-from aioshard.records import Record
-from aioshard.serde.annotations import alternatives, is_constrained, raw_type, read_by_msgspec, shown
-from aioshard.serde.faults import fault, raised_in
+from aioshard.errors import DecodeError, HandlerError, MessageError
+from aioshard.ports import Message
+from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.side_records import Coordinates
 
-__all__ = ["Payload", "decoded_by", "payload_of"]
+_MAX_FAULTS = 3
+"""Maximum number of faults reported per value."""
+_MSGSPEC_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
+"""Matches messages in which msgspec repeats the value."""
 
-_RAISED_ON = (DecodeError, HandlerError, OSError, MemoryError)
+
+_PASSED_ON = (DecodeError, HandlerError, OSError, MemoryError)
 """Passed on unchanged: a decoder's own errors, and transient ones, such as an unreachable schema registry. The attempt
 then fails like any other. They include `TimeoutError` and `ConnectionError`."""
 
@@ -29,7 +41,7 @@ class Payload(NamedTuple):
     """The handler's annotation; None if a function decodes."""
 
 
-# By a function ------------------------------------------------------------------------
+# Decoding by a function ------------------------------------------------------------------------
 
 
 def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload:
@@ -50,48 +62,29 @@ def decoded_by(decode: Callable[[Record], object], *, is_async: bool) -> Payload
 
     def read(record: Record) -> object:
         try:
-            found = decode(record)
-            if isinstance(found, types.CoroutineType):
-                _refuse_coroutine(found)
-        except _RAISED_ON:
-            raise
+            return decode(record)
         except Exception as error:  # noqa: BLE001 - the user's own function
-            raise _not_decoded(record, error) from _shown_cause(error)
-        return found
+            _raise_not_decoded(record, error)
 
     async def read_async(record: Record) -> object:
         try:
             return await typing.cast("Awaitable[object]", decode(record))
-        except _RAISED_ON:
-            raise
         except Exception as error:  # noqa: BLE001 - the user's own function
-            raise _not_decoded(record, error) from _shown_cause(error)
+            _raise_not_decoded(record, error)
 
     return Payload(read_async if is_async else read, is_async, None)
 
 
-def _refuse_coroutine(found: "types.CoroutineType[Any, Any, Any]") -> None:
-    found.close()
-    raise HandlerError(
-        f"decode=… is a plain function and returned the coroutine {found.__qualname__}, which nobody awaits: declare "
-        "it, and every function that wraps it, with 'async def'"
-    )
+def _raise_not_decoded(record: Record, error: Exception) -> typing.NoReturn:
+    if isinstance(error, _PASSED_ON):
+        raise error
+    fault = _fault(error)
+    parts = (f"{Coordinates.of(record)} was not decoded", type(error).__name__, fault or str(error))
+    # A validator's error shows the value, so the traceback in the log must not contain it.
+    raise DecodeError(": ".join(filter(None, parts))) from (None if fault else error)
 
 
-def _not_decoded(record: Record, error: Exception) -> DecodeError:
-    said = fault(error) or str(error)
-    name = type(error).__name__
-    return DecodeError(
-        f"{_place(record)} was not decoded: {name}: {said}" if said else f"{_place(record)} was not decoded: {name}"
-    )
-
-
-def _shown_cause(error: Exception) -> Exception | None:
-    """Return the cause for the traceback in the log; None for a validator's error, which shows the value."""
-    return None if fault(error) else error
-
-
-# By an annotation ---------------------------------------------------------------------
+# Decoding by an annotation ---------------------------------------------------------------------
 
 
 def payload_of(annotation: Any, owner: str) -> Payload | None:
@@ -113,19 +106,19 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
         {'paid': True}
         >>> payload.read(Record("orders", 0, 42, None, b'{"paid": []}', (), 0.0))
         Traceback (most recent call last):
-        aioshard.errors.DecodeError: orders/0/42 is no dict[str, bool]: paid: Input should be a valid boolean
+        aioshard.errors.DecodeError: orders/0/42 is not a valid dict[str, bool]: paid: Input should be a valid boolean
     """
     allowed = alternatives(annotation)
     if annotation in (Any, object, inspect.Parameter.empty) or Record in allowed:
         return None
-    takes_none = types.NoneType in allowed
+    takes_none = NoneType in allowed
     raw = raw_type(annotation)
     if raw is None:
-        convert = _validator(annotation, owner).of_json
+        convert, _ = _validators(annotation, owner)
     else:
         convert = functools.partial(str, encoding="utf-8") if raw is str else raw
-        if is_constrained(annotation):
-            convert = _then(convert, _validator(annotation, owner).of_object)
+        if annotation not in (raw, raw | None):  # it may have constraints
+            convert = _then(convert, _validators(annotation, owner)[1])
     return Payload(_reader(convert, shown(annotation), takes_none=takes_none), is_async=False, type=annotation)
 
 
@@ -136,65 +129,240 @@ def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> 
             if takes_none:
                 return None
             raise DecodeError(
-                f"{_place(record)} has no value (it is a tombstone) and its handler takes {name}: annotate "
+                f"{Coordinates.of(record)} has no value (it is a tombstone) and its handler takes {name}: annotate "
                 f"{name} | None to get it as None"
             ) from None
         try:
             return convert(value)
-        except _RAISED_ON:
+        except _PASSED_ON:
             raise
         except Exception as error:  # noqa: BLE001 - of the user's own types too
             # A validator's message shows the value, which may be personal, and goes to logs and dead letters.
-            raise DecodeError(f"{_place(record)} is no {name}: {fault(error, value) or raised_in(error)}") from None
+            raise DecodeError(
+                f"{Coordinates.of(record)} is not a valid {name}: {_fault(error, value) or _raised_in(error)}"
+            ) from None
 
     return read
-
-
-def _place(record: Record) -> str:
-    return f"{record.topic}/{record.partition}/{record.offset}"
-
-
-class _Validator(NamedTuple):
-    """A validation library, for one type."""
-
-    of_json: Callable[[bytes], Any]
-    of_object: Callable[[Any], Any]
 
 
 def _then(first: Callable[[bytes], Any], second: Callable[[Any], Any]) -> Callable[[bytes], Any]:
     return lambda value: second(first(value))
 
 
-def _validator(annotation: Any, owner: str) -> _Validator:
-    if read_by_msgspec(annotation):
-        import msgspec  # noqa: PLC0415 - installed, because the annotation uses it
-
-        try:
-            return _Validator(
-                msgspec.json.Decoder(annotation).decode, functools.partial(msgspec.convert, type=annotation)
-            )
-        except (TypeError, NameError) as error:
-            raise _cannot(annotation, owner, error) from error
+def _validators(annotation: Any, owner: str) -> tuple[Callable[[bytes], Any], Callable[[Any], Any]]:
+    """Return the functions of a validation library that convert JSON, and an object, to a type."""
     from pydantic import PydanticUserError, TypeAdapter  # noqa: PLC0415 - pydantic is imported on use
     from pydantic_core import SchemaError  # noqa: PLC0415
 
     try:
+        if read_by_msgspec(annotation):
+            import msgspec  # noqa: PLC0415 - installed, because the annotation uses it
+
+            return msgspec.json.Decoder(annotation).decode, functools.partial(msgspec.convert, type=annotation)
         adapter = TypeAdapter(annotation)
         if not adapter.pydantic_complete:  # a name may be undefined, and only the first record would show it
             adapter.rebuild(raise_errors=True)
     except (PydanticUserError, SchemaError, TypeError, NameError) as error:
-        raise _cannot(annotation, owner, error) from error
-    return _Validator(adapter.validate_json, adapter.validate_python)
+        first = str(error).strip().splitlines()[0].rstrip(".")
+        raise HandlerError(
+            f"{owner} takes {shown(annotation)}, for which no value can be decoded ({first}): annotate "
+            "aioshard.Record, a pydantic model, a dataclass, a TypedDict or a msgspec struct, defined before the "
+            "handler and outside 'if TYPE_CHECKING', or give consume() decode=…"
+        ) from error
+    return adapter.validate_json, adapter.validate_python
 
 
-def _cannot(annotation: Any, owner: str, error: Exception) -> HandlerError:
-    first = str(error).strip().splitlines()[0].rstrip(".")
-    if isinstance(error, NameError):
-        return HandlerError(
-            f"{owner} takes {shown(annotation)}, for which no value can be decoded ({first}): import or define it "
-            "before the handler, in the module and outside 'if TYPE_CHECKING'"
-        )
-    return HandlerError(
-        f"{owner} takes {shown(annotation)}, for which no value can be decoded ({first}): annotate aioshard.Record, a "
-        "pydantic model, a dataclass, a TypedDict or a msgspec struct, or give consume() decode=…"
+# Annotations --------------------------------------------------------------------------
+
+
+def alternatives(annotation: Any) -> list[Any]:
+    """Return the types that an annotation allows, with unions, `Annotated`, aliases and `NewType` resolved.
+
+    Example:
+        >>> alternatives(typing.Annotated[int, "a number"] | None)
+        [<class 'int'>, <class 'NoneType'>]
+    """
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return alternatives(typing.get_args(annotation)[0])
+    if origin in (typing.Union, UnionType):
+        return [alternative for argument in typing.get_args(annotation) for alternative in alternatives(argument)]
+    if _is_alias(origin or annotation):
+        return alternatives((origin or annotation).__value__)
+    if isinstance(annotation, typing.NewType):
+        return alternatives(annotation.__supertype__)
+    return [NoneType if annotation is None else annotation]
+
+
+def raw_type(annotation: Any) -> Any:
+    """Return the one of `bytes`, `bytearray`, `memoryview` and `str` that is annotated; None if JSON is decoded.
+
+    Example:
+        >>> raw_type(str | None), raw_type(str | int)
+        (<class 'str'>, None)
+    """
+    wanted = [alternative for alternative in alternatives(annotation) if alternative is not NoneType]
+    return wanted[0] if len(wanted) == 1 and wanted[0] in (bytes, bytearray, memoryview, str) else None
+
+
+def read_by_msgspec(annotation: Any) -> bool:
+    """Whether msgspec decodes this type: the annotation contains a msgspec struct or constraint."""
+    return any(
+        hasattr(part, "__struct_fields__") or (type(part).__module__, type(part).__name__) == ("msgspec", "Meta")
+        for part in _mentioned(annotation, frozenset())
     )
+
+
+def shown(annotation: Any) -> str:
+    """Format a type as users write it.
+
+    Example:
+        >>> shown(dict[str, typing.Optional[int]])
+        'dict[str, int | None]'
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (None, NoneType):
+        return "None"
+    if origin is typing.Annotated:
+        return shown(arguments[0])
+    if origin in (typing.Union, UnionType):
+        return " | ".join(map(shown, arguments))
+    if origin is None:
+        return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+    if origin in (typing.Literal, Callable) or not arguments:
+        return str(annotation).replace("typing.", "").replace("collections.abc.", "")
+    return f"{shown(origin)}[{', '.join('...' if argument is ... else shown(argument) for argument in arguments)}]"
+
+
+def _is_alias(annotation: Any) -> bool:
+    """Whether it was defined by `type X = …`, or by the backport for older Pythons."""
+    return type(annotation).__name__ == "TypeAliasType"
+
+
+def _mentioned(annotation: Any, seen: frozenset[int]) -> Iterator[Any]:
+    """Iterate over the classes that an annotation mentions, at any depth."""
+    if id(annotation) in seen:
+        return  # an alias may be recursive
+    seen |= {id(annotation)}
+    if _is_alias(annotation):
+        yield from _mentioned(annotation.__value__, seen)
+        return
+    yield typing.get_origin(annotation) or annotation
+    for argument in typing.get_args(annotation):
+        yield from _mentioned(argument, seen)
+
+
+# Errors without the value, which may be personal: messages go to logs and dead letters --
+
+
+def _fault(error: Exception, value: bytes | None = None) -> str:
+    r"""Describe a decoder's error without the decoded value; empty for an unknown error.
+
+    The message contains names of fields and keys, and the text of a `ValueError` raised by a user's own validator.
+
+    Args:
+        error: The error that the decoder raised.
+        value: The decoder's input, if known.
+
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 from byte {error.start} on" if error.object == value else "a text in it is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    pydantic, msgspec = sys.modules.get("pydantic_core"), sys.modules.get("msgspec")
+    if pydantic is not None and isinstance(error, pydantic.ValidationError):
+        faults = error.errors(include_url=False, include_input=False)
+        first = "; ".join(map(_format_fault, faults[:_MAX_FAULTS]))
+        return f"{first}; and {len(faults) - _MAX_FAULTS} more" if len(faults) > _MAX_FAULTS else first
+    if msgspec is not None and isinstance(error, msgspec.DecodeError):
+        text = str(error)
+        repeats = _MSGSPEC_VALUE.fullmatch(text)
+        return text if repeats is None else "".join(part or "" for part in repeats.groups())
+    return ""
+
+
+def _format_fault(fault: Mapping[str, Any]) -> str:
+    """Format one fault reported by pydantic; the messages of some types repeat the value, so the type is named."""
+    text = fault["type"] if fault["type"] in ("union_tag_invalid", "uuid_parsing") else fault["msg"]
+    return f"{'.'.join(map(str, fault['loc']))}: {text}".removeprefix(": ")
+
+
+def _raised_in(error: BaseException) -> str:
+    """Describe an exception by its type and place only, because its message may contain the value."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    location = f"{frame.name}() in {PurePath(frame.filename).name}, line {frame.lineno}"
+    return f"{type(error).__name__} was raised, by {location}"
+
+
+# Encoding -----------------------------------------------------------------------------
+
+
+def encoded(value: object) -> bytes:
+    """Encode a value: bytes stay as they are, text becomes UTF-8, anything else JSON.
+
+    Raises:
+        TypeError: JSON cannot represent the value.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    return (value if isinstance(value, str) else json.dumps(value)).encode()
+
+
+def message(
+    topic: str,
+    value: object,
+    *,
+    key: bytes | str | None = None,
+    headers: Iterable[tuple[str, bytes | str | None]] = (),
+    partition: int | None = None,
+) -> Message:
+    """Build the message that the producer publishes.
+
+    Args:
+        topic: Destination topic.
+        value: None is a tombstone; see `encoded` for the rest.
+        key: Bytes, or text in UTF-8.
+        headers: Pairs of name and content.
+        partition: None lets the key choose.
+
+    Raises:
+        MessageError: The topic name is invalid, or the headers are not pairs.
+
+    Example:
+        >>> message("invoices", {"total": 7}, key="a").value
+        b'{"total": 7}'
+    """
+    if not TOPIC_NAME.fullmatch(str(topic)) or not isinstance(topic, str):
+        raise MessageError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+    try:
+        pairs = [(name, content) for name, content in headers]
+    except (TypeError, ValueError):
+        raise MessageError(f"headers={headers!r} was refused: expected pairs of a name and a content") from None
+    return Message(
+        topic,
+        None if value is None else encoded(value),
+        None if key is None else encoded(key),
+        tuple((name, None if content is None else encoded(content)) for name, content in pairs),
+        partition,
+    )
+
+
+def encoded_result(result: object) -> bytes | None:
+    """Encode the result of a handler for storage, in outcome rows and the journal.
+
+    Args:
+        result: None stays None, bytes stay as they are, and anything else becomes JSON: models, dataclasses, dates
+            and numbers in pydantic's format, and unsupported objects as their `repr`.
+
+    Example:
+        >>> encoded_result(None), encoded_result(b"raw"), encoded_result({"paid": True})
+        (None, b'raw', b'{"paid":true}')
+    """
+    if result is None or isinstance(result, bytes):
+        return result
+    from pydantic_core import to_json  # noqa: PLC0415 - pydantic is imported on use
+
+    try:
+        return to_json(result, fallback=repr)
+    except Exception as error:  # noqa: BLE001 - an object that contains itself, or the user's own `repr` failed
+        return to_json(f"a {type(result).__name__} that cannot be encoded ({type(error).__name__})")

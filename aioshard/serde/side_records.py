@@ -11,7 +11,7 @@ crash may send it twice, and both copies have the same id.
 
 **A parked record** lives in a compacted topic, in the partition with the *same number* as its own. Its key is
 `topic/partition/offset@generation`: the position of the original, and the generation of the group in which it was
-parked, so that a former owner of the partition cannot remove records that the new owner has parked. The original's own
+parked, so that a previous owner of the partition cannot remove records that the new owner parked. The original's own
 key moves to the header `aioshard.key` (bytes; missing if there was none). A null value, which would be a tombstone,
 becomes an empty one with `aioshard.null` = `1`. `aioshard.due` is the time of the next retry of the key (seconds since
 the epoch), `aioshard.replays` the number of retries so far. A tombstone for that key removes the record; its header
@@ -26,67 +26,17 @@ from typing import NamedTuple
 from aioshard.ports import Message
 from aioshard.records import TOPIC_NAME, Record
 
-__all__ = [
-    "DUE",
-    "KEY",
-    "LONGEST_MESSAGE",
-    "MESSAGE_ID",
-    "NULL",
-    "ONLY_PARKED",
-    "OURS",
-    "REPLAYED",
-    "REPLAYS",
-    "Coordinates",
-    "DeadLetterRecord",
-    "Failure",
-    "Headers",
-    "ParkedRecord",
-    "Place",
-    "ReleaseEnded",
-    "ReleaseRequest",
-    "Removed",
-    "as_text",
-    "dead_letter",
-    "failure_headers",
-    "is_number",
-    "park",
-    "parted",
-    "read_dead_letter",
-    "read_original",
-    "read_parked",
-    "release",
-    "released",
-    "replay",
-    "seconds",
-    "tombstone",
-    "whole",
-]
-
 LONGEST_MESSAGE = 1000
 """Maximum length of a stored error message; headers count towards the size of a record."""
 
-_TOPIC = "aioshard.topic"
-_PARTITION = "aioshard.partition"
-_OFFSET = "aioshard.offset"
-_TIMESTAMP = "aioshard.timestamp"
-_GROUP = "aioshard.group"
-_HANDLER = "aioshard.handler"
-_ATTEMPTS = "aioshard.attempts"
-_ERROR = "aioshard.error"
-_MESSAGE = "aioshard.message"
-_FAILED_AT = "aioshard.failed_at"
-KEY = "aioshard.key"
-NULL = "aioshard.null"
-DUE = "aioshard.due"
-REPLAYS = "aioshard.replays"
+_PREFIX = "aioshard."
+"""Of the names of all our headers."""
 MESSAGE_ID = "aioshard.message_id"
 """Id of a dead letter from a backfill, `topic/partition/offset`: the same if it is sent again."""
-
-_OF_A_DEAD_LETTER = frozenset(
-    {_TOPIC, _PARTITION, _OFFSET, _TIMESTAMP, _GROUP, _HANDLER, _ATTEMPTS, _ERROR, _MESSAGE, _FAILED_AT}
-)
-ONLY_PARKED = frozenset({KEY, NULL, DUE, REPLAYS})
-OURS = _OF_A_DEAD_LETTER | ONLY_PARKED | {MESSAGE_ID}
+REPLAYED = "aioshard.replayed"
+"""Header of a record that was sent back to its topic: `topic/partition/offset` of its dead letter."""
+_GENERATION = "aioshard.generation"
+_RELEASE = "release"
 
 _LONGEST_NUMBER = len(str(2**63 - 1))
 
@@ -94,7 +44,7 @@ Headers = tuple[tuple[str, bytes | None], ...]
 
 
 class Failure(NamedTuple):
-    """Why a record left its topic."""
+    """Why a record left its topic; each field has a header of its name."""
 
     group: str
     handler: str
@@ -105,6 +55,14 @@ class Failure(NamedTuple):
     """Message of the exception; cut to `LONGEST_MESSAGE` characters when it is written."""
     failed_at: float
     """Seconds since the epoch."""
+
+
+_ONLY_PARKED = frozenset({"key", "null", "due", "replays"})
+_OURS = {
+    _PREFIX + name: name
+    for name in ("topic", "partition", "offset", "timestamp", *Failure._fields, *_ONLY_PARKED, "message_id")
+}
+"""Names of our headers, each with its short name."""
 
 
 class Coordinates(NamedTuple):
@@ -154,30 +112,26 @@ class DeadLetterRecord(NamedTuple):
 
 def failure_headers(record: Record, failure: Failure) -> Headers:
     """Return the headers that describe the original and why it left its topic."""
-    return (
-        (_TOPIC, as_text(record.topic)),
-        (_PARTITION, as_text(str(record.partition))),
-        (_OFFSET, as_text(str(record.offset))),
-        (_TIMESTAMP, as_text(repr(float(record.timestamp)))),
-        (_GROUP, as_text(failure.group)),
-        (_HANDLER, as_text(failure.handler)),
-        (_ATTEMPTS, as_text(str(failure.attempts))),
-        (_ERROR, as_text(failure.error)),
-        (_MESSAGE, as_text(_cut(failure.message))),
-        (_FAILED_AT, as_text(repr(float(failure.failed_at)))),
-    )
+    failure = failure._replace(message=_truncated(failure.message), failed_at=float(failure.failed_at))
+    at = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+    return _headers({**at, "timestamp": float(record.timestamp), **failure._asdict()})
+
+
+def _headers(values: dict[str, object]) -> Headers:
+    return tuple((_PREFIX + name, as_text(str(value))) for name, value in values.items())
 
 
 def parted(headers: Headers) -> tuple[Headers, dict[str, bytes | None]]:
-    """Split the original's headers from ours; ours are those with our names, from the last `aioshard.topic` on.
+    """Split the original's headers from ours, which come under their short names.
 
-    Headers that a proxy or tracer appended after them count as the record's own.
+    Ours are those with our names, from the last `aioshard.topic` on. Headers that a proxy or tracer appended after
+    them count as the record's own.
     """
-    begin = max((index for index, (name, _) in enumerate(headers) if name == _TOPIC), default=None)
+    begin = max((index for index, (name, _) in enumerate(headers) if name == "aioshard.topic"), default=None)
     if begin is None:
         return headers, {}
-    ours = {name: value for name, value in headers[begin:] if name in OURS}
-    return headers[:begin] + tuple(header for header in headers[begin:] if header[0] not in OURS), ours
+    ours = {_OURS[name]: value for name, value in headers[begin:] if name in _OURS}
+    return headers[:begin] + tuple(header for header in headers[begin:] if header[0] not in _OURS), ours
 
 
 def read_original(
@@ -192,16 +146,16 @@ def read_original(
         value: Value of the original.
     """
     try:
-        coordinates = Coordinates(_string(ours, _TOPIC), whole(ours, _PARTITION), whole(ours, _OFFSET))
+        coordinates = Coordinates(_string(ours, "topic"), whole(ours, "partition"), whole(ours, "offset"))
         failure = Failure(
-            group=_string(ours, _GROUP),
-            handler=_string(ours, _HANDLER),
-            attempts=whole(ours, _ATTEMPTS),
-            error=_string(ours, _ERROR),
-            message=_string(ours, _MESSAGE),
-            failed_at=seconds(ours, _FAILED_AT),
+            group=_string(ours, "group"),
+            handler=_string(ours, "handler"),
+            attempts=whole(ours, "attempts"),
+            error=_string(ours, "error"),
+            message=_string(ours, "message"),
+            failed_at=seconds(ours, "failed_at"),
         )
-        timestamp = seconds(ours, _TIMESTAMP)
+        timestamp = seconds(ours, "timestamp")
     except ValueError:
         return None
     if not TOPIC_NAME.fullmatch(coordinates.topic):
@@ -212,7 +166,7 @@ def read_original(
 # Text ---------------------------------------------------------------------------------
 
 
-def _cut(message: str) -> str:
+def _truncated(message: str) -> str:
     return message if len(message) <= LONGEST_MESSAGE else f"{message[: LONGEST_MESSAGE - 1]}…"
 
 
@@ -223,10 +177,10 @@ def as_text(text: str) -> bytes:
 
 
 def _string(headers: dict[str, bytes | None], name: str) -> str:
-    found = headers.get(name)
-    if found is None:
+    value = headers.get(name)
+    if value is None:
         raise ValueError(name)
-    return found.decode("utf-8", "replace")
+    return value.decode("utf-8", "replace")
 
 
 def whole(headers: dict[str, bytes | None], name: str) -> int:
@@ -243,22 +197,15 @@ def whole(headers: dict[str, bytes | None], name: str) -> int:
 
 def seconds(headers: dict[str, bytes | None], name: str) -> float:
     """Read a header that is a timestamp or a duration; raises as `whole`."""
-    found = float(_string(headers, name))
-    if not math.isfinite(found):
+    value = float(_string(headers, name))
+    if not math.isfinite(value):
         raise ValueError(name)
-    return found
+    return value
 
 
 def is_number(text: str) -> bool:
     """Whether *text* is a number as `str` writes an offset; unlike `int`, no signs, blanks or underscores."""
     return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER and (text == "0" or text[0] != "0")
-
-
-REPLAYED = "aioshard.replayed"
-"""Header of a record that was sent back to its topic: `topic/partition/offset` of its dead letter."""
-
-_RELEASE = "release"
-_GENERATION = "aioshard.generation"
 
 
 class Place(NamedTuple):
@@ -304,7 +251,7 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
         >>> message.key, message.value, len(message.headers), dict(message.headers)["aioshard.failed_at"]
         (b'k', b'{}', 11, b'1700000009.5')
     """
-    own = tuple(header for header in record.headers if header[0] not in OURS)
+    own = tuple(header for header in record.headers if header[0] not in _OURS)
     headers = own + failure_headers(record, failure)
     # A record of the first message format has no timestamp; it reads as -1 ms.
     timestamp = record.timestamp if record.timestamp >= 0 else None
@@ -314,7 +261,7 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
 def read_dead_letter(record: Record) -> DeadLetterRecord | None:
     """Decode *record* as a dead letter; None if it is something else, or its headers cannot be read."""
     original, ours = parted(record.headers)
-    if ours.keys() & ONLY_PARKED:
+    if ours.keys() & _ONLY_PARKED:
         return None
     return read_original(original, ours, record.key, record.value)
 
@@ -330,8 +277,8 @@ def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None
     """
     record = letter.original
     headers = tuple(header for header in record.headers if header[0] != REPLAYED)
-    mark = (REPLAYED, as_text(str(read)))
-    return Message(record.topic, record.value, record.key, (*headers, mark), partition, timestamp)
+    header = (REPLAYED, as_text(str(read)))
+    return Message(record.topic, record.value, record.key, (*headers, header), partition, timestamp)
 
 
 # Parked records -----------------------------------------------------------------------
@@ -379,12 +326,7 @@ class ReleaseRequest(NamedTuple):
     """A request to retry the key of a parked record now."""
 
     coordinates: Coordinates
-
-
-class ReleaseEnded(NamedTuple):
-    """Reports that a request was answered."""
-
-    coordinates: Coordinates
+    answered: bool = False
 
 
 def park(topic: str, record: Record, failure: Failure, *, generation: int, due: float, replays: int = 0) -> Message:
@@ -404,13 +346,13 @@ def park(topic: str, record: Record, failure: Failure, *, generation: int, due: 
         >>> message.key, message.value, message.partition
         (b'orders/3/41@2', b'', 3)
     """
-    extra: list[tuple[str, bytes | None]] = [(DUE, as_text(repr(due))), (REPLAYS, as_text(str(replays)))]
+    extra = _headers({"due": due, "replays": replays})
     if record.key is not None:
-        extra.append((KEY, record.key))
+        extra += ((_PREFIX + "key", record.key),)
     if record.value is None:
-        extra.append((NULL, b"1"))
+        extra += _headers({"null": 1})
     # The record returns to its handler, so even headers with names like ours are kept.
-    headers = record.headers + failure_headers(record, failure) + tuple(extra)
+    headers = record.headers + failure_headers(record, failure) + extra
     place = Place(Coordinates.of(record), generation)
     return Message(topic, record.value or b"", as_text(str(place)), headers, record.partition)
 
@@ -427,48 +369,39 @@ def tombstone(topic: str, place: Place, *, by: int | None = None) -> Message:
     return Message(topic, None, as_text(str(place)), headers, place.coordinates.partition)
 
 
-def release(topic: str, coordinates: Coordinates) -> Message:
-    """Build the request to retry the key of a parked record now; the owner of the partition answers it."""
-    return Message(topic, b"1", as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
+def release(topic: str, coordinates: Coordinates, *, answered: bool = False) -> Message:
+    """Build the request to retry the key of a parked record now.
+
+    The owner of the partition answers it: with *answered*, the message removes the request from the side topic.
+    """
+    value = None if answered else b"1"
+    return Message(topic, value, as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
 
 
-def released(topic: str, coordinates: Coordinates) -> Message:
-    """Build the message that removes an answered request from the side topic."""
-    return Message(topic, None, as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
-
-
-def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | ReleaseEnded | None:
+def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | None:
     """Decode a record of a side topic; None if it is not ours, or is in the wrong partition."""
-    named = (record.key or b"").decode("utf-8", "replace")
-    place = Place.parse(named)
-    if place is None:
-        return _request(record, named)
-    if place.coordinates.partition != record.partition:
-        return None
-    return Removed(place, _taken_out_by(record)) if record.value is None else _parked(record, place)
-
-
-def _taken_out_by(record: Record) -> int | None:
-    text = (dict(record.headers).get(_GENERATION) or b"").decode("utf-8", "replace")
-    return int(text) if is_number(text) else None
-
-
-def _request(record: Record, named: str) -> ReleaseRequest | ReleaseEnded | None:
-    if not named.startswith(f"{_RELEASE}/"):
-        return None
-    coordinates = Coordinates.parse(named.removeprefix(f"{_RELEASE}/"))
+    stored_key = (record.key or b"").decode("utf-8", "replace")
+    place = Place.parse(stored_key)
+    requested = Coordinates.parse(stored_key.removeprefix(f"{_RELEASE}/")) if place is None else None
+    coordinates = requested if place is None else place.coordinates
     if coordinates is None or coordinates.partition != record.partition:
         return None
-    return ReleaseEnded(coordinates) if record.value is None else ReleaseRequest(coordinates)
+    if place is None:
+        is_request = stored_key.startswith(f"{_RELEASE}/")
+        return ReleaseRequest(coordinates, answered=record.value is None) if is_request else None
+    if record.value is not None:
+        return _parked(record, place)
+    by = (dict(record.headers).get(_GENERATION) or b"").decode("utf-8", "replace")
+    return Removed(place, int(by) if is_number(by) else None)
 
 
 def _parked(record: Record, place: Place) -> ParkedRecord | None:
     original, ours = parted(record.headers)
-    letter = read_original(original, ours, ours.get(KEY), None if NULL in ours else record.value)
+    letter = read_original(original, ours, ours.get("key"), None if "null" in ours else record.value)
     if letter is None or Coordinates.of(letter.original) != place.coordinates:
         return None
     try:
-        due, replays = seconds(ours, DUE), whole(ours, REPLAYS)
+        due, replays = seconds(ours, "due"), whole(ours, "replays")
     except ValueError:
         return None
     return ParkedRecord(letter.original, letter.failure, due, replays, place.generation)

@@ -1,47 +1,240 @@
 """The event journal: the outcome of each record, written as Parquet alongside the running app.
 
-The event loop creates a small tuple per completed record and hands over a thousand of them at a time. One thread
+The event loop collects a few values per completed record and hands over a thousand records at a time. One thread
 converts them to columns and writes them. Rows that it cannot accept in time are dropped and counted: the app never
 waits for its journal.
 """
 
 import asyncio
 import contextlib
-import functools
+import datetime as dt
+import glob
+import itertools
 import logging
+import os
 import queue
+import re
+import secrets
+import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from aioshard.engine.epoch import Delivery
-from aioshard.engine.handler import HandlerSpec
-from aioshard.engine.observed import Completed
-from aioshard.engine.outcomes import Outcome
-from aioshard.engine.runtime import Engine
-from aioshard.handlers import Registration
+from aioshard.errors import MissingExtraError, SettingsError
 from aioshard.observe import JournalStatistics
-from aioshard.serde.results import encoded_result
-from aioshard.serde.side_records import as_text
-from aioshard.telemetry.journal_files import JournalFiles
-from aioshard.telemetry.journal_rows import NO_RUN, ROW_WIDTH, Trouble, record_batch, warm_up
-from aioshard.telemetry.versions import version
+from aioshard.telemetry.outcome_rows import ROW_WIDTH, OutcomeRows, columns_of, hashes, outcome_columns
 
-__all__ = ["Journal"]
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise MissingExtraError("the journal", "journal") from error
 
 logger = logging.getLogger("aioshard.telemetry.journal")
 
-_CHUNK_VALUES = 1_000 * ROW_WIDTH
+SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("handler", pa.string()),
+        ("status", pa.string()),
+        ("attempts", pa.int32()),
+        ("error_type", pa.string()),
+        ("error", pa.string()),
+        ("timestamp", pa.float64()),
+        ("arrived", pa.float64()),
+        ("started", pa.float64()),
+        ("duration", pa.float64()),
+        ("shard", pa.int64()),
+        ("key_hash", pa.int64()),
+        ("key", pa.binary()),
+        ("result", pa.binary()),
+    ]
+)
+"""Schema of journal files. Times are seconds since the epoch, `duration` is in seconds; see docs/journal.md."""
+
+
+def record_batch(flat: list[Any], *, ahead: float, show_keys: bool) -> pa.RecordBatch:
+    """Convert rows to a batch of the journal.
+
+    Args:
+        flat: `ROW_WIDTH` values per row; at least one row.
+        ahead: Seconds to add to loop time for wall-clock time.
+        show_keys: Whether to write keys in addition to their hashes.
+    """
+    _, _, _, _, keys, timestamps, arrivals, *_ = columns_of(flat)
+    columns = outcome_columns(flat, ahead)
+    columns["timestamp"] = pa.array(timestamps, pa.float64())
+    columns["arrived"] = pa.array([arrived + ahead for arrived in arrivals], pa.float64())
+    columns["key_hash"] = hashes(keys)
+    if not show_keys:
+        columns["key"] = pa.nulls(len(keys), pa.binary())
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+_MAX_BYTES = 64 * 1024 * 1024
+"""Maximum compressed size of one file."""
+_MAX_AGE = 60.0
+"""Seconds after which a file is completed: if the process is killed, the journal loses its unfinished file."""
+_GROUP_ROWS = 32 * 1024
+_GROUP_BYTES = 8 * 1024 * 1024
+_ABANDONED_AGE = 600.0
+"""Seconds without a write after which an unfinished file belongs to a process that died."""
+_UNFINISHED = ".parquet.part"
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._]")
+
+
+class JournalFiles:
+    """Parquet files in one directory, written one after another. Owned by one thread.
+
+    A file is written under a name with a leading dot, which Parquet readers skip. It gets its final name once it is
+    complete and on disk. Readers therefore only see complete files, even if the process dies.
+
+    Invariants:
+        * Names sort by the start time of their files and are never reused.
+    """
+
+    def __init__(self, directory: Path, group_id: str) -> None:
+        """Create the files of one process; call `prepare` before the first row.
+
+        Args:
+            directory: Location of the files.
+            group_id: The consumer group, which is part of their names.
+        """
+        self.finished = 0
+        """Number of complete files."""
+        self.rows = 0
+        """Number of rows in them."""
+        self.pending = 0
+        """Number of rows in the unfinished file."""
+        self._directory = directory
+        self._owner = f"{_plain(group_id)}-{_plain(socket.gethostname())}"
+        self._path: Path | None = None
+        """The unfinished file; `_sink` and `_writer` exist while it is open."""
+        self._began = 0.0
+        self._batches: list[pa.RecordBatch] = []
+        """The batches that become the next row group of the file."""
+
+    def prepare(self) -> None:
+        """Create the directory, and remove files that an earlier process on this machine left unfinished.
+
+        Raises:
+            SettingsError: The directory is not writable.
+        """
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory):
+                pass
+        except OSError as error:
+            raise SettingsError(
+                f"journal={str(self._directory)!r} cannot be written to ({error.strerror or error}): name a directory "
+                "in which this user may make files"
+            ) from error
+        for path in self._directory.glob(f".*-{glob.escape(self._owner)}-*{_UNFINISHED}"):
+            with contextlib.suppress(OSError):  # it no longer exists, or belongs to another user
+                if time.time() - path.stat().st_mtime > _ABANDONED_AGE:
+                    path.unlink()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Add rows; they become readable once their file is complete.
+
+        Raises:
+            OSError: The rows cannot be written. Call `discard` then.
+        """
+        self._batches.append(batch)
+        self.pending += batch.num_rows
+        if self._path is None:
+            self._open()
+        group = pa.Table.from_batches(self._batches)
+        if group.num_rows >= _GROUP_ROWS or group.nbytes >= _GROUP_BYTES:
+            self.flush()
+            if self._sink.tell() >= _MAX_BYTES:
+                self.finish()
+
+    def _open(self) -> None:
+        now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        name = f"{now}-{self._owner}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._path = self._directory / f".{name}{_UNFINISHED}"
+        self._began = time.monotonic()
+        self._sink = pa.OSFile(str(self._path), "wb")
+        self._writer = pq.ParquetWriter(self._sink, SCHEMA, compression="zstd", compression_level=1)
+
+    def flush(self) -> None:
+        """Write the waiting batches as a row group of the file.
+
+        Raises:
+            OSError: The row group cannot be written. Call `discard` then.
+        """
+        if self._batches:
+            group = pa.Table.from_batches(self._batches)
+            self._writer.write_table(group, row_group_size=group.num_rows)
+            self._batches = []
+
+    @property
+    def due(self) -> float | None:
+        """Seconds until the open file must be completed; None without an open file."""
+        return None if self._path is None else max(self._began + _MAX_AGE - time.monotonic(), 0.0)
+
+    def finish(self) -> None:
+        """Complete the open file, if there is one: flush it to disk and give it its final name.
+
+        Raises:
+            OSError: The file cannot be completed. Call `discard` then.
+        """
+        if self._path is None:
+            return
+        self.flush()
+        self._writer.close()
+        self._sink.close()
+        _sync(self._path)
+        self._path.rename(self._path.with_name(self._path.name.removeprefix(".").removesuffix(".part")))
+        self._path = None
+        with contextlib.suppress(OSError):  # not every system can synchronize directories
+            _sync(self._directory)
+        self.finished += 1
+        self.rows += self.pending
+        self.pending = 0
+
+    def discard(self) -> int:
+        """Discard the open file; return the number of lost rows."""
+        path, self._path = self._path, None
+        lost, self.pending = self.pending, 0
+        self._batches = []
+        if path is not None:
+            with contextlib.suppress(Exception), self._sink:  # the disk may still fail, or the file was not opened
+                self._writer.close()
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        return lost
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _plain(name: str) -> str:
+    """Make a name safe for use in a file name."""
+    return _UNUSUAL.sub("_", name)[:60]
+
+
+_CHUNK_ROWS = 1_000
 _CHUNK_BYTES = 1024 * 1024
 _WAITING_CHUNKS = 64
 _WAITING_BYTES = 32 * 1024 * 1024
 """Rows that may wait for the thread, in addition to those it is writing: about 60 MiB with Python's overhead."""
-_VALUES_AT_ONCE = 32 * 1024 * ROW_WIDTH
+_CHUNKS_AT_ONCE = 32
 _LOOK_INTERVAL = 1.0
 """Seconds after which rows are handed over even if there are fewer than a thousand."""
-_LETS_GO = 2e-4
+_LOCK_RELEASE = 2e-4
 """Seconds for which the event loop releases the interpreter lock when the thread has fallen behind.
 
 Without this, a busy event loop takes the lock back after each poll of its sockets, before the waiting thread wakes up.
@@ -50,10 +243,6 @@ _PAUSE = 5.0
 """Seconds without writing after a write has failed."""
 _LOG_INTERVAL = 60.0
 _CLOSE_TIMEOUT = 3.0
-_CLOCK_STEP = 1.0
-"""Seconds by which the wall clock may differ from loop time before it is assumed to have been set."""
-_PROCESSED = Outcome.PROCESSED
-_RETURNED = Outcome.RETURNED
 
 
 class _Chunk(NamedTuple):
@@ -75,32 +264,27 @@ class Journal:
         * Only the journal's thread waits for the disk.
     """
 
-    def __init__(self, files: JournalFiles, name: str, *, show_keys: bool, clock: Callable[[], float]) -> None:
-        """Create a journal and start its thread.
+    def __init__(self, files: JournalFiles, group_id: str, *, show_keys: bool) -> None:
+        """Create a journal in the running event loop and start its thread.
 
         Args:
             files: Prepared files.
-            name: Name of the app, used for the thread.
+            group_id: The consumer group, used for the thread's name.
             show_keys: Whether to write keys in addition to their hashes.
-            clock: Loop time, in which the engine records events.
         """
         self._files = files
         self._show_keys = show_keys
-        self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._ahead = time.time() - clock()
-        self._flat: list[Any] = []
-        self._size = 0
-        self._encoded: tuple[object, bytes | None] = (None, None)
-        """The latest run with a result, and the result as bytes: encoded once for all records of a batch."""
+        self._rows = OutcomeRows(self._hand_over, _CHUNK_ROWS, max_bytes=_CHUNK_BYTES)
+        self.observe = self._rows.observe
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         # Only one thread changes each of these.
-        self._given_rows = self._given_bytes = self._overflowed = 0
-        self._taken_bytes = self._lost = 0
+        self._queued_rows = self._queued_bytes = self._overflowed = 0
+        self._dequeued_bytes = self._lost = 0
         self._overflow_logged = -_LOG_INTERVAL
         self._resumes_at = 0.0
         self._trouble: str | None = None
-        self._thread = threading.Thread(target=self._work, name=f"aioshard journal of {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"aioshard journal of {group_id}", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -116,117 +300,56 @@ class Journal:
             SettingsError: The directory is not writable.
         """
         files = JournalFiles(Path(directory), group_id)
-        await asyncio.to_thread(warm_up)
+        # Arrow's first array imports pandas, if it is installed: while the event loop is busy, that would take seconds.
+        await asyncio.to_thread(pa.array, (b"",), pa.binary())
         await asyncio.to_thread(files.prepare)
-        return cls(files, group_id, show_keys=show_keys, clock=asyncio.get_running_loop().time)
+        return cls(files, group_id, show_keys=show_keys)
 
     # The event loop -----------------------------------------------------------------------
 
-    def attach(self, engine: Engine, handlers: Sequence[Registration]) -> None:
-        """Describe *engine* and its *handlers* in the metadata of each new file, as they are when it is started."""
-        self._files.describe = functools.partial(_set_up, engine, tuple(handlers))
-
-    def observe(self, spec: HandlerSpec) -> Completed:
-        """Return the callback that records a handler's completed records; see `aioshard.engine.observed.Observe`."""
-        return functools.partial(self._note, spec)
-
-    def _note(self, spec: HandlerSpec, delivery: Delivery) -> None:
-        topic, partition, offset, key, _, _, timestamp = delivery.record
-        began, ended, result = run = getattr(delivery, "run", NO_RUN)
-        trouble = None
-        if delivery.outcome is _PROCESSED:
-            attempts = delivery.failures + 1
-            if result is not None:
-                result = self._as_bytes(run)
-        elif delivery.outcome is _RETURNED:
-            return  # parked again: the record has not ended yet
-        else:
-            attempts, result, trouble = delivery.failures, None, self._trouble_of(delivery)
-        if key is not None:
-            self._size += len(key)
-        flat = self._flat
-        flat += (
-            spec,
-            topic,
-            partition,
-            offset,
-            key,
-            timestamp,
-            delivery.arrived,
-            began,
-            ended,
-            result,
-            delivery.key,
-            attempts,
-            trouble,
-        )
-        if len(flat) >= _CHUNK_VALUES or self._size >= _CHUNK_BYTES:
-            self._hand_over()
-
-    def _as_bytes(self, run: tuple[float, float, object]) -> bytes | None:
-        """Encode the result of a run now, because other code that holds it may change it."""
-        if self._encoded[0] is not run:
-            try:
-                result = encoded_result(run[2])
-            except Exception as error:  # noqa: BLE001 - the user's own methods; the record is complete anyway
-                message = "the journal leaves out a result of type %s, which cannot be encoded: %r"
-                logger.warning(message, type(run[2]).__name__, error)
-                result = None
-            self._encoded = (run, result)
-            self._size += len(result or b"")
-        return self._encoded[1]
-
-    def _trouble_of(self, delivery: Delivery) -> Trouble:
-        note = delivery.failure
-        if note is None:
-            return Trouble(delivery.outcome.value, None, None)
-        self._size += len(note.message)
-        # Arrow rejects lone surrogates, such as in a file name that is not UTF-8.
-        return Trouble(delivery.outcome.value, note.error, as_text(note.message).decode())
-
-    def _hand_over(self, *, all_of_it: bool = False) -> None:
-        """Give the collected rows to the thread; drop them if too much waits already, unless *all_of_it* is set."""
-        flat, size = self._flat, self._size
-        if not flat:
+    def _hand_over(self, *, force: bool = False) -> None:
+        """Give the collected rows to the thread; drop them if too much waits already, unless *force* is set."""
+        rows = len(self._rows)
+        if not rows:
             return
-        self._flat, self._size = [], 0
-        rows = len(flat) // ROW_WIDTH
-        waiting = self._given_bytes - self._taken_bytes
+        flat, size = self._rows.take()
+        waiting = self._queued_bytes - self._dequeued_bytes
         full = self._chunks.qsize() >= _WAITING_CHUNKS or (waiting > 0 and waiting + size > _WAITING_BYTES)
-        if full and not all_of_it:
+        if full and not force:
             self._overflowed += rows
             self._log_overflow()
             return
-        ahead = time.time() - self._clock()
-        if abs(ahead - self._ahead) > _CLOCK_STEP:
-            self._ahead = ahead  # the clock was set
-        self._given_rows += rows
-        self._given_bytes += size
+        self._queued_rows += rows
+        self._queued_bytes += size
         behind = self._chunks.qsize() > 1
-        self._chunks.put(_Chunk(flat, size, self._ahead))
+        self._chunks.put(_Chunk(flat, size, time.time() - self._loop.time()))
         if behind:
-            time.sleep(_LETS_GO)
+            time.sleep(_LOCK_RELEASE)
 
     def _log_overflow(self) -> None:
-        now = self._clock()
+        now = self._loop.time()
         if now - self._overflow_logged >= _LOG_INTERVAL:
             self._overflow_logged = now
-            message = "the journal is not written as fast as records end: %d row(s) were dropped so far"
-            logger.warning(message, self._overflowed)
+            logger.warning(
+                "the journal cannot keep up with completed records; rows dropped so far: %d", self._overflowed
+            )
 
     async def close(self) -> None:
         """Write the remaining rows, complete the last file and end the thread; give up after 3 s."""
-        self._hand_over(all_of_it=True)
+        self._hand_over(force=True)
         self._chunks.put(None)
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            message = "the journal's last %d row(s) were not written within %g s and are left behind"
-            logger.error(message, self.statistics().waiting, _CLOSE_TIMEOUT)
+            logger.error(
+                "the journal was not closed within its limit; rows lost: %d (limit %g s)",
+                self.statistics().waiting,
+                _CLOSE_TIMEOUT,
+            )
 
     def statistics(self) -> JournalStatistics:
         """Return how much was written; safe to call from any thread."""
         written, lost = self._files.rows, self._lost
-        waiting = max(self._given_rows - written - lost, 0) + len(self._flat) // ROW_WIDTH
+        waiting = max(self._queued_rows - written - lost, 0) + len(self._rows)
         return JournalStatistics(
             written=written,
             waiting=waiting,
@@ -239,59 +362,45 @@ class Journal:
 
     def _work(self) -> None:
         while True:
+            if self._files.due == 0.0:
+                self._attempt(self._files.finish)
             due = self._files.due
             wait = _LOOK_INTERVAL if due is None else min(due, _LOOK_INTERVAL)
             try:
-                chunk = self._chunks.get(timeout=max(wait, 0.001))
+                chunks = [self._chunks.get(timeout=max(wait, 0.001))]
             except queue.Empty:
                 self._ask_for_rows()
-            else:
-                if not self._take(chunk):
-                    break
-            if self._files.due == 0.0:
-                self._attempt(self._files.finish)
+                continue
+            # The thread may have to wait for the interpreter lock on each call into Arrow: the further it falls behind,
+            # the fewer calls it makes.
+            while chunks[-1] is not None and len(chunks) < _CHUNKS_AT_ONCE and not self._chunks.empty():
+                chunks.append(self._chunks.get())
+            self._write([chunk for chunk in chunks if chunk is not None])
+            if chunks[-1] is None:
+                break
         self._attempt(self._files.finish)
 
     def _ask_for_rows(self) -> None:
         """Make the event loop hand over its rows, even if there are only a few."""
-        if self._flat:
+        if len(self._rows):
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 self._loop.call_soon_threadsafe(self._hand_over)
 
-    def _take(self, chunk: _Chunk | None) -> bool:
-        """Write a chunk and all that wait behind it; return whether more will come.
-
-        Chunks are written together because the thread may have to wait for the interpreter lock on each call into
-        Arrow. The further it falls behind, the fewer calls it makes.
-        """
-        if chunk is None:
-            return False
-        flat, ahead = chunk.flat, chunk.ahead
-        self._taken_bytes += chunk.size
-        while len(flat) < _VALUES_AT_ONCE:
-            try:
-                chunk = self._chunks.get_nowait()
-            except queue.Empty:
-                break
-            if chunk is None:
-                self._write(flat, ahead)
-                return False
-            flat += chunk.flat
-            self._taken_bytes += chunk.size
-        self._write(flat, ahead)
-        return True
-
-    def _write(self, flat: list[Any], ahead: float) -> None:
+    def _write(self, chunks: list[_Chunk]) -> None:
+        if not chunks:
+            return
+        flat = list(itertools.chain.from_iterable(chunk.flat for chunk in chunks))
+        self._dequeued_bytes += sum(chunk.size for chunk in chunks)
         rows = len(flat) // ROW_WIDTH
         if time.monotonic() < self._resumes_at:
             self._lost += rows
             return
         try:
-            batch = record_batch(flat, ahead=ahead, show_keys=self._show_keys)
+            batch = record_batch(flat, ahead=chunks[0].ahead, show_keys=self._show_keys)
         except Exception as error:
             self._lost += rows
             self._failed(error)
-            logger.exception("%d row(s) of the journal cannot be written down", rows)
+            logger.exception("journal rows cannot be converted; rows lost: %d", rows)
             return
 
         def write() -> None:
@@ -300,7 +409,7 @@ class Journal:
                 self._files.flush()  # rows that are only in memory do not prove that the disk works
 
         if self._attempt(write) and self._trouble is not None:
-            logger.warning("the journal is written again; %d row(s) were dropped so far", self._lost)
+            logger.warning("the journal is written again; rows dropped so far: %d", self._lost)
             self._trouble = None
 
     def _attempt(self, act: Callable[[], None]) -> bool:
@@ -311,10 +420,9 @@ class Journal:
             lost = self._files.discard()
             self._lost += lost
             self._resumes_at = time.monotonic() + _PAUSE
-            said, sentence = self._trouble, self._failed(error)
-            if sentence != said:
-                message = "%s; %d row(s) are lost, and what comes is dropped until it can be written again"
-                logger.error(message, sentence, lost)  # noqa: TRY400 - a sentence
+            previous, trouble = self._trouble, self._failed(error)
+            if trouble != previous:
+                logger.error("%s; rows lost: %d; new rows are dropped until writing works again", trouble, lost)  # noqa: TRY400 - a sentence
             return False
         return True
 
@@ -322,23 +430,3 @@ class Journal:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self._trouble = f"the journal cannot be written: {reason}"
         return self._trouble
-
-
-def _set_up(engine: Engine, handlers: Sequence[Registration]) -> dict[str, Any]:
-    """Return the facts for a file's metadata that its rows do not contain."""
-    return {
-        "group": engine.group_id,
-        "version": version(),
-        "max_buffered_records": engine.settings.max_buffered_records,
-        "handlers": {
-            running.spec.name: {
-                "topics": running.spec.topics,
-                "pattern": running.spec.pattern,
-                "shard_by": "function" if callable(handler.shard_by) else handler.shard_by,
-                "shards": running.spec.shards,
-                "concurrency": running.staff.concurrency,
-                "batch": None if running.spec.batched is None else running.spec.batched.batch.max_records,
-            }
-            for running, handler in zip(engine.handlers, handlers, strict=True)
-        },
-    }

@@ -14,26 +14,14 @@ import time
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from aioshard.engine.insight.doctor import CurrentRecord, current_record
+from aioshard.engine.current_record import CurrentRecord, current_record
 from aioshard.errors import SettingsError
-
-__all__ = [
-    "REPEAT_INTERVAL",
-    "CurrentRecord",
-    "JsonFormatter",
-    "LogFormat",
-    "RecordFilter",
-    "TextFormatter",
-    "configure",
-    "configure_from",
-    "current_record",
-]
 
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _IDENTITY = frozenset(CurrentRecord._fields)
-_BESIDE = frozenset({"worker", "trace_id", "span_id"})
+_SHOWN_WITH_EVENT = frozenset({"worker", "trace_id", "span_id"})
 _QUIET = ("aiokafka", "kafka", "uvicorn", "asyncio", "opentelemetry", "httpx", "watchfiles")
 """Library loggers whose INFO is aioshard's DEBUG; httpx logs a line per request, and so one per record."""
 
@@ -111,13 +99,13 @@ class RecordFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the known fields; never drop a line."""
-        given = vars(record)
-        if not given.keys() & _IDENTITY:
-            found = current_record()
-            if found is not None:
-                given.update((name, value) for name, value in found._asdict().items() if value is not None)
-        if "trace_id" not in given:
-            given.update(_span())
+        fields = vars(record)
+        if not fields.keys() & _IDENTITY:
+            current = current_record()
+            if current is not None:
+                fields.update((name, value) for name, value in current._asdict().items() if value is not None)
+        if "trace_id" not in fields:
+            fields.update(_span())
         return True
 
 
@@ -178,7 +166,7 @@ class TextFormatter(logging.Formatter):
         line = super().formatMessage(record)
         fields = _fields(record)
         if "event" in fields:  # aioshard's own line, whose sentence already contains its fields
-            fields = {name: value for name, value in fields.items() if name in _BESIDE}
+            fields = {name: value for name, value in fields.items() if name in _SHOWN_WITH_EVENT}
         if not fields:
             return line
         return f"{line} [{' '.join(f'{name}={value}' for name, value in fields.items())}]"

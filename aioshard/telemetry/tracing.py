@@ -3,33 +3,500 @@
 An app without tracing pays nothing per record: `trace` only wraps the attempts and the clients when the app starts.
 """
 
+import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
-from aioshard.engine.handler import Adapt, HandlerSpec
-from aioshard.errors import MissingExtraError
-from aioshard.ports import Clients
+from aioshard.core.histogram import DURATION_BOUNDS
+from aioshard.core.on_failure import Park
+from aioshard.engine.current_record import serving
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import Adapt, Handler
+from aioshard.engine.worker import Asked
+from aioshard.errors import AttemptTimeoutError, MissingExtraError
+from aioshard.ports import Clients, Committed, Membership, Message, Producer, Transport
+from aioshard.records import Record, TopicPartition
+from aioshard.telemetry.versions import version
 
 try:
+    from opentelemetry import context as contexts
+    from opentelemetry import propagate
     from opentelemetry import trace as api
+    from opentelemetry.context import Context
+    from opentelemetry.metrics import Counter, Histogram, MeterProvider
+    from opentelemetry.trace import (
+        INVALID_SPAN,
+        Link,
+        NonRecordingSpan,
+        Span,
+        SpanContext,
+        SpanKind,
+        Status,
+        StatusCode,
+        Tracer,
+        TracerProvider,
+        get_current_span,
+        set_span_in_context,
+    )
 except ImportError as error:
     raise MissingExtraError("tracing", "otel") from error
-
-from opentelemetry.metrics import MeterProvider
-from opentelemetry.trace import TracerProvider
-
-from aioshard.telemetry.conventions import SCHEMA_URL
-from aioshard.telemetry.metering import Metering
-from aioshard.telemetry.spans import About, Spans
-from aioshard.telemetry.versions import version
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-__all__ = ["Traceable", "Tracing", "trace", "warn_of_no_provider"]
-
 logger = logging.getLogger("aioshard.telemetry.tracing")
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+
+
+TOPIC: Final = "messaging.destination.name"
+PARTITION: Final = "messaging.destination.partition.id"
+OFFSET: Final = "messaging.kafka.offset"
+ERROR_TYPE: Final = "error.type"
+
+ATTRIBUTES: Final = {
+    "messaging.system": ("process, commit, send", "`kafka`."),
+    "messaging.operation.name": ("process, commit, send", "`process`, `commit` or `send`."),
+    "messaging.operation.type": ("process, commit, send", "`process`, `settle` or `send`."),
+    TOPIC: ("process, commit, send", "The topic; absent where a batch or a commit has several."),
+    PARTITION: (
+        "process, commit, send",
+        "The partition, as text; absent where there are several, or the key of a message chooses.",
+    ),
+    "messaging.consumer.group.name": ("process, commit", "The group id."),
+    "messaging.client.id": ("process, commit, send", "The setting `client_id`."),
+    "messaging.batch.message_count": ("process", "Records of the batch; absent where a handler takes single ones."),
+    OFFSET: ("process, send", "The offset, of a single record; of a batch it is in each link."),
+    "messaging.kafka.message.key": (
+        "process, send",
+        "The key, where `show_keys` allows it and it is UTF-8; of single records.",
+    ),
+    "messaging.kafka.message.tombstone": ("process, send", "True of a tombstone, else absent."),
+    ERROR_TYPE: ("process, commit, send", "Class of the exception, where it failed."),
+    "server.address": ("process, commit, send", "Host of `bootstrap_servers`, where that names a single one."),
+    "server.port": ("process, commit, send", "Its port."),
+    "aioshard.attempt": ("process", "Number of the attempt, from the second on."),
+}
+"""The spans that have each attribute, and its meaning; only the last one is not from the conventions."""
+
+METRICS: Final = {
+    "messaging.process.duration": ("histogram", "s", "Duration of an attempt, the same as that of its span."),
+    "messaging.client.consumed.messages": (
+        "counter",
+        "{message}",
+        "Records that were given to a handler, each once per delivery however many attempts it takes.",
+    ),
+    "messaging.client.operation.duration": ("histogram", "s", "Duration of a commit request, or of publishing."),
+    "messaging.client.sent.messages": ("counter", "{message}", "Messages that were published, or failed to be."),
+}
+"""Instrument, unit and meaning of each metric."""
+
+_METRIC_ATTRIBUTES = frozenset(
+    {
+        "messaging.system",
+        "messaging.operation.name",
+        TOPIC,
+        PARTITION,
+        "messaging.consumer.group.name",
+        ERROR_TYPE,
+        "server.address",
+        "server.port",
+    }
+)
+"""Span attributes with few distinct values, as the conventions require for metrics."""
+
+Attributes = dict[str, str | int | bool]
+"""Attributes of a span; metrics use some of them."""
+
+NOWHERE = Context()
+"""A context without a span: a span started in it is the root of a trace."""
+
+_KINDS = {"process": SpanKind.CONSUMER, "commit": SpanKind.CLIENT, "send": SpanKind.PRODUCER}
+"""Kind of span of each operation."""
+
+_logged: set[str] = set()
+
+
+def _log_once(problem: str, error: Exception) -> None:
+    if problem not in _logged:
+        _logged.add(problem)
+        logger.warning("%s; this is logged once", problem, exc_info=error)
+
+
+def error_type(error: BaseException) -> str:
+    """Return the name of an exception's class, with its module unless it is built in.
+
+    Example:
+        >>> error_type(ValueError("no")), error_type(asyncio.CancelledError())
+        ('ValueError', 'asyncio.exceptions.CancelledError')
+    """
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Metering:
+    """The four instruments of the messaging conventions, in a meter of the given provider."""
+
+    def __init__(self, provider: MeterProvider) -> None:
+        """Create the instruments."""
+        meter = provider.get_meter("aioshard", version(), schema_url=SCHEMA_URL)
+
+        def histogram(name: str) -> Histogram:
+            _, unit, meaning = METRICS[name]
+            return meter.create_histogram(name, unit, meaning, explicit_bucket_boundaries_advisory=DURATION_BOUNDS)
+
+        def counter(name: str) -> Counter:
+            _, unit, meaning = METRICS[name]
+            return meter.create_counter(name, unit, meaning)
+
+        self._processing = histogram("messaging.process.duration")
+        self._operations = histogram("messaging.client.operation.duration")
+        self._consumed = counter("messaging.client.consumed.messages")
+        self._sent = counter("messaging.client.sent.messages")
+
+    def measure(self, operation: str, seconds: float, attributes: Attributes, delivered: int) -> None:
+        """Measure an operation that has ended, successfully or not.
+
+        Args:
+            operation: `process`, `commit` or `send`.
+            seconds: Its duration.
+            attributes: Those of its span.
+            delivered: Number of records that an attempt delivered to the handler for the first time.
+        """
+        kept = {name: value for name, value in attributes.items() if name in _METRIC_ATTRIBUTES}
+        if operation == "process":
+            self._processing.record(seconds, kept)
+            if delivered:
+                kept.pop(ERROR_TYPE, None)  # they were delivered, even if the handler failed
+                self._consumed.add(delivered, kept)
+            return
+        named = "messaging.operation.type"
+        self._operations.record(seconds, kept | {named: attributes[named]})
+        if operation == "send":
+            self._sent.add(1, kept)
+
+
+Headers = Sequence[tuple[str, bytes | None]]
+
+_LONGEST = 8 * 1024
+"""Maximum bytes of a header that is read; W3C baggage, the longest of them, may be this long."""
+
+
+def _texts_of(headers: Headers) -> dict[str, str]:
+    """Return the last header of each name, unless it is too long or not text."""
+    texts = {}
+    for name, content in dict(headers).items():
+        if content is not None and len(content) <= _LONGEST:
+            with contextlib.suppress(UnicodeDecodeError):
+                texts[name] = content.decode()
+    return texts
+
+
+# Trace context is read and written with the propagator of the process (`OTEL_PROPAGATORS`). Invalid headers never cause
+# an error, and an existing header of a message is not replaced.
+
+
+def extract_context(headers: Headers) -> Context:
+    """Return the context from the headers, on top of an empty one."""
+    try:
+        return propagate.extract(_texts_of(headers), Context())
+    except Exception as error:  # noqa: BLE001 - propagators and headers may come from third parties
+        _log_once("the trace context of a record cannot be read", error)
+        return Context()
+
+
+def origin_of(headers: Headers) -> SpanContext | None:
+    """Return the span in which a message was created, or None if its headers do not name one."""
+    if not headers:
+        return None
+    span_context = get_current_span(extract_context(headers)).get_span_context()
+    return span_context if span_context.is_valid else None
+
+
+def _add_current_context(message: Message) -> Message:
+    """Return the message with the current context added to its own headers."""
+    added: dict[str, str] = {}
+    try:
+        propagate.inject(added)
+    except Exception as error:  # noqa: BLE001 - as in `extract_context`
+        _log_once("a trace context cannot be added to a message", error)
+        return message
+    for name, _ in message.headers:
+        added.pop(name, None)
+    headers = tuple((name, text.encode()) for name, text in added.items())
+    return message._replace(headers=(*message.headers, *headers)) if headers else message
+
+
+_TIMED_OUT = f"{AttemptTimeoutError.__module__}.{AttemptTimeoutError.__qualname__}"
+
+
+class Spans:
+    """Creates the spans of one run of an app by wrapping its handlers and its clients.
+
+    Owned by the event loop, like the objects it wraps.
+    """
+
+    def __init__(
+        self, tracer: Tracer, metering: Metering | None, group_id: str, settings: "Settings", *, parent: bool
+    ) -> None:
+        """Prepare the common attributes of the spans.
+
+        Args:
+            tracer: A tracer of the chosen provider.
+            metering: The instruments, if metrics were requested.
+            group_id: The consumer group.
+            settings: The settings of the run.
+            parent: True to make the span in a record's headers the parent of its attempts, in addition to linking it.
+        """
+        self._tracer = tracer
+        self._metering = metering
+        self._settings = settings
+        self._parent = parent
+        self._parked: set[str] = set()
+        """Topics that handlers park records in."""
+        common: Attributes = {"messaging.system": "kafka", "messaging.client.id": settings.client_id or "aioshard"}
+        if (server := _single_server(settings.bootstrap_servers)) is not None:
+            common["server.address"], common["server.port"] = server
+        consuming = common | {"messaging.consumer.group.name": group_id}
+        self._processing = consuming | _operation("process", "process")
+        self._committing = consuming | _operation("commit", "settle")
+        self._sending = common | _operation("send", "send")
+
+    @contextlib.contextmanager
+    def _span(
+        self,
+        operation: str,
+        attributes: Attributes,
+        *,
+        parent: Context | None = NOWHERE,
+        links: Sequence[Link] = (),
+        carried: Context | None = NOWHERE,
+        name_error: Callable[[BaseException], str] = error_type,
+        delivered: int = 0,
+    ) -> Iterator[Span]:
+        """Keep a span current inside a `with` block, and measure it.
+
+        Errors of a sampler, a processor or an exporter never reach the code inside.
+
+        Args:
+            operation: `process`, `commit` or `send`.
+            attributes: Visible to samplers; `error.type` is added on failure.
+            parent: None for the context in which the code runs.
+            links: Links to other spans.
+            carried: Context for the code inside, in addition to the span, such as baggage. None keeps its own context.
+            name_error: Returns the name of an error.
+            delivered: See `Metering.measure`.
+        """
+        span: Span = INVALID_SPAN
+        began, closed = time.time_ns(), False
+        try:
+            span = self._tracer.start_span(
+                f"{operation} {attributes[TOPIC]}" if TOPIC in attributes else operation,
+                context=parent,
+                kind=_KINDS[operation],
+                attributes=attributes,
+                links=links,
+                start_time=began,
+                record_exception=False,
+                set_status_on_exception=False,
+            )
+        except Exception as failure:  # noqa: BLE001 - samplers and processors may be third-party code
+            _log_once(_SDK_FAILED, failure)
+        token = contexts.attach(set_span_in_context(span, carried))
+        try:
+            yield span
+        except BaseException as error:
+            closed = isinstance(error, GeneratorExit)  # a coroutine may be closed in another context
+            attributes[ERROR_TYPE] = named = name_error(error)
+            if span.is_recording():
+                _describe_failure(span, error, named)
+            raise
+        finally:
+            if not closed:
+                contexts.detach(token)
+            ended = max(time.time_ns(), began)
+            try:
+                span.end(ended)
+                if self._metering is not None:
+                    self._metering.measure(operation, (ended - began) / 1e9, attributes, delivered)
+            except Exception as failure:  # noqa: BLE001 - as above
+                _log_once(_SDK_FAILED, failure)
+
+    # Attempts -----------------------------------------------------------------------
+
+    def attempts(self, spec: Handler) -> Handler:
+        """Return the handler with a span around each attempt."""
+        if isinstance(spec.on_failure, Park):
+            self._parked.add(spec.on_failure.topic)
+        attempt: Callable[[Any], Awaitable[object]] = spec.attempt
+        is_batch = spec.batch is not None
+
+        async def run(work: Any) -> object:
+            deliveries: Sequence[Delivery] = work.deliveries if is_batch else (work,)
+            span: Span = INVALID_SPAN
+            try:
+                with self._batch_span(deliveries) if is_batch else self._record_span(work) as span:
+                    return await attempt(work)
+            except Exception:
+                for delivery in deliveries:
+                    delivery.failed_span = span.get_span_context()
+                raise
+
+        return spec._replace(invoke=run) if is_batch else spec._replace(call=None, invoke=run)
+
+    def _record_span(self, delivery: Delivery) -> AbstractContextManager[Span]:
+        record = delivery.record
+        attributes = self._processing | _place(record) | {TOPIC: record.topic}
+        self._describe(attributes, record.key, record.value)
+        if delivery.failures:
+            attributes["aioshard.attempt"] = delivery.failures + 1
+        carried = extract_context(record.headers) if record.headers else NOWHERE
+        origin = get_current_span(carried).get_span_context()
+        return self._span(
+            "process",
+            attributes,
+            parent=carried if self._parent and origin.is_valid else NOWHERE,
+            links=(Link(origin),) if origin.is_valid else (),
+            carried=carried,
+            name_error=_name_failure,
+            delivered=int(delivery.starts == 1),
+        )
+
+    def _batch_span(self, deliveries: Sequence[Delivery]) -> AbstractContextManager[Span]:
+        records = [delivery.record for delivery in deliveries]
+        attributes = self._processing | self._destination(record.topic_partition for record in records)
+        attributes["messaging.batch.message_count"] = len(records)
+        if deliveries[0].failures:
+            attributes["aioshard.attempt"] = deliveries[0].failures + 1
+        origins = [(origin_of(record.headers), record) for record in records]
+        return self._span(
+            "process",
+            attributes,
+            links=[Link(origin, _place(record)) for origin, record in origins if origin is not None],
+            name_error=_name_failure,
+            delivered=sum(delivery.starts == 1 for delivery in deliveries),
+        )
+
+    def _destination(self, partitions: Iterable[TopicPartition]) -> Attributes:
+        """Return the topic and the partition, each only if it is the same for all places."""
+        distinct = set(partitions)
+        if len({partition.topic for partition in distinct}) != 1:
+            return {}
+        partition = next(iter(distinct))
+        attributes: Attributes = {TOPIC: partition.topic}
+        if len(distinct) == 1:
+            attributes[PARTITION] = str(partition.partition)
+        return attributes
+
+    def _describe(self, attributes: Attributes, key: bytes | None, value: bytes | None) -> None:
+        if value is None:
+            attributes["messaging.kafka.message.tombstone"] = True
+        if key is not None and self._settings.show_keys:
+            with contextlib.suppress(UnicodeDecodeError):  # a key that is not text gets no attribute
+                attributes["messaging.kafka.message.key"] = key.decode()
+
+    # Commits ------------------------------------------------------------------------
+
+    def transport(self, transport: Transport) -> Transport:
+        """Return the client with a span around each commit request."""
+        return cast(Transport, _Traced(transport, "commit", functools.partial(self._commit, transport)))
+
+    async def _commit(
+        self, transport: Transport, offsets: Mapping[TopicPartition, Committed], membership: Membership
+    ) -> None:
+        deadline = time.monotonic() + self._settings.commit_timeout
+
+        def name_error(error: BaseException) -> str:
+            late = time.monotonic() >= deadline
+            return "TimeoutError" if late and isinstance(error, asyncio.CancelledError) else error_type(error)
+
+        with self._span("commit", self._committing | self._destination(offsets), name_error=name_error):
+            await transport.commit(offsets, membership)
+
+    # Publishing ------------------------------------------------------------------------
+
+    def producer(self, producer: Producer) -> Producer:
+        """Return the producer with a span around each message."""
+        return cast(Producer, _Traced(producer, "publish", functools.partial(self._publish, producer)))
+
+    async def _publish(self, producer: Producer, message: Message) -> int:
+        attributes = self._sending | {TOPIC: message.topic}
+        if message.partition is not None:
+            attributes[PARTITION] = str(message.partition)
+        self._describe(attributes, message.key, message.value)
+        origin = origin_of(message.headers)
+        ours, parent = self._side_message(message)
+        links = () if origin is None else (Link(origin),)
+        with self._span("send", attributes, parent=parent, links=links, carried=parent) as span:
+            if origin is None and not ours:
+                message = _add_current_context(message)
+            offset = await producer.publish(message)
+            span.set_attribute(OFFSET, offset)
+            return offset
+
+    def _side_message(self, message: Message) -> tuple[bool, Context | None]:
+        """Return whether the engine, not the application, publishes a message, and the parent of its span.
+
+        A dead letter or a parked record keeps the headers of its record, and belongs to the attempt that failed.
+        """
+        current = serving()
+        delivery = current.worker.delivery if current is not None and current.is_here else None
+        if delivery is not None and delivery.recovery is not None:
+            return True, _context_of(delivery.failed_span)
+        return (True, NOWHERE) if message.topic in self._parked else (False, None)
+
+
+_SDK_FAILED = "the OpenTelemetry SDK raised an error, so spans may be missing"
+
+
+def _describe_failure(span: Span, error: BaseException, named: str) -> None:
+    try:
+        span.set_attribute(ERROR_TYPE, named)
+        if isinstance(error, asyncio.CancelledError):
+            span.set_status(Status(StatusCode.ERROR, "cancelled"))
+        else:
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            span.record_exception(error)
+    except Exception:  # noqa: BLE001 - the message is computed by the user's code
+        span.set_status(Status(StatusCode.ERROR, "its message cannot be shown"))
+
+
+def _operation(name: str, kind: str) -> Attributes:
+    return {"messaging.operation.name": name, "messaging.operation.type": kind}
+
+
+def _place(record: Record) -> Attributes:
+    return {PARTITION: str(record.partition), OFFSET: record.offset}
+
+
+def _context_of(span: object) -> Context:
+    if isinstance(span, SpanContext) and span.is_valid:
+        return set_span_in_context(NonRecordingSpan(span), NOWHERE)
+    return NOWHERE
+
+
+def _name_failure(error: BaseException) -> str:
+    """Return the error name of a failed attempt; a timeout shows up as a cancellation."""
+    current = serving()
+    if isinstance(error, asyncio.CancelledError) and current is not None and current.worker.asked & Asked.TIME_OUT:
+        return _TIMED_OUT
+    return error_type(error)
+
+
+class _Traced:
+    """Wraps a client and replaces one of its methods."""
+
+    def __init__(self, client: object, method: str, traced: Callable[..., Any]) -> None:
+        self._client = client
+        setattr(self, method, traced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 class Traceable(Protocol):
@@ -66,7 +533,7 @@ def trace(
         >>> app = App("billing", bootstrap_servers="localhost:9092")
         >>> trace(app, parent=True)
     """
-    app.traced_by(Tracing(tracer_provider, meter_provider, parent=parent))
+    app.traced_by(Tracing(tracer_provider, meter_provider, parent))
 
 
 def warn_of_no_provider() -> None:
@@ -78,47 +545,29 @@ def warn_of_no_provider() -> None:
         )
 
 
-class Tracing:
-    """The tracing configuration of an app."""
+class Tracing(NamedTuple):
+    """The tracing configuration of an app; see `trace`."""
 
-    def __init__(
-        self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, *, parent: bool
-    ) -> None:
-        """See `trace`."""
-        self._tracer_provider = tracer_provider
-        self._meter_provider = meter_provider
-        self._parent = parent
+    tracer_provider: TracerProvider | None
+    meter_provider: MeterProvider | None
+    parent: bool
 
-    def around(
-        self, clients: Clients, adapt: Adapt | None, group_id: str, settings: "Settings"
-    ) -> tuple[Clients, Adapt]:
+    def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: "Settings") -> tuple[Clients, Adapt]:
         """Return the clients and the handler adapter of a run with tracing added."""
-        provider = self._tracer_provider or api.get_tracer_provider()
+        provider = self.tracer_provider or api.get_tracer_provider()
         tracer = provider.get_tracer("aioshard", version(), SCHEMA_URL)
-        metering = None if self._meter_provider is None else Metering(self._meter_provider, version())
-        spans = Spans(tracer, metering, _about(group_id, settings), parent=self._parent)
+        metering = None if self.meter_provider is None else Metering(self.meter_provider)
+        spans = Spans(tracer, metering, group_id, settings, parent=self.parent)
         traced = clients._replace(
             transport=lambda: spans.transport(clients.transport()),
             producer=lambda: spans.producer(clients.producer()),
         )
-        return traced, _after(adapt, spans.attempts)
+        if adapt is None:
+            return traced, spans.attempts
+        return traced, lambda spec: spans.attempts(adapt(spec))
 
 
-def _after(adapt: Adapt | None, then: Callable[[HandlerSpec], HandlerSpec]) -> Adapt:
-    return then if adapt is None else lambda spec: then(adapt(spec))
-
-
-def _about(group_id: str, settings: "Settings") -> About:
-    return About(
-        group=group_id,
-        client_id=settings.client_id or "aioshard",
-        server=_only(settings.bootstrap_servers),
-        show_keys=settings.show_keys,
-        commit_timeout=settings.commit_timeout,
-    )
-
-
-def _only(servers: str | None) -> tuple[str, int] | None:
+def _single_server(servers: str | None) -> tuple[str, int] | None:
     """Return host and port if a single broker is named: of several, the one that answers is unknown here."""
     host, _, port = (servers or "").strip().rpartition(":")
     return (host.strip("[]"), int(port)) if "," not in host and port.isdigit() else None

@@ -3,8 +3,6 @@
 import functools
 import importlib.metadata
 
-__all__ = ["version"]
-
 
 @functools.cache  # a scrape must not read files
 def version(package: str = "aioshard") -> str:

@@ -1,10 +1,9 @@
 """The test kit: the real engine on an in-memory broker, with scripted failures and virtual time."""
 
-from aioshard.testing.broker import CommitRequest, InMemoryBroker
+from aioshard.engine.stack import waiting_place
+from aioshard.testing.broker import CommitRequest, ConsumerGroup, InMemoryBroker, PartitionLog
 from aioshard.testing.client import TestClient
-from aioshard.testing.group import ConsumerGroup
-from aioshard.testing.log import PartitionLog
-from aioshard.testing.loop import DeadlockError, VirtualTimeLoop, run, waiting_place
+from aioshard.testing.loop import DeadlockError, VirtualTimeLoop, run
 from aioshard.testing.producer import InMemoryProducer
 from aioshard.testing.replaying import replay_prefixes
 from aioshard.testing.side_topics import InMemorySideTopics

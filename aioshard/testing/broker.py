@@ -1,19 +1,324 @@
 """An in-memory broker: topics, consumer groups and scripted failures, as plain calls."""
 
+import asyncio
+import itertools
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from aioshard.errors import CommitRefusedError, ConnectError, TransportError
-from aioshard.ports import Committed, Membership
-from aioshard.records import Record, TopicPartition
-from aioshard.testing.group import ConsumerGroup
-from aioshard.testing.log import PartitionLog
-from aioshard.testing.watched import Watched
+from aioshard.ports import Committed, GroupHasMembersError, Membership
+from aioshard.records import Record, TopicPartition, is_subscribed
 
-__all__ = ["CommitRequest", "InMemoryBroker"]
+
+class UnknownPartitionError(TransportError, LookupError):
+    """A topic or a partition does not exist."""
+
+    retriable = False
+
+
+_offset_of = attrgetter("offset")
+
+
+class PartitionLog:
+    """Records of one partition in offset order.
+
+    Offsets are never reused, even after their record is removed: every deletion leaves a gap, as compaction, aborted
+    transactions and control records do on a broker.
+
+    Synchronous, owned by one `InMemoryBroker`.
+
+    Invariants:
+        * `start <= stable_end <= end`.
+        * Every record's offset is in `[start, end)`, strictly increasing.
+    """
+
+    def __init__(self, topic_partition: TopicPartition, notify: Callable[[], None]) -> None:
+        self.topic_partition = topic_partition
+        self._notify = notify
+        self._records: list[Record] = []
+        self.start = 0
+        """The first offset that can be read."""
+        self.end = 0
+        """The offset that the next record will get."""
+        self._transaction: int | None = None
+
+    @property
+    def stable_end(self) -> int:
+        """The last stable offset: `end`, or the beginning of the open transaction."""
+        return self.end if self._transaction is None else max(self._transaction, self.start)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All records in offset order, including uncommitted ones."""
+        return tuple(self._records)
+
+    def append(self, record: Record) -> None:
+        """Add a record at the end; missing offsets before it become a gap.
+
+        Raises:
+            ValueError: The log is already past the record's offset.
+        """
+        if record.offset < self.end:
+            raise ValueError(f"{self.topic_partition} is at {self.end}: offset {record.offset} cannot be appended")
+        self._records.append(record)
+        self.end = record.offset + 1
+        self._notify()
+
+    def skip(self, count: int) -> None:
+        """Use up *count* offsets without a record, as a transaction marker does."""
+        self.end += count
+        self._notify()
+
+    def delete(self, offset: int) -> None:
+        """Remove one record and leave a gap."""
+        self._records = [record for record in self._records if record.offset != offset]
+        self._notify()
+
+    def compact(self) -> None:
+        """Keep the newest record of each key and leave gaps for the others; records without a key are removed too."""
+        newest = {record.key: record.offset for record in self._records}
+        self._records = [
+            record for record in self._records if record.key is not None and newest[record.key] == record.offset
+        ]
+        self._notify()
+
+    def truncate_before(self, offset: int) -> None:
+        """Move the start up to *offset*, as retention does; earlier records are removed."""
+        self.start = max(self.start, min(offset, self.end))
+        self._records = self.read(self.start, self.end)
+        self._notify()
+
+    def begin_transaction(self) -> None:
+        """Freeze the last stable offset: records appended from now on are not readable until `end_transaction`."""
+        self._transaction = self.end
+
+    def end_transaction(self, *, commit: bool) -> None:
+        """Release the last stable offset; the marker takes one offset.
+
+        Args:
+            commit: False removes every record appended since the transaction began.
+        """
+        if not commit:
+            self._records = self.read(self.start, self.stable_end)
+        self._transaction = None
+        self.skip(1)
+
+    def read(self, position: int, below: int) -> list[Record]:
+        """Return the records with `position <= offset < below`."""
+        first, last = (bisect_left(self._records, offset, key=_offset_of) for offset in (position, below))
+        return self._records[first:last]
+
+
+Duty = Literal["nothing", "rejoin", "adopt", "join anew"]
+"""The next step of a member: nothing; release its partitions and rejoin; adopt the new assignment; or join as a new
+member, because the group has forgotten it."""
+
+
+class Subscription(NamedTuple):
+    """The topics that a member subscribes to."""
+
+    topics: frozenset[str]
+    pattern: str | None = None
+
+    def includes(self, topic: str) -> bool:
+        """Whether the member reads *topic*."""
+        return is_subscribed(topic, self.topics, self.pattern)
+
+
+class ConsumerGroup:
+    """The coordinator of one group, with the eager protocol.
+
+    A rebalance has two steps. First every member releases all of its partitions and joins again (`rejoin`); until the
+    last one has done so, the old generation is in force, and commits under it are accepted. Then the generation is
+    incremented, the partitions are dealt out round robin, and each member adopts its own (`adopt`).
+
+    Everything here is a synchronous change of state that notifies the broker's watchers. A member then calls `duty` for
+    its next step.
+
+    Owned by one `InMemoryBroker`.
+
+    Invariants:
+        * Every completed rebalance increments the generation; it never decreases.
+        * A partition has at most one owner.
+    """
+
+    def __init__(self, group_id: str, topics: Callable[[], Mapping[str, int]], notify: Callable[[], None]) -> None:
+        self.group_id = group_id
+        self._topics = topics
+        self._notify = notify
+        self._subscriptions: dict[str, Subscription] = {}
+        """The members, in the order of joining."""
+        self._duties: dict[str, Duty] = {}
+        self._joined_ever = 0
+        self.generation = 0
+        """The number of the assignment in force."""
+        self.withheld: frozenset[TopicPartition] = frozenset()
+        """Partitions that none of our members gets, because `revoke` gave them to an outside member."""
+        self._owners: dict[TopicPartition, str] = {}
+        self._pinned: dict[TopicPartition, str | None] = {}
+        self._committed: dict[TopicPartition, Committed] = {}
+
+    # State -----------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The member ids, in the order of joining."""
+        return tuple(self._subscriptions)
+
+    @property
+    def rebalancing(self) -> bool:
+        """Whether members still have to release or adopt partitions."""
+        return any(duty != "nothing" for duty in self._duties.values())
+
+    def owner(self, topic_partition: TopicPartition) -> str | None:
+        """Return the member that owns the partition in the current generation."""
+        return self._owners.get(topic_partition)
+
+    def assignment(self, member_id: str) -> tuple[TopicPartition, ...]:
+        """Return the sorted partitions of a member in the current generation."""
+        return tuple(sorted(partition for partition, owner in self._owners.items() if owner == member_id))
+
+    def subscribed(self) -> tuple[TopicPartition, ...]:
+        """Return every partition that some member subscribes to, withheld or not, sorted."""
+        return tuple(
+            TopicPartition(topic, partition)
+            for topic, count in sorted(self._topics().items())
+            if any(subscription.includes(topic) for subscription in self._subscriptions.values())
+            for partition in range(count)
+        )
+
+    def committed(self, topic_partition: TopicPartition) -> Committed | None:
+        """Return the committed offset of a partition, or None."""
+        return self._committed.get(topic_partition)
+
+    def duty(self, member_id: str) -> Duty:
+        """Return the next step of a member."""
+        return self._duties.get(member_id, "join anew")
+
+    # Calls from members ----------------------------------------------------------------
+
+    def join(self, subscription: Subscription) -> str:
+        """Add a member and begin a rebalance; return its new member id."""
+        self._begin_rebalance()
+        self._joined_ever += 1
+        member_id = f"{self.group_id}-member-{self._joined_ever}"
+        self._subscriptions[member_id] = subscription
+        self._duties[member_id] = "rejoin"
+        self.rejoin(member_id)
+        return member_id
+
+    def rejoin(self, member_id: str) -> None:
+        """Record that a member has released its partitions; the last one completes the rebalance."""
+        if self._duties.get(member_id) == "rejoin":
+            self._duties[member_id] = "nothing"
+            self._complete_when_all_rejoined()
+
+    def adopt(self, member_id: str) -> Membership:
+        """Let a member adopt its part of the current assignment; return its new membership."""
+        self._duties[member_id] = "nothing"
+        self._notify()
+        return Membership(member_id, self.generation)
+
+    def leave(self, member_id: str) -> None:
+        """Remove a member, on its request or because it timed out; the others rebalance."""
+        if member_id in self._duties:
+            self._begin_rebalance()
+            del self._duties[member_id], self._subscriptions[member_id]
+            self._complete_when_all_rejoined()
+
+    def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """Store offsets if *membership* is in force; without a member id, only if the group has no members.
+
+        Raises:
+            GroupHasMembersError: The group has members, and *membership* has no member id.
+            CommitRefusedError: The group does not know the member, or has another generation.
+        """
+        if not membership.member_id:
+            self.refuse_beside_members()
+        elif membership.member_id not in self._duties:
+            raise CommitRefusedError(
+                f"group {self.group_id!r} refused a commit: it does not know the member {membership.member_id!r}; "
+                "it must join again"
+            )
+        elif membership.generation != self.generation:
+            raise CommitRefusedError(
+                f"group {self.group_id!r} refused a commit under generation {membership.generation}: "
+                f"generation {self.generation} is in force"
+            )
+        self._committed.update(offsets)
+        self._notify()
+
+    def refuse_beside_members(self) -> None:
+        """Reject manually assigned clients while the group has members.
+
+        Raises:
+            GroupHasMembersError: The group has members.
+        """
+        if self.members:
+            raise GroupHasMembersError(
+                f"group {self.group_id!r} has members ({', '.join(self.members)}), but this app uses manual "
+                "assignment (assign): stop the members, or use another group id"
+            )
+
+    # Calls from tests ------------------------------------------------------------------
+
+    def rebalance(self) -> None:
+        """Make every member release its partitions and rejoin; member ids stay the same."""
+        self._begin_rebalance()
+        self._complete_when_all_rejoined()
+
+    def revoke(self, *partitions: TopicPartition) -> None:
+        """Rebalance, and withhold *partitions* from now on, as if an outside member owned them."""
+        self.withheld |= set(partitions)
+        self.rebalance()
+
+    def assign(self, *partitions: TopicPartition, member_id: str | None = None) -> None:
+        """Rebalance, and deal out *partitions* again: always to *member_id* if given, otherwise round robin."""
+        self.withheld -= set(partitions)
+        self._pinned |= dict.fromkeys(partitions, member_id)
+        self.rebalance()
+
+    def lose(self) -> None:
+        """Forget all members: they learn that they lost their partitions, and join under new ids."""
+        for member_id in self.members:
+            self.leave(member_id)
+
+    def commit_from_outside(self, offsets: Mapping[TopicPartition, int | None], *, metadata: str = "") -> None:
+        """Set committed offsets as another member or a reset tool would; None removes an offset."""
+        for partition, offset in offsets.items():
+            if offset is None:
+                self._committed.pop(partition, None)
+            else:
+                self._committed[partition] = Committed(offset, metadata)
+        self._notify()
+
+    # Inside ----------------------------------------------------------------------------
+
+    def _begin_rebalance(self) -> None:
+        if not any(duty == "rejoin" for duty in self._duties.values()):
+            self._duties = dict.fromkeys(self._duties, "rejoin")
+
+    def _complete_when_all_rejoined(self) -> None:
+        if not any(duty == "rejoin" for duty in self._duties.values()):
+            self._duties = dict.fromkeys(self._duties, "adopt")
+            self.generation += 1
+            self._owners = self._deal_out()
+        self._notify()
+
+    def _deal_out(self) -> dict[TopicPartition, str]:
+        owners: dict[TopicPartition, str] = {}
+        turns = itertools.count()
+        for partition in self.subscribed():
+            if partition not in self.withheld:
+                subscribers = [name for name, read in self._subscriptions.items() if read.includes(partition.topic)]
+                pinned = self._pinned.get(partition)
+                owners[partition] = pinned if pinned in subscribers else subscribers[next(turns) % len(subscribers)]
+        return owners
 
 
 class CommitRequest(NamedTuple):
@@ -27,7 +332,7 @@ class CommitRequest(NamedTuple):
     """Whether every partition belonged to the member then. A broker does not check this, but tests should."""
 
 
-class InMemoryBroker(Watched):
+class InMemoryBroker:
     """Topics, partition logs and consumer groups of one simulated Kafka cluster.
 
     Every method that changes state is synchronous and complete when it returns; anything waiting for the change (a
@@ -40,7 +345,7 @@ class InMemoryBroker(Watched):
         >>> broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
         >>> broker.publish("orders", b"paid", key=b"k").offset
         0
-        >>> broker.skip("orders", 0, 1)  # as a transaction marker does
+        >>> broker.log("orders", 0).skip(1)  # as a transaction marker does
         >>> broker.publish("orders", b"sent", key=b"k").offset
         2
     """
@@ -52,21 +357,50 @@ class InMemoryBroker(Watched):
             partitions: Number of partitions of a topic created on first use.
             clock: Source of record timestamps, in seconds since the epoch.
         """
-        super().__init__()
         self.commits: list[CommitRequest] = []
         """Every commit request that reached the broker, in order."""
         self._default_partitions = partitions
         self._clock = clock
         self._topics: dict[str, list[PartitionLog]] = {}
-        self._turns: dict[str, int] = {}
+        self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._groups: dict[str, ConsumerGroup] = {}
         self._commit_failures: deque[tuple[TransportError, bool]] = deque()
-        self._poll_failures: deque[TransportError] = deque()
-        self._start_failures: deque[TransportError] = deque()
-        self._faults: dict[TopicPartition, TransportError] = {}
-        self._publish_faults: dict[str, tuple[TransportError, bool]] = {}
-        self._leaderless: set[TopicPartition] = set()
+        self.poll_failures: deque[TransportError] = deque()
+        """Errors set with `fail_next_poll`, for the next polls."""
+        self.fetch_faults: dict[TopicPartition, TransportError | None] = {}
+        """Errors set with `fail_fetches`."""
+        self.publish_faults: dict[str, tuple[TransportError | None, bool]] = {}
+        """Errors set with `fail_publishes`, each with whether the record is stored anyway."""
+        self.leaderless: set[TopicPartition] = set()
+        """Partitions without a leader; see `set_leader`."""
+        self._watchers: dict[Callable[[], None], None] = {}  # A set in order.
         self._available = True
+
+    # Changes ---------------------------------------------------------------------------
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call *changed* after every change, in the same step, until `unwatch`."""
+        self._watchers[changed] = None
+
+    def unwatch(self, changed: Callable[[], None]) -> None:
+        """End a `watch`."""
+        self._watchers.pop(changed, None)
+
+    def notify(self) -> None:
+        """Notify all watchers of a change."""
+        for changed in tuple(self._watchers):
+            changed()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds; it is checked after every change."""
+        event = asyncio.Event()
+        self.watch(event.set)
+        try:
+            while not condition():
+                event.clear()
+                await event.wait()
+        finally:
+            self.unwatch(event.set)
 
     # Topics ----------------------------------------------------------------------------
 
@@ -74,28 +408,22 @@ class InMemoryBroker(Watched):
         """Create a topic; groups that subscribe to it rebalance.
 
         Raises:
-            ValueError: The topic exists, or *partitions* is not positive.
+            ValueError: The topic exists.
         """
-        count = self._default_partitions if partitions is None else partitions
         if name in self._topics:
-            message = f"topic {name!r} exists already with {len(self._topics[name])} partitions: use add_partitions"
-            raise ValueError(message)
-        self._topics[name] = []
-        self.add_partitions(name, count)
+            raise ValueError(
+                f"topic {name!r} exists already with {len(self._topics[name])} partitions: use add_partitions"
+            )
+        self.add_partitions(name, self._default_partitions if partitions is None else partitions)
 
     def add_partitions(self, topic: str, count: int) -> None:
-        """Add *count* partitions to a topic; groups that subscribe to it rebalance.
-
-        Raises:
-            ValueError: *count* is not positive.
-        """
-        if count < 1:
-            message = f"topic {topic!r} cannot get {count} partitions: at least 1 is expected"
-            raise ValueError(message)
+        """Add *count* partitions to a topic; groups that subscribe to it rebalance."""
         logs = self._topics.setdefault(topic, [])
-        logs.extend(PartitionLog(TopicPartition(topic, number)) for number in range(len(logs), len(logs) + count))
+        for number in range(len(logs), len(logs) + count):
+            logs.append(PartitionLog(TopicPartition(topic, number), self.notify))
         for group in self._groups.values():
-            group.topics_changed([topic])
+            if topic in {partition.topic for partition in group.subscribed()}:
+                group.rebalance()
         self.notify()
 
     def recreate(self, topic: str, *, forget_commits: bool = True) -> None:
@@ -105,11 +433,11 @@ class InMemoryBroker(Watched):
             topic: An existing topic.
             forget_commits: Whether to remove the groups' committed offsets as well, as brokers eventually do.
         """
-        count = len(self._topics[topic])
-        self._topics[topic] = [PartitionLog(TopicPartition(topic, number)) for number in range(count)]
+        partitions = [log.topic_partition for log in self._topics[topic]]
+        self._topics[topic] = [PartitionLog(partition, self.notify) for partition in partitions]
         for group in self._groups.values():
             if forget_commits:
-                group.commit_from_outside({TopicPartition(topic, number): None for number in range(count)})
+                group.commit_from_outside(dict.fromkeys(partitions))
         self.notify()
 
     def ensure_topic(self, name: str, *, at_least: int = 1) -> int:
@@ -126,25 +454,29 @@ class InMemoryBroker(Watched):
         """Return the log of a partition; its topic is created on first use.
 
         Raises:
-            LookupError: The topic has no such partition.
+            UnknownPartitionError: The topic has no such partition.
         """
         self.ensure_topic(topic)
         logs = self._topics[topic]
         if not 0 <= partition < len(logs):
-            message = f"topic {topic!r} has partitions 0 to {len(logs) - 1} and not {partition}: create it with more"
-            raise LookupError(message)
+            raise UnknownPartitionError(
+                f"{topic}/{partition} cannot be read or written: topic {topic!r} has partitions 0 to {len(logs) - 1} "
+                f"and not {partition}: create it with more"
+            )
         return logs[partition]
 
-    def check_partition(self, topic: str, partition: int) -> None:
-        """Reject a partition that does not exist: otherwise a test with a typo would pass without doing anything.
+    def existing_log(self, topic_partition: TopicPartition) -> PartitionLog:
+        """Return the log of a partition that exists.
 
         Raises:
-            LookupError: There is no such topic, or it has fewer partitions.
+            UnknownPartitionError: The topic does not exist, or has fewer partitions.
         """
-        if topic not in self._topics:
-            message = f"there is no topic {topic!r}; there are {sorted(self._topics)}"
-            raise LookupError(message)
-        self.log(topic, partition)
+        if topic_partition.topic not in self._topics:
+            raise UnknownPartitionError(
+                f"{topic_partition} cannot be read or written: unknown topic {topic_partition.topic!r}; the topics are "
+                f"{sorted(self._topics)}"
+            )
+        return self.log(*topic_partition)
 
     # Records ---------------------------------------------------------------------------
 
@@ -170,61 +502,24 @@ class InMemoryBroker(Watched):
         """
         self.ensure_topic(topic)
         if partition is None:
-            partition = self._choose_partition(topic, key)
+            turn = next(self._turns[topic]) if key is None else zlib.crc32(key)
+            partition = turn % len(self._topics[topic])
         log = self.log(topic, partition)
         now = self._clock() if timestamp is None else timestamp
-        record = log.append(value, key=key, headers=tuple(headers), timestamp=now)
-        self.notify()
+        record = Record(topic, partition, log.end, key, value, tuple(headers), now)
+        log.append(record)
         return record
 
-    def restore(self, record: Record) -> None:
-        """Append a record at its original offset; missing offsets before it become a gap.
-
-        Raises:
-            ValueError: The partition is already past that offset.
-        """
-        gap = record.offset - self.log(record.topic, record.partition).end
-        if gap:
-            self.skip(record.topic, record.partition, gap)
-        self.log(record.topic, record.partition).append(
-            record.value, key=record.key, headers=record.headers, timestamp=record.timestamp
-        )
-        self.notify()
+    def restore(self, records: Iterable[Record]) -> None:
+        """Append records at their original offsets; missing offsets before them become a gap."""
+        for record in records:
+            self.log(*record.topic_partition).append(record)
 
     def records(self, topic: str, partition: int | None = None) -> Sequence[Record]:
         """Return the records of a topic, or of one partition, sorted by timestamp, partition and offset."""
         logs = self._topics.get(topic, []) if partition is None else [self.log(topic, partition)]
         records = [record for log in logs for record in log.records]
         return sorted(records, key=lambda record: (record.timestamp, record.partition, record.offset))
-
-    def skip(self, topic: str, partition: int, count: int) -> None:
-        """Leave a gap of *count* offsets at the end of a log."""
-        self.log(topic, partition).skip(count)
-        self.notify()
-
-    def delete(self, topic: str, partition: int, offset: int) -> None:
-        """Remove one record and leave a gap."""
-        self.log(topic, partition).delete(offset)
-        self.notify()
-
-    def compact(self, topic: str, partition: int) -> None:
-        """Keep the newest record of each key of a partition and leave gaps for the others."""
-        self.log(topic, partition).compact()
-        self.notify()
-
-    def truncate_before(self, topic: str, partition: int, offset: int) -> None:
-        """Delete all records before *offset*, as retention does."""
-        self.log(topic, partition).truncate_before(offset)
-        self.notify()
-
-    def begin_transaction(self, topic: str, partition: int) -> None:
-        """Freeze the last stable offset of a partition: records appended from now on are not readable yet."""
-        self.log(topic, partition).begin_transaction()
-
-    def end_transaction(self, topic: str, partition: int, *, commit: bool) -> None:
-        """Make the records since `begin_transaction` readable, or a gap; the marker takes one more offset."""
-        self.log(topic, partition).end_transaction(commit=commit)
-        self.notify()
 
     # Groups ----------------------------------------------------------------------------
 
@@ -239,28 +534,6 @@ class InMemoryBroker(Watched):
         committed = self.group(group_id).committed(TopicPartition(topic, partition))
         return None if committed is None else committed.offset
 
-    def rebalance(self) -> None:
-        """Make every member of every group release its partitions and rejoin under its member id."""
-        for group in self._groups.values():
-            group.rebalance()
-
-    def revoke(self, topic: str, partition: int) -> None:
-        """Take a partition away from every group here, as if another member received it."""
-        self.check_partition(topic, partition)
-        for group in self._groups.values():
-            group.revoke(TopicPartition(topic, partition))
-
-    def assign(self, topic: str, partition: int) -> None:
-        """Return a revoked partition to the groups."""
-        self.check_partition(topic, partition)
-        for group in self._groups.values():
-            group.assign(TopicPartition(topic, partition))
-
-    def lose(self) -> None:
-        """Forget every member: each one learns that it lost its partitions and joins under a new member id."""
-        for group in self._groups.values():
-            group.lose()
-
     # Failures --------------------------------------------------------------------------
 
     def fail_next_commit(self, error: TransportError, *, applied: bool = False) -> None:
@@ -268,31 +541,19 @@ class InMemoryBroker(Watched):
 
         Args:
             error: `CommitRefusedError`, `CommitError` or `AuthorizationError`.
-            applied: Whether the offsets are stored anyway, so that only the acknowledgement is lost.
-
-        Raises:
-            ValueError: A refused commit cannot have been applied.
+            applied: Whether the offsets are stored anyway, so that only the acknowledgement is lost; not possible for
+                a refused commit.
         """
-        if applied and isinstance(error, CommitRefusedError):
-            message = "a commit that the broker refuses is never applied: use CommitError for a lost acknowledgement"
-            raise ValueError(message)
         self._commit_failures.append((error, applied))
 
     def fail_next_poll(self, error: TransportError) -> None:
-        """Raise *error* from the next poll of any client; a `ClientLostError` ends that client."""
-        self._poll_failures.append(error)
+        """Raise *error* from the next poll of any client, and end that client."""
+        self.poll_failures.append(error)
         self.notify()
-
-    def fail_next_start(self, error: TransportError) -> None:
-        """Raise *error* from the next `Transport.start`."""
-        self._start_failures.append(error)
 
     def fail_fetches(self, topic: str, partition: int, error: TransportError | None) -> None:
         """Answer every fetch of a partition with *error*, until called with None."""
-        if error is None:
-            self._faults.pop(TopicPartition(topic, partition), None)
-        else:
-            self._faults[TopicPartition(topic, partition)] = error
+        self.fetch_faults[TopicPartition(topic, partition)] = error
         self.notify()
 
     def set_leader(self, topic: str, partition: int, *, available: bool) -> None:
@@ -300,11 +561,10 @@ class InMemoryBroker(Watched):
 
         Other partitions and commits are not affected, and published records are still stored.
         """
-        self.check_partition(topic, partition)
-        if available:
-            self._leaderless.discard(TopicPartition(topic, partition))
-        else:
-            self._leaderless.add(TopicPartition(topic, partition))
+        name = self.existing_log(TopicPartition(topic, partition)).topic_partition
+        self.leaderless -= {name}
+        if not available:
+            self.leaderless.add(name)
         self.notify()
 
     def fail_publishes(self, topic: str, error: TransportError | None, *, stored: bool = False) -> None:
@@ -315,10 +575,7 @@ class InMemoryBroker(Watched):
             error: `AuthorizationError`, `MessageTooLargeError` or another `TransportError`.
             stored: Whether the record is stored anyway, so that only the acknowledgement is lost.
         """
-        if error is None:
-            self._publish_faults.pop(topic, None)
-        else:
-            self._publish_faults[topic] = (error, stored)
+        self.publish_faults[topic] = (error, stored or error is None)
         self.notify()
 
     @property
@@ -354,18 +611,6 @@ class InMemoryBroker(Watched):
         if failure is not None:
             raise failure
 
-    def fault(self, topic_partition: TopicPartition) -> TransportError | None:
-        """Return the error set with `fail_fetches`."""
-        return self._faults.get(topic_partition)
-
-    def has_leader(self, topic_partition: TopicPartition) -> bool:
-        """Whether a partition has a leader; see `set_leader`."""
-        return topic_partition not in self._leaderless
-
-    def publish_fault(self, topic: str) -> tuple[TransportError, bool] | None:
-        """Return the error set with `fail_publishes`, and whether the record is stored anyway."""
-        return self._publish_faults.get(topic)
-
     def check_available(self) -> None:
         """Reject a request while the broker does not respond.
 
@@ -373,35 +618,4 @@ class InMemoryBroker(Watched):
             ConnectError: The broker is not available.
         """
         if not self._available:
-            message = "the in-memory broker is not available: the test has set broker.available to False"
-            raise ConnectError(message)
-
-    def check_start(self) -> None:
-        """Accept a client.
-
-        Raises:
-            TransportError: The error set with `fail_next_start`.
-            ConnectError: The broker is not available.
-        """
-        if self._start_failures:
-            raise self._start_failures.popleft()
-        self.check_available()
-
-    def check_poll(self) -> None:
-        """Accept a poll.
-
-        Raises:
-            TransportError: The error set with `fail_next_poll`.
-        """
-        if self._poll_failures:
-            raise self._poll_failures.popleft()
-
-    # Inside ----------------------------------------------------------------------------
-
-    def _choose_partition(self, topic: str, key: bytes | None) -> int:
-        count = len(self._topics[topic])
-        if key is not None:
-            return zlib.crc32(key) % count
-        turn = self._turns.get(topic, -1) + 1
-        self._turns[topic] = turn
-        return turn % count
+            raise ConnectError("the in-memory broker is not available: the test has set broker.available to False")

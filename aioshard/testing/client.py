@@ -9,20 +9,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from aioshard.app import App
-from aioshard.core.recourse import Park
-from aioshard.engine.handler import Adapt, HandlerSpec
+from aioshard.core.on_failure import Park
+from aioshard.engine.handler import Adapt, Handler
 from aioshard.errors import StateError, TransportError
 from aioshard.records import Record, TopicPartition
-from aioshard.serde.messages import encoded
-from aioshard.testing.broker import InMemoryBroker
-from aioshard.testing.by_hand import InMemoryByHand
-from aioshard.testing.group import ConsumerGroup
+from aioshard.serde.payloads import encoded
+from aioshard.testing.broker import ConsumerGroup, InMemoryBroker
 from aioshard.testing.loop import VirtualTimeLoop
 from aioshard.testing.producer import InMemoryProducer
 from aioshard.testing.side_topics import InMemorySideTopics
 from aioshard.testing.transport import InMemoryTransport, Latency
-
-__all__ = ["TestClient"]
 
 _COMMIT_INTERVAL = 0.02
 _EPOCH = 1_700_000_000.0
@@ -82,8 +78,7 @@ class TestClient:
             ValueError: *speed* is not positive.
         """
         if speed <= 0:
-            message = f"TestClient(speed={speed!r}): a positive number was expected, such as 100"
-            raise ValueError(message)
+            raise ValueError(f"TestClient(speed={speed!r}): a positive number was expected, such as 100")
         self.app = app
         self.broker = InMemoryBroker(clock=_timestamp) if broker is None else broker
         self.transports: list[InMemoryTransport] = []
@@ -96,10 +91,11 @@ class TestClient:
     async def __aenter__(self) -> Self:
         """Start the app; return once the first assignment is complete."""
         if self._exit is not None:
-            message = "this TestClient runs already: make another one, or enter it again after it has ended"
-            raise StateError(message)
+            raise StateError("this TestClient runs already: make another one, or enter it again after it has ended")
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(_test_settings(self.app))
+            reset, interval = self.app.settings.auto_offset_reset, self.app.settings.commit_interval
+            changes = {"auto_offset_reset": reset or "earliest", "commit_interval": min(interval, _COMMIT_INTERVAL)}
+            stack.enter_context(changed_settings(self.app, **changes))
             await stack.enter_async_context(
                 self.app.started(
                     self._make_transport,
@@ -123,29 +119,20 @@ class TestClient:
         if stack is not None:
             await stack.__aexit__(kind, error, traceback)
 
-    def _adapted(self, spec: HandlerSpec) -> HandlerSpec:
+    def _adapted(self, spec: Handler) -> Handler:
         sped_up = _sped_up(spec, self._speed)
         return sped_up if self._adapt is None else self._adapt(sped_up)
 
     def _make_transport(self) -> InMemoryTransport:
         settings = self.app.settings
-        transport = (
-            InMemoryTransport(
-                self.broker,
-                self.app.group_id,
-                isolation_level=settings.isolation_level,
-                latency=self._latency,
-                rebalance_timeout=settings.rebalance_timeout,
-                session_timeout=settings.session_timeout,
-            )
-            if settings.assign is None
-            else InMemoryByHand(
-                self.broker,
-                self.app.group_id,
-                settings.assign,
-                isolation_level=settings.isolation_level,
-                latency=self._latency,
-            )
+        transport = InMemoryTransport(
+            self.broker,
+            self.app.group_id,
+            isolation_level=settings.isolation_level,
+            latency=self._latency,
+            rebalance_timeout=settings.rebalance_timeout,
+            session_timeout=settings.session_timeout,
+            assign=settings.assign,
         )
         self.transports.append(transport)
         return transport
@@ -207,8 +194,7 @@ class TestClient:
             sentences = [f"the app did not settle within {timeout:g} s:", *self._unsettled()]
             if statistics.trouble is not None:
                 sentences.append(statistics.trouble)
-            message = "\n  ".join([*sentences, *self.app.explain().splitlines()])
-            raise TimeoutError(message) from None
+            raise TimeoutError("\n  ".join([*sentences, *self.app.explain().splitlines()])) from None
 
     # Failures --------------------------------------------------------------------------
 
@@ -216,7 +202,7 @@ class TestClient:
         """Give a partition to a member outside the app; return once the rebalance is complete.
 
         Raises:
-            LookupError: There is no such partition.
+            UnknownPartitionError: The partition does not exist.
             StateError: The app uses manual assignment, so no rebalance moves its partitions.
         """
         self._check_moves(topic, partition)
@@ -227,7 +213,7 @@ class TestClient:
         """Return a revoked partition to the app; return once the rebalance is complete.
 
         Raises:
-            LookupError: There is no such partition.
+            UnknownPartitionError: The partition does not exist.
             StateError: The app uses manual assignment, so no rebalance moves its partitions.
         """
         self._check_moves(topic, partition)
@@ -241,13 +227,12 @@ class TestClient:
     # Inside ----------------------------------------------------------------------------
 
     def _check_moves(self, topic: str, partition: int) -> None:
-        self.broker.check_partition(topic, partition)
+        self.broker.existing_log(TopicPartition(topic, partition))
         if self.app.settings.assign is not None:
-            message = (
-                f"partition {topic}/{partition} cannot be revoked or assigned: the app has its partitions by hand, and "
-                "no rebalance moves them; leave assign out, or kill the client (transports[-1].kill())"
+            raise StateError(
+                f"partition {topic}/{partition} cannot be revoked or assigned: with assign no rebalance moves "
+                "partitions; remove assign, or kill the client (transports[-1].kill())"
             )
-            raise StateError(message)
 
     async def _rebalanced(self) -> None:
         await self.broker.until(lambda: bool(self.group.members) and not self.group.rebalancing)
@@ -261,49 +246,42 @@ class TestClient:
         else:
             if self.group.rebalancing or not self.group.members:
                 sentences.append(f"group {self.app.group_id!r} rebalances")
-            ours = [one for one in self.group.subscribed() if one not in self.group.withheld]
+            ours = [partition for partition in self.group.subscribed() if partition not in self.group.withheld]
         for topic_partition in ours:
             log = self.broker.log(*topic_partition)
             end = log.stable_end if self.app.settings.isolation_level == "read_committed" else log.end
             committed = self.committed(*topic_partition)
             if committed != end:
                 sentences.append(f"{topic_partition} is committed up to {committed} and ends at {end}")
-        for partition in self.app.statistics().partitions:
-            name = TopicPartition(partition.topic, partition.partition)
-            if name in ours and partition.incomplete:
-                sentences.append(f"{name} has {partition.incomplete} incomplete record(s)")
-            elif name in ours and partition.committed != partition.committable:
-                sentences.append(f"the commit of {name} up to {partition.committable} is not acknowledged")
+        sentences += [
+            f"incomplete records of {state.topic}/{state.partition}: {state.incomplete}; acknowledged up to "
+            f"{state.committed} of {state.committable}"
+            for state in self.app.statistics().partitions
+            if (state.topic, state.partition) in ours and (state.incomplete or state.committed != state.committable)
+        ]
         return sentences
 
 
 @contextlib.contextmanager
-def _test_settings(app: App) -> Iterator[None]:
-    """Make *app* begin at the earliest record and commit often."""
-    settings = app.settings
-    before: dict[str, Any] = {
-        "auto_offset_reset": settings.auto_offset_reset,
-        "commit_interval": settings.commit_interval,
-    }
-    app.configure(
-        auto_offset_reset=settings.auto_offset_reset or "earliest",
-        commit_interval=min(settings.commit_interval, _COMMIT_INTERVAL),
-    )
+def changed_settings(app: App, **changes: Any) -> Iterator[None]:
+    """Change settings of *app* for a while."""
+    before = {name: getattr(app.settings, name) for name in changes}
+    app.configure(**changes)
     try:
         yield
     finally:
         app.configure(**before)
 
 
-def _sped_up(spec: HandlerSpec, speed: float) -> HandlerSpec:
+def _sped_up(spec: Handler, speed: float) -> Handler:
     """Return the handler with retry delays, batch linger and park delay divided by *speed*."""
-    retry, batched, policy = spec.retry, spec.batched, spec.on_failure
+    retry, batch, policy = spec.retry, spec.batch, spec.on_failure
     retry = dataclasses.replace(retry, initial=retry.initial / speed, maximum=retry.maximum / speed)
-    if batched is not None:
-        batched = batched._replace(batch=dataclasses.replace(batched.batch, linger=batched.batch.linger / speed))
+    if batch is not None:
+        batch = dataclasses.replace(batch, linger=batch.linger / speed)
     if isinstance(policy, Park):
         policy = dataclasses.replace(policy, delay=policy.delay / speed)
-    return spec._replace(retry=retry, batched=batched, on_failure=policy)
+    return spec._replace(retry=retry, batch=batch, on_failure=policy)
 
 
 def _timestamp() -> float:

@@ -12,12 +12,10 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
+from aioshard.engine.stack import waiting_place
 from aioshard.errors import AioshardError, StateError
-
-__all__ = ["DeadlockError", "VirtualTimeLoop", "run", "waiting_place"]
 
 T = TypeVar("T")
 
@@ -59,9 +57,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
           rests: after 10,000 passes within one instant, each further pass takes a millisecond.
     """
 
-    virtual_time = True
-    """Tells the engine that no thread can check from outside whether the event loop is blocked."""
-
     def __init__(
         self,
         *,
@@ -83,8 +78,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._virtual = _VirtualSelector(self)
         super().__init__(self._virtual)
         self._virtual.sockets_refused = True
-        self._steps = _ReadyQueue(None if seed is None else random.Random(seed), on_step)  # noqa: S311
-        self._ready = self._steps
+        self.steps = _ReadyQueue(None if seed is None else random.Random(seed), on_step)  # noqa: S311
+        self._ready = self.steps
         self._executor_jobs: set[asyncio.Future[Any]] = set()
         self._closing_executor = 0
 
@@ -114,10 +109,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     # Calls from the selector -----------------------------------------------------------
 
-    def end_pass(self) -> None:
-        """End the current pass over the ready callbacks."""
-        self._steps.end_pass()
-
     def busy_threads(self) -> frozenset[int]:
         """Return an identifier for each job that a thread is doing for this loop now."""
         busy = {id(job) for job in self._executor_jobs}
@@ -142,8 +133,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             limit = self._time_limit
             self._time_limit += _TIME_LIMIT  # The tasks cancelled now need time to end.
             raise self.stuck(
-                f"what the test waits for did not come within {limit:g} s of virtual time; if that is too short, "
-                "give run a greater time_limit"
+                f"the test is still waiting after {limit:g} s of virtual time; if that is too short, "
+                "pass a longer time_limit to run"
             )
 
     def next_timer(self) -> float:
@@ -169,24 +160,24 @@ class _ReadyQueue(deque[asyncio.Handle]):
         super().__init__()
         self._rng = rng
         self._on_step = on_step
-        self._left = 0
+        self._remaining = 0
         self._running = False
         self._lanes: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
         self._ages = itertools.count(1)
 
     def popleft(self) -> asyncio.Handle:
         self._finish_step()
-        if self._left == 0:
-            self._left = len(self)
-            if self._rng is not None and self._left > 1:
+        if self._remaining == 0:
+            self._remaining = len(self)
+            if self._rng is not None and self._remaining > 1:
                 self._permute(self._rng)
         handle = super().popleft()
-        self._left -= 1
+        self._remaining -= 1
         self._running = True
         return handle
 
     def end_pass(self) -> None:
-        self._left = 0
+        self._remaining = 0
         self._finish_step()
 
     def _finish_step(self) -> None:
@@ -201,7 +192,7 @@ class _ReadyQueue(deque[asyncio.Handle]):
     def _permute(self, rng: random.Random) -> None:
         lanes: dict[int, deque[asyncio.Handle]] = defaultdict(deque)
         turns: list[int] = []
-        for _ in range(self._left):
+        for _ in range(self._remaining):
             handle = super().popleft()
             lane = self._lane(handle)
             lanes[lane].append(handle)
@@ -238,15 +229,14 @@ class _VirtualSelector(selectors.DefaultSelector):
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         if self.sockets_refused:
-            message = (
+            raise StateError(
                 "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: "
                 "run what needs them with asyncio.run"
             )
-            raise StateError(message)
         return super().register(fileobj, events, data)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._loop.end_pass()
+        self._loop.steps.end_pass()
         if timeout is not None and timeout <= 0:
             self._note_busy_pass()
             return super().select(0)
@@ -256,8 +246,8 @@ class _VirtualSelector(selectors.DefaultSelector):
             self._waited = 0.0
             return events
         if timeout is None or math.isinf(self._loop.next_timer()):
-            hung = f", and {len(busy)} thread(s) did not end within {_THREAD_LIMIT:g} s" if busy else ""
-            raise self._loop.stuck(f"nothing can go on: no callback is ready and no timer is set{hung}")
+            hung = f", and a thread did not end within {_THREAD_LIMIT:g} s" if busy else ""
+            raise self._loop.stuck(f"nothing can proceed: no callback is ready and no timer is set{hung}")
         self._loop.pass_time(timeout)
         return []
 
@@ -284,7 +274,7 @@ class _VirtualSelector(selectors.DefaultSelector):
             patience = (_THREAD_LIMIT if forever else _THREAD_PATIENCE) - self._waited
             if events or not busy or patience <= 0:
                 return events, busy
-            # In short steps: a thread may seem busy after delivering its result, and becoming idle wakes nobody.
+            # In short steps: a thread may seem busy after delivering its result, and nothing wakes us when it is idle.
             glance = min(patience, _THREAD_GLANCE)
             events = super().select(glance)
             self._waited += glance  # not by the clock: time in which the process was suspended does not count
@@ -336,7 +326,8 @@ def run(
             runner.close()
     except BaseException as error:
         if seed is not None:
-            error.add_note(f"The order of steps is repeated with seed={seed} {_hash_seed()}.")
+            hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+            error.add_note(f"The order of steps is repeated with seed={seed} and PYTHONHASHSEED={hash_seed}.")
         raise
     return result
 
@@ -353,34 +344,9 @@ def _seeded(seed: int | None) -> Iterator[None]:
         random.setstate(state)
 
 
-def _hash_seed() -> str:
-    seed = os.environ.get("PYTHONHASHSEED", "random")
-    if seed == "random":
-        return "(where sets of strings matter: only with a fixed PYTHONHASHSEED, which was random)"
-    return f"and PYTHONHASHSEED={seed}"
-
-
 def _close_after(error: BaseException, runner: asyncio.Runner) -> None:
     """Close the loop of a failed run; errors while closing must not hide the cause."""
     try:
         runner.close()
     except Exception as another:  # noqa: BLE001 - any error becomes a note
         error.add_note(f"When its tasks were cancelled afterwards: {another}")
-
-
-def waiting_place(task: asyncio.Task[Any]) -> str:
-    """Return where a task is suspended: `file:line in function` of each frame, innermost last."""
-    places: list[str] = []
-    awaited: Any = task.get_coro()
-    while awaited is not None:
-        frame = _first(awaited, "cr_frame", "gi_frame")
-        if frame is None:
-            break
-        path = Path(frame.f_code.co_filename)
-        places.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}")
-        awaited = _first(awaited, "cr_await", "gi_yieldfrom")
-    return " > ".join(places) or "an unknown place"
-
-
-def _first(thing: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(thing, name, None)) is not None), None)

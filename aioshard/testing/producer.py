@@ -1,24 +1,11 @@
 """The `Producer` port on the in-memory broker."""
 
 import asyncio
-import dataclasses
-from collections import deque
 from collections.abc import Callable
 
-from aioshard.errors import ClientLostError, ConnectError, TransportError
+from aioshard.errors import ClientLostError, ConnectError
 from aioshard.ports import Message
 from aioshard.testing.broker import InMemoryBroker
-
-__all__ = ["InMemoryProducer"]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Sent:
-    """A message on its way to the broker."""
-
-    message: Message
-    answer: asyncio.Future[int]
-    withdrawn: bool = False
 
 
 class InMemoryProducer:
@@ -55,19 +42,16 @@ class InMemoryProducer:
         self._broker = broker
         self._latency = latency
         self._timeout = timeout
-        self._sent: deque[_Sent] = deque()
-        self._arrived = 0
-        """Number of sent messages, counted from the first, that the broker would store if it were available."""
-        self._storing = False
+        self._sending: list[asyncio.Task[int]] = []
+        """Messages that are not answered, in the order of the calls."""
         self._closed = False
-        self._unwatch = broker.watch(self._store)
 
     @property
     def trouble(self) -> str | None:
         """See `Producer.trouble`."""
-        if self._broker.available or not self._sent:
+        if self._broker.available or not self._sending:
             return None
-        return f"{len(self._sent)} message(s) wait for the in-memory broker: the test has made it unavailable"
+        return f"messages are waiting for the in-memory broker ({len(self._sending)}): the test has made it unavailable"
 
     async def publish(self, message: Message) -> int:
         """See `Producer.publish`.
@@ -79,60 +63,37 @@ class InMemoryProducer:
         """
         if self._closed:
             raise _closed()
-        loop = asyncio.get_running_loop()
-        sent = _Sent(message, loop.create_future())
-        self._sent.append(sent)
-        loop.call_later(self._delay(), self._arrive)
-        try:
-            async with asyncio.timeout(self._timeout):
-                offset = await sent.answer
-        except TimeoutError:
-            sent.withdrawn = True
-            told = f"a message for topic {message.topic!r} was not acknowledged within {self._timeout:g} s"
-            raise ConnectError(f"{told}: the in-memory broker is not available") from None
+        previous = self._sending[-1] if self._sending else None
+        sending = asyncio.get_running_loop().create_task(self._send(message, previous), name="in-memory producer")
+        self._sending.append(sending)
+        sending.add_done_callback(self._forget)
+        done, _ = await asyncio.wait([sending], timeout=self._timeout)
+        if not done:
+            sending.cancel()
+            raise ConnectError(
+                f"a message for topic {message.topic!r} was not acknowledged within {self._timeout:g} s: the in-memory "
+                "broker is not available"
+            )
+        if sending.cancelled():
+            raise _closed()
+        offset = sending.result()
         if self._latency is not None:
-            await asyncio.sleep(self._delay())
+            await asyncio.sleep(self._latency())
         return offset
 
-    def _delay(self) -> float:
-        return 0.0 if self._latency is None else self._latency()
+    def _forget(self, sending: asyncio.Task[int]) -> None:
+        self._sending.remove(sending)
+        if not sending.cancelled():
+            sending.exception()  # retrieve it: after a cancelled call nobody else does
 
-    def _arrive(self) -> None:
-        self._arrived += 1
-        self._store()
-
-    def _store(self) -> None:
-        if self._storing or self._closed:
-            return
-        self._storing = True  # storing a record notifies all watchers, including this one
-        try:
-            while self._arrived and self._sent and self._broker.available:
-                self._arrived -= 1
-                self._answer(self._sent.popleft())
-        finally:
-            self._storing = False
-
-    def _answer(self, sent: _Sent) -> None:
-        if sent.withdrawn:
-            return
-        answer = sent.answer
-        try:
-            offset = self._append(sent.message)
-        except TransportError as error:
-            if not answer.done():
-                answer.set_exception(error)
-        else:
-            if not answer.done():
-                answer.set_result(offset)
-
-    def _append(self, message: Message) -> int:
-        error, stored = self._broker.publish_fault(message.topic) or (None, True)
-        offset = -1
-        if stored:
-            try:
-                offset = self._broker.publish(**message._asdict()).offset
-            except LookupError as missing:
-                raise TransportError(str(missing.args[0])) from missing
+    async def _send(self, message: Message, previous: asyncio.Task[int] | None) -> int:
+        """Store a message after the previous one, in a separate task: cancelling the call must not withdraw it."""
+        await asyncio.sleep(0.0 if self._latency is None else self._latency())
+        if previous is not None:
+            await asyncio.wait([previous])
+        await self._broker.until(lambda: self._broker.available)
+        error, stored = self._broker.publish_faults.get(message.topic, (None, True))
+        offset = self._broker.publish(**message._asdict()).offset if stored else -1
         if error is not None:
             raise error
         return offset
@@ -140,11 +101,8 @@ class InMemoryProducer:
     async def close(self) -> None:
         """See `Producer.close`."""
         self._closed = True
-        self._unwatch()
-        for sent in self._sent:
-            if not sent.answer.done():
-                sent.answer.set_exception(_closed())
-        self._sent.clear()
+        for sending in self._sending:
+            sending.cancel()
 
 
 def _closed() -> ClientLostError:

@@ -1,27 +1,88 @@
 """Replays: check that records repeated after a crash have the same effects as a single run."""
 
-import contextlib
+import asyncio
 import copy
-import dataclasses
+import functools
 import inspect
+import itertools
 import pprint
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import textwrap
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from typing import Any, TypeVar
+
+import anyio
 
 from aioshard.app import App
+from aioshard.engine.handler import Handler
+from aioshard.engine.stack import waiting_place
 from aioshard.errors import ClientLostError
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import Coordinates
 from aioshard.testing.broker import InMemoryBroker
-from aioshard.testing.client import TestClient
-from aioshard.testing.interrupting import Interruption
+from aioshard.testing.client import TestClient, changed_settings
 
-__all__ = ["replay_prefixes"]
+T = TypeVar("T")
 
 _SPEED = 100.0
 """Speeds up retries, so that the test need not wait for them."""
 _COMMIT_INTERVAL = 1e-6
-_SHOWN_BYTES = 60
+"""Almost none: hundreds of runs would otherwise wait for it."""
+
+
+class Interruption:
+    """Suspends the next run of a handler at its await number *number*, once armed, until the worker cancels it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.place: str | None = None
+        """Where the run was interrupted; None until then."""
+        self.over = asyncio.Event()
+        """Set once the run has ended: the worker cancels an interrupted one because its client is gone."""
+        self._report: Callable[[], None] | None = None
+
+    def arm(self, report: Callable[[], None]) -> None:
+        """Interrupt the next run, and call *report* then."""
+        self._report = report
+
+    def adapt(self, handler: Handler) -> Handler:
+        """Return the handler with interruptible runs; one that runs in threads is returned unchanged."""
+        return handler.through(self._interruptible) if handler.is_async else handler
+
+    def _interruptible(self, attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
+        async def run(given: T) -> object:
+            report, self._report = self._report, None
+            if report is None:
+                return await attempt(given)
+            try:
+                return await self._interrupted(attempt(given), report)
+            finally:
+                self.over.set()
+
+        return run
+
+    @types.coroutine
+    def _interrupted(self, run: Any, report: Callable[[], None]) -> Generator[Any, Any, Any]:
+        """Step through *run* from await to await, and suspend it at the chosen one."""
+        step: Callable[[], Any] = functools.partial(run.send, None)
+        for number in itertools.count(1):
+            try:
+                waits_for = step()
+            except StopIteration as end:
+                return end.value
+            step = functools.partial(run.send, None)
+            try:
+                if number == self.number:
+                    self.place = waiting_place(run)
+                    report()
+                    try:
+                        yield from asyncio.get_running_loop().create_future()  # until the worker cancels the run
+                    finally:
+                        if waits_for is not None:
+                            waits_for.cancel()  # as the cancellation of a task does
+                yield waits_for
+            except BaseException as error:  # noqa: BLE001 - any error is passed to the handler
+                step = functools.partial(run.throw, error)
 
 
 async def replay_prefixes(
@@ -61,9 +122,10 @@ async def replay_prefixes(
 
     Raises:
         AssertionError: The effects differ. The message names the first prefix after which they do, the records that
-            ran before and after the crash, and both effects. It is also raised if the test proves nothing: no effects
-            are visible, or two clean runs have different ones.
-        ValueError: *history* is empty, out of order, or contains a record that no handler takes.
+            ran before and after the crash, and both effects. It is also raised if the test proves nothing: *history* is
+            empty, no effects are visible, or two clean runs have different ones.
+        ValueError: *history* is out of order, or contains a record that no handler takes.
+        TypeError: The effects cannot be copied.
         TimeoutError: A run did not finish, for example because a handler fails or hangs.
 
     Example:
@@ -92,31 +154,19 @@ async def replay_prefixes(
         >>> history = [broker.publish("refunds", value, key=b"alice") for value in (b"book", b"pen")]
         >>> run(replay_prefixes(app, history, reset=lambda: paid.clear(), effects=lambda: paid))
     """
-    world = _World(app, tuple(history), reset, effects, timeout)
-    world.check()
-    with _commits_at_once(app):
-        clean = await world.clean_effects()
-        for ran in range(1, len(world.history) + 1):
-            if interrupt:
-                await world.compare_interrupted(ran, clean)
-            # From the shortest repetition to the longest, so that the first failure is the smallest.
-            for again in reversed(range(ran)):
-                await world.compare(_Crash(ran, again), clean)
+    replay = _Replay(app, tuple(history), reset, effects, timeout)
+    with changed_settings(app, commit_interval=_COMMIT_INTERVAL, journal=None):
+        clean = await replay.clean_effects()
+        for ran in range(1, len(replay.history) + 1):
+            for number in itertools.count(1) if interrupt else ():
+                if not await replay.compare(clean, ran, ran - 1, Interruption(number)):
+                    break
+            # From the shortest repetition to the longest, so that the first failure is the smallest example.
+            for committed in reversed(range(ran)):
+                await replay.compare(clean, ran, committed)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Crash:
-    """The state at the moment of the crash."""
-
-    ran: int
-    """Number of records started; all had ended, except the last one if `place` is set."""
-    again: int
-    """Number of records committed: the rest run again."""
-    place: str | None = None
-    """Where the last record was interrupted."""
-
-
-class _World:
+class _Replay:
     """The app, its history and its effects, run repeatedly from the beginning."""
 
     def __init__(
@@ -133,193 +183,140 @@ class _World:
         self._effects = effects
         self._timeout = timeout
 
-    def check(self) -> None:
-        """Reject a history that cannot be replayed."""
-        if not self.history:
-            message = "the history is empty: give replay_prefixes some records"
-            raise ValueError(message)
-        ends: dict[TopicPartition, int] = {}
-        for record in self.history:
-            if not any(registration.takes(record.topic) for registration in self._app.handlers):
-                message = f"{Coordinates.of(record)} is of a topic that no handler of app {self._app.group_id!r} takes"
-                raise ValueError(message)
-            end = ends.get(record.topic_partition, 0)
-            if record.offset < end:
-                message = (
-                    f"{Coordinates.of(record)} is out of order: the history has offset {end - 1} of its partition "
-                    "before it, and a log only grows"
-                )
-                raise ValueError(message)
-            ends[record.topic_partition] = record.offset + 1
-
-    # Runs ------------------------------------------------------------------------------
-
     async def clean_effects(self) -> Any:
-        """Return the effects of a run without a crash; make sure that a comparison with them proves something."""
-        await _awaited(self._reset())
-        untouched = await self._snapshot()
+        """Return the effects of a run without a crash; make sure that a comparison with them proves something.
+
+        Raises:
+            AssertionError: The effects of the history are not visible, or differ from run to run.
+            ValueError: The history cannot be replayed.
+        """
+        for record in self.history:
+            if not any(handler.takes(record.topic) for handler in self._app.handlers):
+                raise ValueError(
+                    f"{Coordinates.of(record)} is of a topic that no handler of app {self._app.group_id!r} takes"
+                )
+        await self._reset_world()
+        untouched = await self._copied_effects()
         clean = await self._clean_run()
         if clean == untouched:
-            message = (
+            raise AssertionError(
                 "the effects of the whole history are those of none: effects() does not see what the handlers do, or "
                 f"the history leaves nothing behind\n  effects:\n{_shown(clean)}"
             )
-            raise AssertionError(message)
         again = await self._clean_run()
         if again != clean:
-            message = (
+            raise AssertionError(
                 "two clean runs have different effects: reset() leaves something behind, or the effects hold times, "
                 "chance, or the order in which records of different keys ran\n"
                 f"  effects of the first run:\n{_shown(clean)}\n  effects of the second run:\n{_shown(again)}"
             )
-            raise AssertionError(message)
         return clean
 
     async def _clean_run(self) -> Any:
-        broker = self._empty_broker()
-        await _awaited(self._reset())
-        with _noted("this was in the run without a crash"):
-            await self._live(broker, self.history)
-        return await self._snapshot()
+        await self._run_app(await self._reset_world(), self.history, "in the run without a crash")
+        return await self._copied_effects()
 
-    async def compare(self, crash: _Crash, clean: Any) -> None:
-        """Crash between two records."""
-        broker = self._empty_broker()
-        await _awaited(self._reset())
-        with _noted(f"this was before a crash after {crash.ran} of {len(self.history)} records"):
-            await self._live(broker, self.history[: crash.ran])
-        await self._recover(broker, crash, clean)
+    async def compare(self, clean: Any, ran: int, committed: int, interruption: Interruption | None = None) -> bool:
+        """Crash and restart, and compare the final effects with those of a clean run.
 
-    async def compare_interrupted(self, ran: int, clean: Any) -> None:
-        """Crash in the middle of record number *ran*, at each of its awaits."""
-        for number in range(1, 1_000_000):
-            broker = self._empty_broker()
-            await _awaited(self._reset())
-            interruption = Interruption(number)
-            with _noted(f"this was when record {ran} was interrupted at its await number {number}"):
-                await self._live_until(broker, ran, interruption)
-            if interruption.place is None:
-                return
-            crash = _Crash(ran, ran - 1, f"await number {number}, {interruption.place}")
-            await self._recover(broker, crash, clean)
+        Args:
+            clean: Effects of a clean run.
+            ran: Number of records that start before the crash.
+            committed: Number of records that are committed before the crash.
+            interruption: Where to crash in the middle of the last record; by default all records end before the crash.
 
-    async def _recover(self, broker: InMemoryBroker, crash: _Crash, clean: Any) -> None:
-        """Restart after a crash and compare the final effects."""
+        Returns:
+            Whether it crashed: a record ends without reaching a later await than its last one.
+        """
+        broker = await self._reset_world()
+        crash = f"a crash after {ran} of {len(self.history)} records"
+        await self._run_app(broker, self.history[:ran], f"before {crash}", interruption)
+        if interruption is not None and interruption.place is None:
+            return False
         # Stopping the app committed the completed records; undo that, because the crash came before.
-        broker.group(self._app.group_id).commit_from_outside(self._first_offsets(crash.again))
-        with _noted(f"this was after a crash after {crash.ran} of {len(self.history)} records"):
-            await self._live(broker, self.history[crash.ran :])
-        effects = await self._snapshot()
+        resumes_at: dict[TopicPartition, int | None] = {}
+        for record in self.history[committed:]:
+            resumes_at.setdefault(record.topic_partition, record.offset)
+        broker.group(self._app.group_id).commit_from_outside(resumes_at)
+        await self._run_app(broker, self.history[ran:], f"after {crash}")
+        effects = await self._copied_effects()
         if effects != clean:
-            raise AssertionError(self._difference(crash, clean, effects))
+            raise AssertionError(self._describe_difference(ran, committed, interruption, clean, effects))
+        return True
 
-    async def _live(self, broker: InMemoryBroker, records: Sequence[Record]) -> None:
+    async def _run_app(
+        self,
+        broker: InMemoryBroker,
+        records: Sequence[Record],
+        when: str,
+        interruption: Interruption | None = None,
+    ) -> None:
         """Run the app once, delivering these records in addition to the uncommitted ones."""
-        async with TestClient(self._app, broker=broker, speed=_SPEED) as client:
-            _append(broker, records)
-            await client.settle(self._timeout)
+        adapt = None if interruption is None else interruption.adapt
+        try:
+            async with TestClient(self._app, broker=broker, speed=_SPEED, adapt=adapt) as client:
+                if interruption is None:
+                    broker.restore(records)
+                    await client.settle(self._timeout)
+                else:
+                    await self._interrupt_last(client, records, interruption)
+        except Exception as error:
+            error.add_note(f"this was {when}")
+            raise
 
-    async def _live_until(self, broker: InMemoryBroker, ran: int, interruption: Interruption) -> None:
-        """Run the app until it is interrupted in the middle of record number *ran*, or that record completes."""
-        client = TestClient(self._app, broker=broker, speed=_SPEED, adapt=interruption.stand_between)
-        async with client:
-            _append(broker, self.history[: ran - 1])
+    async def _interrupt_last(self, client: TestClient, records: Sequence[Record], interruption: Interruption) -> None:
+        client.broker.restore(records[:-1])
+        await client.settle(self._timeout)
+        with anyio.CancelScope() as settling:
+            interruption.arm(settling.cancel)
+            client.broker.restore(records[-1:])
             await client.settle(self._timeout)
-            interruption.armed = True
-            _append(broker, self.history[ran - 1 : ran])
-            if await interruption.comes_before(client.settle(self._timeout)):
-                client.transports[-1].kill(ClientLostError("replay_prefixes ends it in the middle of a record"))
-                await interruption.over.wait()
+        if interruption.place is not None:
+            client.transports[-1].kill(ClientLostError("replay_prefixes ends it in the middle of a record"))
+            await interruption.over.wait()
 
-    def _empty_broker(self) -> InMemoryBroker:
+    async def _reset_world(self) -> InMemoryBroker:
+        """Reset the effects, and return a broker without records."""
         broker = InMemoryBroker()
         for topic in {record.topic for record in self.history}:
-            broker.create_topic(topic, 1 + max(one.partition for one in self.history if one.topic == topic))
+            broker.create_topic(topic, 1 + max(record.partition for record in self.history if record.topic == topic))
+        await _awaited(self._reset())
         return broker
 
-    def _first_offsets(self, index: int) -> Mapping[TopicPartition, int]:
-        """Return the offset at which each partition resumes if the records before *index* are committed."""
-        offsets: dict[TopicPartition, int] = {}
-        for record in self.history[index:]:
-            offsets.setdefault(record.topic_partition, record.offset)
-        return offsets
-
-    async def _snapshot(self) -> Any:
+    async def _copied_effects(self) -> Any:
         """Copy the effects: the next run may change the returned object."""
-        found = await _awaited(self._effects())
-        try:
-            return copy.deepcopy(found)
-        except Exception as error:
-            message = (
-                f"effects() returned {type(found).__name__}, which cannot be copied ({error}): return plain values"
-            )
-            raise TypeError(message) from error
+        return copy.deepcopy(await _awaited(self._effects()))
 
-    # Messages --------------------------------------------------------------------------
-
-    def _difference(self, crash: _Crash, clean: Any, effects: Any) -> str:
-        total = len(self.history)
-        if crash.place is None:
-            lines = [f"the effects differ after a crash when {crash.ran} of {total} records had run"]
-            before = self.history[: crash.ran]
+    def _describe_difference(
+        self, ran: int, committed: int, interruption: Interruption | None, clean: Any, effects: Any
+    ) -> str:
+        if interruption is None:
+            when, before, interrupted = f"when {ran} of {len(self.history)} records had run", self.history[:ran], ""
         else:
-            lines = [f"the effects differ after a crash in the middle of record {crash.ran} of {total}"]
-            before = self.history[: crash.ran - 1]
-        lines[0] += ": the handler is not idempotent"
-        lines += _listed("ran before: ", before)
-        if crash.place is not None:
-            lines += _listed("interrupted:", self.history[crash.ran - 1 : crash.ran])
-            lines.append(f"    at {crash.place}")
-        lines += _listed("ran after:  ", self.history[crash.again :])
-        lines += ["  effects of a clean run:", _shown(clean), "  effects with the crash:", _shown(effects)]
-        return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _commits_at_once(app: App) -> Iterator[None]:
-    """Commit almost immediately and write no journal: hundreds of runs would otherwise wait for the interval."""
-    before = {name: getattr(app.settings, name) for name in ("commit_interval", "journal")}
-    app.configure(commit_interval=_COMMIT_INTERVAL, journal=None)
-    try:
-        yield
-    finally:
-        app.configure(**before)
-
-
-def _append(broker: InMemoryBroker, records: Iterable[Record]) -> None:
-    """Append records at their original offsets."""
-    for record in records:
-        broker.restore(record)
+            when, before = f"in the middle of record {ran} of {len(self.history)}", self.history[: ran - 1]
+            interrupted = (
+                f"  interrupted: {_listed(self.history[ran - 1 : ran])}\n"
+                f"    at await number {interruption.number}, {interruption.place}\n"
+            )
+        return (
+            f"the effects differ after a crash {when}: the handler is not idempotent\n"
+            f"  ran before:  {_listed(before)}\n"
+            f"{interrupted}"
+            f"  ran after:   {_listed(self.history[committed:])}\n"
+            f"  effects of a clean run:\n{_shown(clean)}\n"
+            f"  effects with the crash:\n{_shown(effects)}"
+        )
 
 
 async def _awaited(result: object) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-@contextlib.contextmanager
-def _noted(note: str) -> Iterator[None]:
-    """Add a note to exceptions that says in which of many runs they were raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
-
-
-def _listed(title: str, records: Sequence[Record]) -> list[str]:
-    """Format one line per record, the first with the title."""
-    lines = [f"  {title} nothing" if not records else ""]
-    for number, record in enumerate(records):
-        line = f"  {title if number == 0 else ' ' * len(title)} {Coordinates.of(record)} key={record.key!r}"
-        lines.append(f"{line} value={_shortened(record.value)}")
-    return [line for line in lines if line]
-
-
-def _shortened(value: bytes | None) -> str:
-    if value is None or len(value) <= _SHOWN_BYTES:
-        return repr(value)
-    return f"{value[:_SHOWN_BYTES]!r}… ({len(value)} bytes)"
+def _listed(records: Sequence[Record]) -> str:
+    """Format one line per record; a long value is cut off."""
+    lines = [f"{Coordinates.of(record)} key={record.key!r} value={record.value!r:.80}" for record in records]
+    return ("\n" + " " * 15).join(lines) or "nothing"
 
 
 def _shown(effects: Any) -> str:
-    return "\n".join(f"    {line}" for line in pprint.pformat(effects, width=100).splitlines())
+    return textwrap.indent(pprint.pformat(effects, width=100), "    ")

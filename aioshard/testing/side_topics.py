@@ -6,15 +6,12 @@ from collections.abc import Collection, Sequence
 from aioshard.errors import ClientLostError, SideTopicError, TransportError
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
-from aioshard.testing.log import PartitionLog
-
-__all__ = ["InMemorySideTopics"]
 
 
 class InMemorySideTopics:
     """Reads an `InMemoryBroker` outside of any group; implements `aioshard.ports.SideTopics`.
 
-    Every topic there counts as compacted, and is compacted when a test calls `broker.compact`. Errors set with
+    Every topic there counts as compacted, and is compacted when a test compacts its logs. Errors set with
     `fail_fetches` apply to `poll` and `read`.
 
     Invariants:
@@ -42,9 +39,7 @@ class InMemorySideTopics:
         self._broker = broker
         self._max_records = max_records
         self._positions: dict[TopicPartition, int] = {}
-        self._changed = asyncio.Event()
         self._closed = False
-        self._unwatch = broker.watch(self._changed.set)
 
     async def ensure(self, topic: str, partitions: int) -> None:
         """See `SideTopics.ensure`; here an existing topic is rejected only if it has too few partitions."""
@@ -61,7 +56,7 @@ class InMemorySideTopics:
     def watch(self, partitions: Collection[TopicPartition]) -> None:
         """See `SideTopics.watch`."""
         self._positions = {partition: self._positions.get(partition, 0) for partition in partitions}
-        self._changed.set()
+        self._broker.notify()
 
     async def poll(self, timeout: float) -> Sequence[Record]:
         """See `SideTopics.poll`.
@@ -71,48 +66,40 @@ class InMemorySideTopics:
             ConnectError: Nothing arrived within *timeout* seconds, and the broker is not available.
             TransportError: A partition does not exist, or the error set with `fail_fetches`.
         """
-        deadline = asyncio.get_running_loop().time() + timeout
-        while True:
-            self._check_open()
-            self._changed.clear()
-            if self._broker.available:
-                before = dict(self._positions)
-                found, error = self._collect()
-                if found or self._positions != before:
-                    return found
-                if error is not None:
-                    raise error
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._changed.wait()
-            except TimeoutError:
-                self._broker.check_available()
-                return []
+        records: list[Record] = []
+        try:
+            async with asyncio.timeout(timeout):
+                await self._broker.until(lambda: self._collect(records))
+        except TimeoutError:
+            self._broker.check_available()
+        return records
 
-    def _collect(self) -> tuple[list[Record], TransportError | None]:
-        found: list[Record] = []
-        failure: TransportError | None = None
-        for topic_partition, position in self._positions.items():
+    def _collect(self, records: list[Record]) -> bool:
+        """Add the readable records to *records*; return whether a position has moved."""
+        self._check_open()
+        moved, failure = False, None
+        for topic_partition, position in self._positions.items() if self._broker.available else ():
             try:
-                records, following = self._read(topic_partition, position)
+                found, following = self._read(topic_partition, position)
             except TransportError as error:
-                failure = failure or error
-            else:
-                found += records
-                self._positions[topic_partition] = following
-        return found, failure
+                failure = error
+                continue
+            records += found
+            moved = moved or following != position
+            self._positions[topic_partition] = following
+        if failure is not None and not moved:
+            raise failure
+        return moved
 
     def _read(self, topic_partition: TopicPartition, position: int) -> tuple[list[Record], int]:
         """Return the records from a position on, and the position after them."""
-        fault = self._broker.fault(topic_partition)
+        fault = self._broker.fetch_faults.get(topic_partition)
         if fault is not None:
             raise fault
-        log = self._log(topic_partition)
-        records: list[Record] = []
-        for record in log.read(max(position, log.start), log.stable_end):
-            if len(records) == self._max_records:
-                return records, records[-1].offset + 1
-            records.append(record)
+        log = self._broker.existing_log(topic_partition)
+        records = log.read(position, log.stable_end)
+        if len(records) > self._max_records:
+            return records[: self._max_records], records[self._max_records].offset
         return records, max(position, log.stable_end)
 
     def position(self, topic_partition: TopicPartition) -> int:
@@ -124,17 +111,17 @@ class InMemorySideTopics:
 
         Raises:
             ConnectError: The broker is not available.
-            TransportError: There is no such partition.
+            TransportError: The partition does not exist.
         """
         await self._ask()
-        return self._log(topic_partition).stable_end
+        return self._broker.existing_log(topic_partition).stable_end
 
     async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
         """See `SideTopics.read`.
 
         Raises:
             ConnectError: The broker is not available.
-            TransportError: There is no such partition, or the error set with `fail_fetches`.
+            TransportError: The partition does not exist, or the error set with `fail_fetches`.
         """
         await self._ask()
         return self._read(topic_partition, offset)[0]
@@ -142,21 +129,13 @@ class InMemorySideTopics:
     async def close(self) -> None:
         """See `SideTopics.close`."""
         self._closed = True
-        self._unwatch()
-        self._changed.set()
+        self._broker.notify()
 
     async def _ask(self) -> None:
         """Let other tasks run, as a network would; raise if closed or the broker is not available."""
         await asyncio.sleep(0)
         self._check_open()
         self._broker.check_available()
-
-    def _log(self, topic_partition: TopicPartition) -> PartitionLog:
-        try:
-            self._broker.check_partition(*topic_partition)
-        except LookupError as missing:
-            raise TransportError(f"{topic_partition} cannot be read: {missing.args[0]}") from missing
-        return self._broker.log(*topic_partition)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
@@ -11,11 +13,13 @@ from aioshard.errors import (
     CommitError,
     CommitRefusedError,
     ConnectError,
+    OffsetOutOfRangeError,
     StateError,
     TransportError,
 )
 from aioshard.ports import (
     NOT_A_MEMBER,
+    Allowance,
     AllowanceOf,
     Committed,
     Fault,
@@ -24,15 +28,35 @@ from aioshard.ports import (
     LogRange,
     Membership,
     Oversized,
+    record_size,
 )
-from aioshard.records import TopicPartition
-from aioshard.testing.broker import InMemoryBroker
-from aioshard.testing.group import Subscription
-from aioshard.testing.reading import Found, IsolationLevel, Reading
-
-__all__ = ["InMemoryTransport", "Latency", "Operation"]
+from aioshard.records import Record, TopicPartition
+from aioshard.testing.broker import InMemoryBroker, PartitionLog, Subscription
 
 logger = logging.getLogger("aioshard.testing.transport")
+
+IsolationLevel = Literal["read_committed", "read_uncommitted"]
+
+_FAULT_INTERVAL = 1.0
+"""Seconds after which a persistent fault is reported again; a client retries a failed fetch with backoff."""
+
+
+Items = list[FetchedBatch | Fault | Oversized]
+
+
+@dataclasses.dataclass(slots=True)
+class _Assigned:
+    """An assigned partition; a new one is paused and has no position."""
+
+    position: int | None = None
+    paused: bool = True
+    end: int | None = None
+    """The readable end of the log as of the last scan."""
+    quiet_until: float = 0.0
+    """When a persistent fault is due to be reported again."""
+    oversized_at: int | None = None
+    """Offset of the last record that was reported as oversized."""
+
 
 Operation = Literal[
     "start", "heartbeat", "join", "fetch", "commit", "commit reply", "committed", "log ranges", "partitions", "close"
@@ -43,7 +67,8 @@ responses with records; that of `commit` passes before the offsets are stored an
 
 _TO_COORDINATOR = frozenset[Operation](["start", "commit", "commit reply", "committed"])
 
-Outcome = Literal["woken", "changed", "time"]
+_LIVES = itertools.count(1)
+"""Generations of clients with manual assignment."""
 
 Latency = Callable[[Operation], float]
 """The seconds that an operation takes; called each time."""
@@ -71,6 +96,7 @@ class InMemoryTransport:
         max_fetch_offsets: int | None = None,
         rebalance_timeout: float = 60.0,
         session_timeout: float = 45.0,
+        assign: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Create a client that has not joined yet.
 
@@ -85,25 +111,29 @@ class InMemoryTransport:
             rebalance_timeout: Seconds after which a member that has not released its partitions is removed from
                 the group.
             session_timeout: Seconds after which a crashed member is removed from the group.
+            assign: Manual assignment: partition numbers by topic. The client takes them at the start and keeps them;
+                it is not a member of the group, and its commits are stored as long as the group has no members.
         """
-        self.prefetch: tuple[int, int] | None = None
-        """Partitions and bytes of the last `adjust_prefetch`."""
         self._broker = broker
         self._group = broker.group(group_id)
         self._latency = latency
-        self._reading = Reading(broker, isolation_level, max_batch_records, max_fetch_offsets)
+        self._read_committed = isolation_level == "read_committed"
+        self._max_batch_records = max_batch_records
+        self._max_fetch_offsets = max_fetch_offsets
         self._rebalance_timeout = rebalance_timeout
         self._session_timeout = session_timeout
+        self._assign = assign
         self._listener: GroupListener | None = None
         self._subscription = Subscription(frozenset())
         self._membership = NOT_A_MEMBER
         self._member_id = ""
         self._revoking = False
-        self._fetch_due = 0.0
-        self._waiter: asyncio.Future[Outcome] | None = None
+        self._assigned: dict[TopicPartition, _Assigned] = {}
+        self._next_fetch = 0.0
+        self._woken = False
+        self._readable = asyncio.Event()
         self._stirred = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._unwatch: Callable[[], None] | None = None
         self._reachable = asyncio.Event()
         """Set unless the client is cut off from the coordinator."""
         self._reachable.set()
@@ -119,27 +149,42 @@ class InMemoryTransport:
 
         Raises:
             StateError: The client was started before.
-            TransportError: The broker is not available, or a test scripted the error.
+            GroupHasMembersError: Partitions are assigned manually, and the group has members.
+            TransportError: An assigned partition does not exist, the broker is not available, or a test scripted the
+                error.
         """
         if self._listener is not None:
             raise StateError("this client was started before: make a new one with the transport factory")
         self._listener = listener
         await self._take("start")
-        self._broker.check_start()
+        self._broker.check_available()
+        if self._assign is not None:
+            self._take_assigned(self._assign, listener)
+            return
         for topic in topics:
             self._broker.ensure_topic(topic)
         self._subscription = Subscription(frozenset(topics), pattern)
-        self._unwatch = self._broker.watch(self._changed)
-        self._member_id = self._group.join(self._subscription, self._stirred.set)
+        self._broker.watch(self._changed)
+        self._member_id = self._group.join(self._subscription)
         name = f"in-memory client {self._member_id}"
-        self._task = asyncio.get_running_loop().create_task(self._follow_group(), name=name)
+        self._task = asyncio.get_running_loop().create_task(self._follow_group(listener), name=name)
+
+    def _take_assigned(self, assign: Mapping[str, Sequence[int]], listener: GroupListener) -> None:
+        for topic, numbers in assign.items():
+            self._broker.ensure_topic(topic, at_least=max(numbers) + 1)
+            self._broker.log(topic, max(numbers))
+        self._group.refuse_beside_members()
+        self._broker.watch(self._changed)
+        self._membership = Membership("", next(_LIVES))
+        partitions = [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
+        self._assigned = {partition: _Assigned() for partition in partitions}
+        listener.assigned(partitions, self._membership)
 
     async def close(self) -> None:
         """Leave the group; wait for a running `revoked`. See `Transport.close`."""
         self._ending = True
-        self._stirred.set()
-        if self._unwatch is not None:
-            self._unwatch()
+        self._changed()
+        self._broker.unwatch(self._changed)
         try:
             if self._task is not None:
                 await self._task
@@ -149,9 +194,8 @@ class InMemoryTransport:
             if not self._crashed and self._reachable.is_set():
                 self._group.leave(self._member_id)
             self._membership = NOT_A_MEMBER
-            self._reading.take_all()
-            if self._lost is None:
-                self.kill(ClientLostError("the client is closed: make a new one with the transport factory"))
+            self._assigned = {}
+            self.kill(ClientLostError("the client is closed: make a new one with the transport factory"))
 
     def kill(self, error: TransportError | None = None) -> None:
         """End the client's background work: every poll raises from now on, while the group still has the member."""
@@ -166,9 +210,7 @@ class InMemoryTransport:
         self._crashed = self._ending = True
         self._reachable.set()
         self.kill()
-        self._stirred.set()
-        if self._unwatch is not None:
-            self._unwatch()
+        self._broker.unwatch(self._changed)
         asyncio.get_running_loop().call_later(self._session_timeout, self._group.leave, self._member_id)
 
     def cut_off(self) -> None:
@@ -182,7 +224,7 @@ class InMemoryTransport:
         self._reachable.clear()
         loop = asyncio.get_running_loop()
         self._removal = loop.call_later(self._session_timeout, self._group.leave, self._member_id)
-        self._stirred.set()
+        self._changed()
 
     def reconnect(self) -> None:
         """Undo `cut_off`: the client is still a member, or joins again. A closed client stays closed."""
@@ -190,7 +232,7 @@ class InMemoryTransport:
             return
         self._removal.cancel()
         self._reachable.set()
-        self._stirred.set()
+        self._changed()
 
     # The group -------------------------------------------------------------------------
 
@@ -205,89 +247,69 @@ class InMemoryTransport:
         """See `Transport.membership`."""
         return self._membership
 
-    async def _follow_group(self) -> None:
+    async def _follow_group(self, listener: GroupListener) -> None:
         try:
             while not self._ending:
                 self._stirred.clear()
-                if not self._reachable.is_set():
-                    await self._hear_nothing()
-                    continue
-                duty = self._group.duty(Membership(self._member_id, self._membership.generation))
-                if duty == "nothing":
-                    await self._stirred.wait()
-                elif duty == "rejoin":
-                    await self._take("heartbeat")
-                    await self._give_back()
-                elif duty == "join anew":
-                    await self._take("heartbeat")
-                    await self._join_anew()
+                if self._reachable.is_set():
+                    await self._take_next_step(listener)
                 else:
-                    await self._take("join")
-                    self._adopt()
+                    await self._hear_nothing(listener)
         except Exception as error:
             # A listener must not raise. A client of a real broker would continue in an undefined state; a test must
             # notice.
             logger.exception("the group listener of %s raised", self._member_id)
-            self._lost = ClientLostError(f"the group listener raised {type(error).__name__}: {error}")
-            self._lost.__cause__ = error
+            lost = ClientLostError(f"the group listener raised {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            self.kill(lost)
             self._group.leave(self._member_id)
-            self._changed()
 
-    async def _hear_nothing(self) -> None:
+    async def _hear_nothing(self, listener: GroupListener) -> None:
         """Wait for the coordinator, and give up all partitions when the session expires."""
         removal = self._removal if self._membership != NOT_A_MEMBER else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(removal.when() if removal is not None else None):
                 await self._stirred.wait()
                 return
-        self._membership = NOT_A_MEMBER
-        await self._revoke(lost=True)
+        await self._release(listener, lost=True)
 
-    async def _give_back(self) -> None:
-        loop = asyncio.get_running_loop()
-        leave = self._group.leave_unless_rejoined
-        remove = loop.call_later(self._rebalance_timeout, leave, self._member_id, self._group.generation)
-        try:
-            await self._revoke(lost=False)
-        finally:
-            remove.cancel()
-        # Another member may own the released partitions before we notice.
-        self._membership = NOT_A_MEMBER
-        if not self._ending and self._reachable.is_set():
+    async def _take_next_step(self, listener: GroupListener) -> None:
+        duty = self._group.duty(self._member_id)
+        if duty == "nothing":
+            await self._stirred.wait()
+            return
+        await self._take("join" if duty == "adopt" else "heartbeat")
+        if duty != "adopt":
+            await self._release(listener, lost=duty == "join anew")
+        # In the meantime, the group may have moved on, or the client may have been closed or cut off.
+        if self._ending or not self._reachable.is_set():
+            return
+        if duty == "rejoin":
             self._group.rejoin(self._member_id)
+        elif duty == "join anew":
+            self._member_id = self._group.join(self._subscription)
+        elif self._group.duty(self._member_id) == "adopt":
+            partitions = self._group.assignment(self._member_id)
+            self._membership = self._group.adopt(self._member_id)
+            self._assigned = {partition: _Assigned() for partition in partitions}
+            listener.assigned(partitions, self._membership)
 
-    async def _join_anew(self) -> None:
+    async def _release(self, listener: GroupListener, *, lost: bool) -> None:
+        """Report all partitions as revoked or lost; afterwards another member may own them."""
+        partitions = () if self._ending else self.assigned
+        if partitions and not lost:
+            loop = asyncio.get_running_loop()
+            remove = loop.call_later(self._rebalance_timeout, self._group.leave, self._member_id)
+            self._revoking = True
+            try:
+                await listener.revoked(partitions)
+            finally:
+                self._revoking = False
+                remove.cancel()
         self._membership = NOT_A_MEMBER
-        await self._revoke(lost=True)
-        if not self._ending and self._reachable.is_set():
-            self._member_id = self._group.join(self._subscription, self._stirred.set)
-
-    async def _revoke(self, *, lost: bool) -> None:
-        partitions = self._reading.partitions
-        if not partitions or self._ending:
-            return
-        self._revoking = True
-        try:
-            await self._heard.revoked(partitions, lost=lost)
-        finally:
-            self._revoking = False
-        self._reading.take_all()
-
-    def _adopt(self) -> None:
-        # While the answer was on its way, the group may have moved on, or the client may have been closed or cut off.
-        unheard = self._ending or not self._reachable.is_set()
-        if unheard or self._group.duty(Membership(self._member_id, self._membership.generation)) != "adopt":
-            return
-        partitions = self._group.assignment(self._member_id)
-        self._membership = self._group.adopt(self._member_id)
-        self._reading.give(partitions)
-        self._heard.assigned(partitions, self._membership)
-
-    @property
-    def _heard(self) -> GroupListener:
-        if self._listener is None:
-            raise StateError("this client has no listener: await start first")
-        return self._listener
+        if partitions and lost:
+            listener.lost(partitions)
+        self._assigned = {}
 
     # Records ---------------------------------------------------------------------------
 
@@ -299,71 +321,130 @@ class InMemoryTransport:
 
         Raises:
             ClientLostError: The client was killed, has crashed, or its listener raised.
-            TransportError: A test scripted the error.
+            TransportError: A test scripted the error, which ends the client.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        outcome: Outcome = "changed"
+        self._woken = False
         while True:
-            self._check_alive()
-            found = self._fetch(allowance, loop.time())
-            if found.new:
-                return found.new + found.known
-            if outcome == "woken" or (outcome == "time" and loop.time() >= deadline):
-                return found.known
-            outcome = await self._wait(deadline)
-
-    def _fetch(self, allowance: AllowanceOf, now: float) -> Found:
-        if self._revoking or not self._broker.available or now < self._fetch_due:
-            return Found([], [])
-        found = self._reading.collect(allowance, now)
-        if found.new and self._latency is not None:
-            self._fetch_due = now + self._latency("fetch")
-        return found
+            if self._lost is None and self._broker.poll_failures:
+                self._lost = self._broker.poll_failures.popleft()
+            if self._lost is not None:
+                raise self._lost
+            self._readable.clear()
+            new, repeated = self._fetch(allowance, loop.time())
+            if new or self._woken or loop.time() >= deadline:
+                return new + repeated
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._readable.wait()
 
     def wake(self) -> None:
         """See `Transport.wake`."""
-        self._end_wait("woken")
-
-    def _check_alive(self) -> None:
-        if self._lost is None:
-            try:
-                self._broker.check_poll()
-            except ClientLostError as error:
-                self._lost = error
-        if self._lost is not None:
-            raise self._lost
-
-    async def _wait(self, deadline: float) -> Outcome:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        looks = (deadline, self._fetch_due if now < self._fetch_due else None, self._reading.next_look(now))
-        self._waiter = loop.create_future()
-        timer = loop.call_at(min(when for when in looks if when is not None), self._end_wait, "time")
-        try:
-            return await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
+        self._woken = True
+        self._readable.set()
 
     def _changed(self) -> None:
-        self._end_wait("changed")
+        self._readable.set()
+        self._stirred.set()
 
-    def _end_wait(self, outcome: Outcome) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(outcome)
+    def _fetch(self, allowance: AllowanceOf, now: float) -> tuple[Items, Items]:
+        """Fetch the readable records of every partition that is not paused, within their allowances.
+
+        Records fetched from one partition count against the allowances of the others, because all allowances are those
+        of this moment. A partition with more records than could be fetched goes last the next time.
+
+        Returns:
+            What is new, and the oversized records that were reported before; those do not end a poll.
+        """
+        new: Items = []
+        repeated: Items = []
+        if self._revoking or not self._broker.available or now < self._next_fetch:
+            return new, repeated
+        used = Allowance(0, 0)
+        for topic_partition, assigned in tuple(self._assigned.items()):
+            if assigned.paused or topic_partition in self._broker.leaderless:
+                continue
+            item = self._fetch_one(topic_partition, assigned, allowance(topic_partition), used, now)
+            if isinstance(item, Oversized):
+                (repeated if assigned.oversized_at == assigned.position else new).append(item)
+                assigned.oversized_at = assigned.position
+            elif item is not None:
+                new.append(item)
+            if isinstance(item, FetchedBatch):
+                used = Allowance(used.records + len(item.records), used.bytes + sum(item.sizes))
+        if new and self._latency is not None:
+            delay = self._latency("fetch")
+            self._next_fetch = now + delay
+            asyncio.get_running_loop().call_later(delay, self._readable.set)
+        return new, repeated
+
+    def _fetch_one(
+        self, topic_partition: TopicPartition, assigned: _Assigned, allowed: Allowance, used: Allowance, now: float
+    ) -> FetchedBatch | Fault | Oversized | None:
+        log, position = self._broker.log(*topic_partition), assigned.position
+        if position is None:
+            return None
+        error = self._broker.fetch_faults.get(topic_partition)
+        if error is None and not log.start <= position <= log.end:
+            error = OffsetOutOfRangeError(topic_partition, position)
+        if error is not None and now >= assigned.quiet_until and allowed.records:
+            assigned.quiet_until = now + _FAULT_INTERVAL
+            asyncio.get_running_loop().call_later(_FAULT_INTERVAL, self._readable.set)
+            return Fault(topic_partition, error)
+        if error is not None or (not allowed.records and assigned.end is not None):
+            return None  # like a client with a full buffer: it fetches nothing, so it does not learn the end either
+        assigned.end = self._readable_end(log)
+        return self._read(log, assigned, position, allowed, used) if position < assigned.end else None
+
+    def _read(
+        self, log: PartitionLog, assigned: _Assigned, position: int, room: Allowance, used: Allowance
+    ) -> FetchedBatch | Oversized | None:
+        limit = min(room.records - used.records, self._max_batch_records)
+        if limit < 1:
+            return None
+        end = self._readable_end(log)
+        if self._max_fetch_offsets is not None:
+            end = min(end, position + self._max_fetch_offsets)
+        records: list[Record] = []
+        sizes: list[int] = []
+        free = room.bytes - used.bytes
+        for record in log.read(position, end):
+            size = record_size(record.key, record.value, record.headers)
+            fits = size <= free or (room.alone and not records and not used.records)
+            if not fits and not records:
+                # If it would fit into an empty buffer, other partitions have used the room: do not report it.
+                return Oversized(log.topic_partition, size) if size > room.bytes else None
+            if not fits or len(records) >= limit:
+                end = records[-1].offset + 1
+                self._assigned[log.topic_partition] = self._assigned.pop(log.topic_partition)
+                break
+            records.append(record)
+            sizes.append(size)
+            free -= size
+        assigned.position = end
+        return FetchedBatch(log.topic_partition, records, sizes, end)
+
+    def _readable_end(self, log: PartitionLog) -> int:
+        return log.stable_end if self._read_committed else log.end
+
+    @property
+    def assigned(self) -> tuple[TopicPartition, ...]:
+        """The currently assigned partitions, sorted."""
+        return tuple(sorted(self._assigned))
 
     def position(self, topic_partition: TopicPartition) -> int | None:
         """See `Transport.position`."""
-        return self._reading.position(topic_partition)
+        return self._known(topic_partition).position
 
     def end_offset(self, topic_partition: TopicPartition) -> int | None:
         """See `Transport.end_offset`."""
-        return self._reading.end_offset(topic_partition)
+        return self._known(topic_partition).end
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """See `Transport.pause`."""
-        self._reading.pause(partitions)
+        for topic_partition in partitions:
+            self._known(topic_partition).paused = True
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
         """See `Transport.resume`.
@@ -371,13 +452,21 @@ class InMemoryTransport:
         Raises:
             StateError: An assigned partition has no position yet.
         """
-        self._reading.resume(partitions)
+        for topic_partition in partitions:
+            if topic_partition in self._assigned and self._assigned[topic_partition].position is None:
+                raise StateError(f"{topic_partition} has no position: seek before you resume it")
+            self._known(topic_partition).paused = False
         self._changed()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`."""
-        self._reading.seek(topic_partition, offset)
+        assigned = self._known(topic_partition)
+        assigned.position, assigned.quiet_until = offset, 0.0
         self._changed()
+
+    def _known(self, topic_partition: TopicPartition) -> _Assigned:
+        """Return an assigned partition; for any other, one that has no effect."""
+        return self._assigned.get(topic_partition) or _Assigned()
 
     # Requests --------------------------------------------------------------------------
 
@@ -391,8 +480,9 @@ class InMemoryTransport:
         if not offsets:
             return
         if membership != self._membership or membership == NOT_A_MEMBER:
-            message = f"the commit was made under {membership} and the client is {self._membership} now: plan it anew"
-            raise CommitRefusedError(message)
+            raise CommitRefusedError(
+                f"the commit was made under {membership} and the client is {self._membership} now: check it again"
+            )
         await self._take("commit")
         if self._crashed:
             raise CommitError("the commit was not acknowledged: the client has crashed")
@@ -411,7 +501,8 @@ class InMemoryTransport:
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; raises `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
-        return {name: self._reading.log_range(name) for name in partitions if self._broker.has_leader(name)}
+        logs = {name: self._broker.log(*name) for name in partitions if name not in self._broker.leaderless}
+        return {name: LogRange(log.start, self._readable_end(log)) for name, log in logs.items()}
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`; raises `ConnectError` while the broker is not available."""
@@ -426,13 +517,14 @@ class InMemoryTransport:
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`; raises `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
-        if not self._broker.has_leader(topic_partition):
+        if topic_partition in self._broker.leaderless:
             raise TransportError(f"{topic_partition} has no leader: the test has taken it away")
-        return self._reading.offset_at(topic_partition, timestamp)
+        log = self._broker.log(*topic_partition)
+        readable = log.read(log.start, self._readable_end(log))
+        return next((record.offset for record in readable if record.timestamp >= timestamp), None)
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`; nothing is prefetched here, so the values are only stored."""
-        self.prefetch = (partitions, max_bytes)
+        """See `Transport.adjust_prefetch`; nothing is prefetched here."""
 
     async def _ask(self, operation: Operation) -> None:
         await self._take(operation)

@@ -1,1 +1,1 @@
-"""ASGI parts; they need the extra `web`. `aioshard.web.health` has the routes and the server."""
+"""Health routes, dashboard and their server, as ASGI parts; they need the extra `web`."""

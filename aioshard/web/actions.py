@@ -1,4 +1,4 @@
-"""Parse and perform the actions that an operator can take on the dashboard. `aioshard.web.guard` decides who may.
+"""The actions that an operator can take on the dashboard: who may take them, and their log.
 
 `POST actions` takes one JSON object. The token is sent in `Authorization: Bearer …`, never in the URL.
 
@@ -9,36 +9,43 @@
 | `set_concurrency` | `handler`, `concurrency` |
 | `retry_now`, `skip`, `release_parked` | `topic`, `partition`, `offset` |
 | `check` | nothing: checks the token |
-
-With several processes, each action may also name its process in `worker`.
 """
 
-import dataclasses
+import collections
+import hmac
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+import time
+from typing import Self
+
+import anyio
+import anyio.to_thread
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
 
 from aioshard.app import App
-from aioshard.errors import AioshardError
+from aioshard.errors import AioshardError, MissingExtraError, SettingsError
 
-__all__ = ["Action", "RefusedError", "parse", "perform"]
+try:
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
 
-_WHY = "an operator asked for it on the page"
+    from aioshard.web.server import SAFE
+except ImportError as error:
+    raise MissingExtraError("the dashboard", "web") from error
 
-_PARTITION: Mapping[str, type] = {"topic": str, "partition": int}
-_RECORD: Mapping[str, type] = {**_PARTITION, "offset": int}
-_FIELDS: Mapping[str, Mapping[str, type]] = {
-    "pause": _PARTITION,
-    "resume": _PARTITION,
-    "pause_handler": {"handler": str},
-    "resume_handler": {"handler": str},
-    "set_concurrency": {"handler": str, "concurrency": int},
-    "retry_now": _RECORD,
-    "skip": _RECORD,
-    "release_parked": _RECORD,
-    "check": {},
-}
-_KINDS = {str: "a text", int: "a whole number that is not negative"}
+logger = logging.getLogger("aioshard.web.audit")
+
+SHORTEST_TOKEN = 16
+"""Minimum length of a token; a shorter one can be guessed."""
+LARGEST_BODY = 4096
+"""Maximum bytes of a request body."""
+_BODY_TIMEOUT = 5.0
+_THREADS = 4
+_MOST_REFUSED = 20
+_REFUSED_PERIOD = 60.0
+"""At most this many refused requests are logged in this many seconds, so that nobody can flood the log."""
+_WHY = "requested by an operator on the dashboard"
 
 
 class RefusedError(Exception):
@@ -46,35 +53,58 @@ class RefusedError(Exception):
 
     Attributes:
         status: HTTP status of the response.
-        sentence: A message with the actual and the expected value.
     """
 
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
-        self.sentence = sentence
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Action:
-    """An action requested by an operator.
+# Actions ------------------------------------------------------------------------------------
 
-    Attributes:
-        name: As in the table above.
-        arguments: Values by field name.
-        worker: The process to act in; None if there is only one.
-    """
+_RECORD = ("topic", "partition", "offset")
+_ACTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "pause": (("topic", "partition"), "{topic}/{partition} is paused"),
+    "resume": (("topic", "partition"), "{topic}/{partition} is resumed"),
+    "pause_handler": (("handler",), "handler {handler} is paused"),
+    "resume_handler": (("handler",), "handler {handler} is resumed"),
+    "set_concurrency": (("handler", "concurrency"), "handler {handler}: concurrency={concurrency}"),
+    "retry_now": (_RECORD, "record {topic}/{partition}/{offset} runs again"),
+    "skip": (_RECORD, "record {topic}/{partition}/{offset} is skipped"),
+    "release_parked": (_RECORD, "record {topic}/{partition}/{offset} and the records parked behind it run again"),
+    "check": ((), "the token is correct"),
+}
+"""Each action, which is the name of a method of `App`, with its arguments, and a sentence for when it is done."""
 
-    name: str
-    arguments: Mapping[str, Any]
-    worker: str | None = None
+
+class Action(BaseModel):
+    """A request of an operator; it has the arguments of its action and no others."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    action: str
+    topic: str = ""
+    partition: NonNegativeInt = 0
+    offset: NonNegativeInt = 0
+    handler: str = ""
+    concurrency: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> Self:
+        if self.action not in _ACTIONS:
+            raise ValueError(f"unknown action; expected one of {', '.join(_ACTIONS)}")
+        names, _ = _ACTIONS[self.action]
+        if self.model_fields_set != {"action", *names}:
+            raise ValueError(f"{self.action} takes {', '.join(names) or 'nothing else'}")
+        return self
+
+    def arguments(self) -> dict[str, str | int]:
+        """Return the arguments of the action, in the order of the method of `App`."""
+        return {name: getattr(self, name) for name in _ACTIONS[self.action][0]}
 
     def __str__(self) -> str:
         """Format for the log: always a single line, because JSON escapes the values."""
-        worker = {} if self.worker is None else {"worker": self.worker}
-        return " ".join(
-            [self.name, *(f"{name}={json.dumps(one)}" for name, one in {**self.arguments, **worker}.items())]
-        )
+        return " ".join([self.action, *(f"{name}={json.dumps(value)}" for name, value in self.arguments().items())])
 
 
 def parse(body: bytes) -> Action:
@@ -91,33 +121,13 @@ def parse(body: bytes) -> Action:
         'pause topic="orders" partition=3'
     """
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        raise RefusedError(400, 'the body is no JSON: expected an object such as {"action": "check"}') from None
-    if not isinstance(asked, dict):
-        raise RefusedError(422, 'the body is no JSON object: expected one such as {"action": "check"}')
-    name = asked.pop("action", None)
-    fields = _FIELDS.get(name) if isinstance(name, str) else None
-    if not isinstance(name, str) or fields is None:
-        raise RefusedError(422, f'"action" is none that there is: expected one of {", ".join(_FIELDS)}')
-    if any(isinstance(value, str) and not _is_text(value) for value in asked.values()):
-        raise RefusedError(422, f"{name} was given half of a surrogate pair, which is no character: expected text")
-    worker = asked.pop("worker", None)
-    if worker is not None and not isinstance(worker, str):
-        raise RefusedError(422, '"worker" is no text: expected the name of a process, as processes.json has it')
-    if unknown := [repr(one)[:80] for one in asked if one not in fields]:
-        expected = ", ".join(f'"{one}"' for one in fields) or "nothing"
-        raise RefusedError(422, f"{name} does not take {', '.join(unknown[:5])}: expected {expected}")
-    for field, kind in fields.items():
-        value = asked.get(field)
-        if type(value) is not kind or (type(value) is int and value < 0):
-            raise RefusedError(422, f'{name} needs "{field}", {_KINDS[kind]}')
-    return Action(name, {field: asked[field] for field in fields}, worker)
-
-
-def _is_text(value: str) -> bool:
-    """Whether UTF-8 can encode it: JSON can contain lone surrogates, which no response could repeat."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+        return Action.model_validate_json(body)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
+        # Message and location may contain text from the request: escape them, so that the log entry stays on one line.
+        location = ascii(" at " + ".".join(map(str, first["loc"])))[1:-1] if first["loc"] else ""
+        status = 400 if first["type"] == "json_invalid" else 422
+        raise RefusedError(status, f"not a valid action: {ascii(first['msg'])[1:-1]}{location}") from None
 
 
 def perform(app: App, action: Action) -> str:
@@ -133,67 +143,121 @@ def perform(app: App, action: Action) -> str:
     Raises:
         RefusedError: The app refused it; carries the app's own message.
     """
+    arguments, sentence = action.arguments(), _ACTIONS[action.action][1]
+    why = {"why": _WHY} if action.action in ("pause", "pause_handler") else {}
     try:
-        return _VERBS[action.name](app, **action.arguments)
-    except AioshardError as error:
-        raise RefusedError(409, str(error)) from None
+        if action.action != "check":
+            getattr(app, action.action)(*arguments.values(), **why)
+    except AioshardError as refused:
+        raise RefusedError(409, str(refused)) from None
     except TimeoutError:
-        sentence = "the app did not answer in time, since something holds its event loop; it may do it later"
-        raise RefusedError(504, sentence) from None
+        late = "the app did not answer in time because its event loop is blocked; it may act later"
+        raise RefusedError(504, late) from None
+    return sentence.format(**arguments)
 
 
-def _pause(app: App, topic: str, partition: int) -> str:
-    app.pause(topic, partition, why=_WHY)
-    return f"{topic}/{partition} is paused"
+# Authorization ------------------------------------------------------------------------------
 
 
-def _resume(app: App, topic: str, partition: int) -> str:
-    app.resume(topic, partition)
-    return f"{topic}/{partition} goes on"
+def check_token(token: str) -> str:
+    """Return a token set by an operator, without surrounding white space.
+
+    Raises:
+        SettingsError: The token is too short, or cannot be sent in a header.
+    """
+    token = token.strip()
+    if len(token) < SHORTEST_TOKEN:
+        raise SettingsError(
+            f"the token of the dashboard has {len(token)} characters: expected at least {SHORTEST_TOKEN}, such as "
+            "`openssl rand -hex 24` prints"
+        )
+    if not all("!" <= character <= "~" for character in token):
+        raise SettingsError(
+            "the token of the dashboard cannot be sent in a header: expected ASCII letters, digits and signs, "
+            "without spaces"
+        )
+    return token
 
 
-def _pause_handler(app: App, handler: str) -> str:
-    app.pause_handler(handler, why=_WHY)
-    return f"handler {handler} is paused"
+def _check_request(request: Request, token: str) -> None:
+    """Accept a request that has the token and does not come from another site's page.
+
+    Raises:
+        RefusedError: The request is not accepted.
+    """
+    # Only host and port count: a proxy in front may speak TLS to the browser and plain HTTP to us.
+    own = request.headers.get("host", "").lower()
+    if any(not own or origin.lower().partition("://")[2] != own for origin in request.headers.getlist("origin")):
+        raise RefusedError(403, "the request comes from a page of another site: use the app's own dashboard")
+    kind, _, secret = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not secret:
+        raise RefusedError(401, "the token is missing: expected the header Authorization: Bearer TOKEN")
+    if not hmac.compare_digest(secret.strip().encode("latin-1", "replace"), token.encode()):
+        raise RefusedError(401, "the token is wrong: expected the one that the operator of the app has set")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise RefusedError(415, "the body is not declared as JSON: expected Content-Type: application/json")
 
 
-def _resume_handler(app: App, handler: str) -> str:
-    app.resume_handler(handler)
-    return f"handler {handler} goes on"
+async def _body(request: Request) -> bytes:
+    """Read the body, up to its maximum size.
+
+    Raises:
+        RefusedError: The body is too long, or does not arrive.
+    """
+    body = bytearray()
+    try:
+        with anyio.fail_after(_BODY_TIMEOUT):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > LARGEST_BODY:
+                    raise RefusedError(413, f"the body is larger than {LARGEST_BODY} bytes: no action is")
+    except TimeoutError:
+        raise RefusedError(408, f"the body did not arrive within {_BODY_TIMEOUT:g} s") from None
+    except ClientDisconnect:
+        raise RefusedError(400, "the connection was closed before the whole body had arrived") from None
+    return bytes(body)
 
 
-def _set_concurrency(app: App, handler: str, concurrency: int) -> str:
-    app.set_concurrency(handler, concurrency)
-    return f"handler {handler} has {concurrency} worker(s) from now on"
+def _client(request: Request) -> str:
+    return "an unknown address" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
-def _retry_now(app: App, topic: str, partition: int, offset: int) -> str:
-    app.retry_now(topic, partition, offset)
-    return f"record {topic}/{partition}/{offset} runs again"
+def action_route(app: App, token: str) -> Route:
+    """Return the route that performs actions.
 
+    Args:
+        app: The app; its event loop may be that of the route.
+        token: The token that allows them.
 
-def _skip(app: App, topic: str, partition: int, offset: int) -> str:
-    app.skip(topic, partition, offset)
-    return f"record {topic}/{partition}/{offset} is skipped"
+    Raises:
+        SettingsError: As for `check_token`.
+    """
+    expected, limiter = check_token(token), anyio.CapacityLimiter(_THREADS)
+    refused: collections.deque[float] = collections.deque(maxlen=_MOST_REFUSED)
+    """Times of the refused requests that were logged last."""
 
+    # The log has every request with its sender and result; the token never appears in it.
+    def log_refused(request: Request, action: Action | None, refusal: RefusedError) -> None:
+        now = time.monotonic()
+        if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
+            refused.append(now)
+            subject = action or "a request"
+            logger.warning("%s by %s was refused (%d): %s", subject, _client(request), refusal.status, refusal)
 
-def _release_parked(app: App, topic: str, partition: int, offset: int) -> str:
-    app.release_parked(topic, partition, offset)
-    return f"record {topic}/{partition}/{offset}, and what is parked behind it, runs again"
+    async def act(request: Request) -> Response:
+        action: Action | None = None
+        try:
+            _check_request(request, expected)
+            action = parse(await _body(request))
+            sentence = await anyio.to_thread.run_sync(perform, app, action, limiter=limiter)
+        except RefusedError as refusal:
+            log_refused(request, action, refusal)
+            headers = {**SAFE, "connection": "close"}  # the unread rest of its body must not be taken for a request
+            if refusal.status == 401:  # noqa: PLR2004 - Unauthorized
+                headers["www-authenticate"] = "Bearer"
+            return JSONResponse({"error": str(refusal)}, refusal.status, headers)
+        logger.warning("%s by %s: %s", action, _client(request), sentence)
+        return JSONResponse({"done": sentence}, headers=SAFE)
 
-
-def _check(_: App) -> str:
-    return "the token is right"
-
-
-_VERBS: Mapping[str, Callable[..., str]] = {
-    "pause": _pause,
-    "resume": _resume,
-    "pause_handler": _pause_handler,
-    "resume_handler": _resume_handler,
-    "set_concurrency": _set_concurrency,
-    "retry_now": _retry_now,
-    "skip": _skip,
-    "release_parked": _release_parked,
-    "check": _check,
-}
+    return Route("/actions", act, methods=["POST"])

@@ -3,7 +3,7 @@
 | path | answer |
 | --- | --- |
 | `/livez` | 503 only if a restart would help; see `Statistics.restart_cures` |
-| `/readyz` | 200 from the first join of the group, or `ready_timeout`, until draining or failed |
+| `/readyz` | 200 from the first join of the group until draining or failed |
 | `/statistics.json` | `app.statistics()` |
 | `/explain` | `app.explain()`, text; with `?format=json` or `Accept: application/json`, `app.diagnose()` |
 | `/metrics` | Prometheus |
@@ -12,16 +12,18 @@ The first two return a JSON object: `status`, `state`, `reasons` (why the status
 that an operator should know about although the status is 200).
 """
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Sequence
 
 from prometheus_client import CollectorRegistry
 
 from aioshard.app import App
-from aioshard.errors import MissingExtraError
+from aioshard.errors import MissingExtraError, NotDrainedError
 from aioshard.observe import Diagnosis, Statistics
-from aioshard.telemetry.exposition import encode
-from aioshard.telemetry.metrics import AppCollector
+from aioshard.records import counted
+from aioshard.telemetry.metrics import AppCollector, encode
 
 try:
     from starlette.applications import Starlette
@@ -29,15 +31,16 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import BaseRoute, Route
 
-    from aioshard.web.answers import MISSING, SAFE, Threads, probe_answer, wants_json
-    from aioshard.web.serving import PortError, serve_in_thread
+    from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads, serve_in_thread
 except ImportError as error:
     raise MissingExtraError("the health server", "web") from error
 
-__all__ = ["PortError", "findings", "health_routes", "serve_health"]
-
-_OF_ALL = ("commit", "draining", "rebalancing")
+_THREADS = 4
+"""Number of responses computed at the same time: a slow scrape must not delay a probe."""
+_APP_WIDE = ("commit", "draining", "rebalancing")
 """Kinds of findings that concern all partitions, and are reported once."""
+_MAX_WAIT = 600.0
+_BROWSER_HEADERS = ("origin", "sec-fetch-site")
 
 
 # Content of the answers ----------------------------------------------------------------
@@ -56,23 +59,17 @@ def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
         if partition.verdict == "stuck":
             sentences.append(partition.sentence)
         name = f"{partition.topic}/{partition.partition}"
-        sentences += [f"{name}: {one.sentence}" for one in partition.findings if one.kind not in _OF_ALL]
+        sentences += [f"{name}: {finding.sentence}" for finding in partition.findings if finding.kind not in _APP_WIDE]
     for handler in statistics.handlers:
         if handler.halted:
-            sentences.append(f"handler {handler.name} has {handler.halted} halted record(s); /explain names them")
+            records = counted(handler.halted, "halted record")
+            sentences.append(f"handler {handler.name} has {records}; /explain names them")
         if handler.outliving:
             sentences.append(
                 f"handler {handler.name} still runs for {', '.join(handler.outliving[:10])} although the run was "
-                "cancelled or its partition is gone"
+                "cancelled or its partition was revoked"
             )
     return sentences
-
-
-def _not_alive(statistics: Statistics) -> list[str]:
-    reasons = list(statistics.restart_cures)
-    if statistics.state == "failed" and not reasons:
-        reasons = [f"the app has failed: {statistics.trouble or 'the log says why'}"]
-    return reasons
 
 
 def _not_ready(statistics: Statistics) -> list[str]:
@@ -80,13 +77,11 @@ def _not_ready(statistics: Statistics) -> list[str]:
         case "running":
             return []
         case "failed":
-            return _not_alive(statistics)
-        case "starting" if statistics.ready_anyway:
-            return []
+            return list(statistics.restart_cures)
         case "starting":
             return ["the group has not been joined yet" + (f": {statistics.trouble}" if statistics.trouble else "")]
         case "draining":
-            return ["the app is stopping: what runs is finished, nothing new is taken in"]
+            return ["the app is draining: it finishes running records and starts no others"]
         case "stopped":
             return ["the app is stopped"]
 
@@ -112,53 +107,90 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
     if registry is None:
         registry = CollectorRegistry()
         AppCollector(app, registry=registry)
-    answers = _Answers(app, registry)
-    threads = Threads()
 
-    def in_thread(compute: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await threads.run(compute, request)
+    def probe(statistics: Statistics, reasons: list[str]) -> Response:
+        status, code = ("unavailable", 503) if reasons else ("ok", 200)
+        problems = findings(statistics, app.diagnose())
+        body = {"status": status, "state": statistics.state, "reasons": reasons, "findings": problems}
+        return JSONResponse(body, code, SAFE)
 
-        return answer
+    def livez(_: Request) -> Response:
+        statistics = app.statistics()
+        return probe(statistics, list(statistics.restart_cures))
 
-    return [
-        Route("/livez", in_thread(answers.livez)),
-        Route("/readyz", in_thread(answers.readyz)),
-        Route("/statistics.json", in_thread(answers.statistics)),
-        Route("/explain", in_thread(answers.explain)),
-        Route("/metrics", in_thread(answers.metrics)),
-    ]
+    def readyz(_: Request) -> Response:
+        statistics = app.statistics()
+        return probe(statistics, _not_ready(statistics))
 
+    def statistics(_: Request) -> Response:
+        return JSONResponse(app.statistics().asdict(), headers=SAFE)
 
-class _Answers:
-    """The responses of the routes; computed in any thread."""
+    def explain(request: Request) -> Response:
+        default = "json" if "application/json" in request.headers.get("accept", "") else "text"
+        if request.query_params.get("format", default) == "json":
+            return JSONResponse(app.diagnose().asdict(), headers=SAFE)
+        return PlainTextResponse(app.explain(), headers=SAFE)
 
-    def __init__(self, app: App, registry: CollectorRegistry) -> None:
-        self._app = app
-        self._registry = registry
-
-    def livez(self, _: Request) -> Response:
-        statistics = self._app.statistics()
-        return self._answer(statistics, _not_alive(statistics))
-
-    def readyz(self, _: Request) -> Response:
-        statistics = self._app.statistics()
-        return self._answer(statistics, _not_ready(statistics))
-
-    def _answer(self, statistics: Statistics, reasons: list[str]) -> Response:
-        return probe_answer(statistics.state, reasons, findings(statistics, self._app.diagnose()))
-
-    def statistics(self, _: Request) -> Response:
-        return JSONResponse(self._app.statistics().asdict(), headers=SAFE)
-
-    def explain(self, request: Request) -> Response:
-        if wants_json(request):
-            return JSONResponse(self._app.diagnose().asdict(), headers=SAFE)
-        return PlainTextResponse(self._app.explain(), headers=SAFE)
-
-    def metrics(self, request: Request) -> Response:
-        page, content_type = encode(self._registry, request.headers.get("accept", ""))
+    def metrics(request: Request) -> Response:
+        page, content_type = encode(registry, request.headers.get("accept", ""))
         return Response(page, headers={**SAFE, "content-type": content_type})
+
+    return routes_in_threads(
+        {
+            "/livez": livez,
+            "/readyz": readyz,
+            "/statistics.json": statistics,
+            "/explain": explain,
+            "/metrics": metrics,
+        },
+        threads=_THREADS,
+    )
+
+
+def drain_route(app: App, path: str = "/drain") -> Route:
+    """Create a route that drains the app, for the `preStop` hook of Kubernetes; use it next to `health_routes`.
+
+    GET and POST call `App.drain` and respond when it has ended: 200, or 503 with the runs that had not finished.
+    `/readyz` returns 503 from the start of the drain. With `?wait=5` the response comes after 5 s at the earliest, so
+    that clients of `/readyz` have noticed before the process is stopped.
+
+    GET has an effect because an `httpGet` hook of Kubernetes cannot do anything else. So any client that reaches the
+    route can take the process out of its group: therefore it is not one of the health routes, and an ingress should
+    not expose it. HEAD, and requests that identify themselves as coming from a browser, are refused.
+
+    Args:
+        app: The app, in its own event loop, regardless of which one serves the route.
+        path: Path of the route.
+
+    In FastAPI: `FastAPI(lifespan=app.lifespan, routes=[*health_routes(app), drain_route(app)])`.
+    """
+
+    def response(status: int, *reasons: str) -> Response:
+        state = app.statistics().state
+        body = {"status": "unavailable" if reasons else "ok", "state": state, "reasons": reasons}
+        return JSONResponse(body, status, SAFE)
+
+    async def drain(request: Request) -> Response:
+        if request.method == "HEAD" or any(sign in request.headers for sign in _BROWSER_HEADERS):
+            return response(403, "use GET or POST, from a hook or a command and not from a browser")
+        text = request.query_params.get("wait", "0")
+        try:
+            wait = float(text)
+        except ValueError:
+            wait = math.nan
+        if not 0 <= wait <= _MAX_WAIT:
+            return response(400, f"wait={text!r} is not a number of seconds from 0 to {_MAX_WAIT:g}")
+        clock = asyncio.get_running_loop().time
+        earliest = clock() + wait
+        reasons = []
+        try:
+            await app.drain()
+        except NotDrainedError as error:
+            reasons.append(str(error))
+        await asyncio.sleep(max(earliest - clock(), 0.0))
+        return response(503 if reasons else 200, *reasons)
+
+    return Route(path, drain, methods=["GET", "POST"])
 
 
 # Server -------------------------------------------------------------------------------
@@ -170,7 +202,6 @@ async def serve_health(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    uds: str | None = None,
     registry: CollectorRegistry | None = None,
     routes: Sequence[BaseRoute] = (),
 ) -> AsyncIterator[tuple[str, int]]:
@@ -182,17 +213,16 @@ async def serve_health(
         app: The app to observe, from that thread.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        uds: Path of a Unix socket to listen on, in place of host and port.
         registry: Source of `/metrics`, as in `health_routes`; its collectors are called in that thread.
         routes: Additional routes, which take precedence. Their endpoints run in that thread's event loop: do not await
             methods there that are bound to the app's own event loop, such as `App.publish`.
 
     Yields:
-        The address and port of the server, or the path and 0; it accepts connections from here on.
+        The address and port of the server; it accepts connections from here on.
 
     Raises:
         PortError: The address is in use or does not belong to this host.
     """
-    application = Starlette(routes=[*routes, *health_routes(app, registry=registry)], exception_handlers=MISSING)
-    async with serve_in_thread(application, host=host, port=port, uds=uds) as bound:
+    application = Starlette(routes=[*routes, *health_routes(app, registry=registry)], exception_handlers=NOT_FOUND)
+    async with serve_in_thread(application, host=host, port=port) as bound:
         yield bound

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
-__all__ = ["bare_loop"]
-
 
 class Place(NamedTuple):
     """What the handler looks at of a record."""

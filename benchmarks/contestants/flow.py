@@ -18,8 +18,6 @@ import uvloop
 
 from aioshard import Adaptive, App, Record
 
-__all__ = ["Phase", "Plan", "Seen"]
-
 _NOISE = 0.2
 """Of the time that a call is served in, as the standard deviation of its logarithm."""
 _SAMPLE = 0.1

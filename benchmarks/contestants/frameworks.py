@@ -14,8 +14,6 @@ from faststream_concurrent_aiokafka import (
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
-__all__ = ["faststream_concurrent", "faststream_default", "faststream_manual"]
-
 COMMIT_BATCH = 1_000
 COMMIT_INTERVAL = 1.0
 

@@ -9,8 +9,6 @@ import pyarrow as pa
 from aioshard.loops import loop_factory
 from benchmarks.contestants.history_app import handler
 
-__all__ = ["COLUMNS", "Gathering"]
-
 COLUMNS = "partition int, offset long, result binary"
 
 

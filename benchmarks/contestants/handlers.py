@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from benchmarks.spec import Spec
 
-__all__ = ["Handler", "Work", "make_work"]
-
 Handler = Callable[[Any], Awaitable[None]]
 
 SLOW_EVERY = 100

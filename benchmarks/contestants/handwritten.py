@@ -14,8 +14,6 @@ from aiokafka.errors import CommitFailedError
 from benchmarks.contestants.meter import LOOK_INTERVAL, Meter
 from benchmarks.spec import Spec
 
-__all__ = ["fixed_queues", "plain_loop", "task_per_partition", "task_per_record"]
-
 MAX_RECORDS = 500
 """Per `getmany`: a third quicker than without a limit."""
 COMMIT_INTERVAL = 1.0

@@ -5,6 +5,7 @@ is a line of JSON.
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -123,14 +124,13 @@ def _raw(spark: "SparkSession", spec: Spec) -> "DataFrame":
 
 
 def _mapped(spark: "SparkSession", spec: Spec) -> "DataFrame":
-    from aioshard.spark.source.data_source import OUTCOME_COLUMNS  # noqa: PLC0415
-    from aioshard.spark.source.request import places  # noqa: PLC0415 - as above
-    from aioshard.spark.tasks.runtime import Work  # noqa: PLC0415
-    from aioshard.spark.tasks.shuffling import HandlersOverRows  # noqa: PLC0415
+    from aioshard.spark.shuffle import handlers_over_rows  # noqa: PLC0415
+    from aioshard.spark.source import OUTCOME_COLUMNS  # noqa: PLC0415
+    from aioshard.spark.work import Work, module_paths  # noqa: PLC0415
 
     spark.conf.set(ROWS_PER_BATCH, DEFAULT_ROWS)
-    work = Work(app=APP, places=places())
-    return _raw(spark, spec).mapInArrow(HandlersOverRows(work), OUTCOME_COLUMNS)
+    work = Work(app=APP, module_paths=module_paths())
+    return _raw(spark, spec).mapInArrow(functools.partial(handlers_over_rows, work), OUTCOME_COLUMNS)
 
 
 def _gathered(rows: int) -> "Callable[[SparkSession, Spec], DataFrame]":

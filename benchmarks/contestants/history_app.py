@@ -6,8 +6,6 @@ from aioshard import App
 from benchmarks.contestants.handlers import make_work
 from benchmarks.spec import IN_ENVIRONMENT, Spec
 
-__all__ = ["app", "handler"]
-
 _spec = Spec.from_json(os.environ[IN_ENVIRONMENT])
 app = App(_spec.group, bootstrap_servers=_spec.bootstrap, auto_offset_reset="earliest")
 handler = make_work(_spec).handler

@@ -13,8 +13,6 @@ import psutil
 from benchmarks.contestants.handlers import Handler, Work, make_work
 from benchmarks.spec import Measurement, Spec
 
-__all__ = ["LOOK_INTERVAL", "Handler", "Meter", "StalledError"]
-
 LOOK_INTERVAL = 0.02
 """Seconds between two readings of clock and counter: often enough, and no cost per record."""
 STALL_TIMEOUT = 60.0

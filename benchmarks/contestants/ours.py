@@ -6,8 +6,6 @@ from aioshard import App
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
-__all__ = ["confluent", "consumer_protocol", "fixed_shards", "journaling", "on_demand", "static"]
-
 
 async def on_demand(spec: Spec, meter: Meter) -> None:
     """A shard per key, served by *concurrency* workers: the default."""

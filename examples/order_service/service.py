@@ -7,6 +7,7 @@ Needs `fastapi`, `uvicorn` and `psycopg[binary,pool]`.
 """
 
 import contextlib
+import functools
 import os
 import uuid
 from collections.abc import AsyncIterator
@@ -20,9 +21,8 @@ from pydantic import BaseModel, Field
 from starlette.routing import Mount
 
 from aioshard import App, Context
-from aioshard.web.draining import drain_route
-from aioshard.web.health import health_routes
-from aioshard.web.page import dashboard
+from aioshard.web.dashboard import dashboard
+from aioshard.web.health import drain_route, health_routes
 
 DATABASE = os.environ.get("DATABASE_URL", "postgresql://localhost/orders")
 CONCURRENCY = 16  # runs of the handler at a time; each has a connection for as long as it lasts
@@ -110,7 +110,7 @@ async def on_order(order: Order, context: Context) -> None:
 # An ingress should lead to the API and not to /internal.
 api = FastAPI(
     title="Orders",
-    lifespan=app.embed(stop_server=True),
+    lifespan=functools.partial(app.lifespan, stop_server=True),
     routes=[
         Mount("/internal", routes=[*health_routes(app), drain_route(app), Mount("/dashboard", dashboard(app))]),
     ],

@@ -10,17 +10,12 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
 from aioshard.core.sharding import shard_number
-from aioshard.spark.analysis.journal import Journal, read_journal
-from aioshard.spark.analysis.lag import find_lag
-from aioshard.spark.analysis.skew import find_skew
-from aioshard.spark.analysis.tail import find_tail
-from aioshard.spark.analysis.topic_skew import shard_of_key
+from aioshard.spark.reports import Journal, lag, read_journal, skew, tail
 from tests.support.journals import Row, seeded_rows, write_journal
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine starts Spark slowly
 
 RECORDS = 1_200
-HANDLERS = {"on_order": {"concurrency": 16, "shards": None}}
 
 
 def ran(rows: Sequence[Row], workers: int) -> list[Row]:
@@ -44,8 +39,8 @@ def rows() -> list[Row]:
 @pytest.fixture(scope="module")
 def journal(spark: SparkSession, rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Journal:
     directory = tmp_path_factory.mktemp("journal")
-    write_journal(directory, rows[: RECORDS // 2], handlers=HANDLERS)
-    write_journal(directory, rows[RECORDS // 2 :], number=1, handlers=HANDLERS)
+    write_journal(directory, rows[: RECORDS // 2])
+    write_journal(directory, rows[RECORDS // 2 :], number=1)
     (directory / ".20261101T000002.000000Z-shop-host-1-00000002.parquet.part").write_bytes(b"not finished")
     return read_journal(spark, str(directory))
 
@@ -55,21 +50,23 @@ def microseconds(seconds: float | None) -> int:
 
 
 def test_totals_of_skew_are_exact(journal: Journal, rows: list[Row]) -> None:
-    found = find_skew(journal, top=1_000)
+    found = skew(journal, top=1_000)
 
-    assert (found.records, found.ran) == (RECORDS, RECORDS)
-    assert found.work_us == sum(microseconds(row.duration) for row in rows)
-    assert found.without_key == sum(row.key is None for row in rows)
-    by_key, by_partition, by_shard = found.spread
+    assert (found["records"], found["ran"]) == (RECORDS, RECORDS)
+    assert found["work_us"] == sum(microseconds(row.duration) for row in rows)
+    assert found["without_key"] == sum(row.key is None for row in rows)
     counts = Counter(row.key.decode() for row in rows if row.key is not None)
-    assert {one.name: one.records for one in by_key.top} == counts
+    hottest = found["hottest"]
+    assert {one["name"]: one["records"] for one in hottest if one["by"] == "key"} == counts
     work = Counter[str]()
     for row in rows:
         work[f"orders/{row.partition}"] += microseconds(row.duration)
-    assert {one.name: one.work_us for one in by_partition.top} == work
-    assert by_shard.groups == len(counts)
-    assert by_key.most_records_share == max(counts.values()) / counts.total()
-    assert by_key.records_gini == pytest.approx(gini(list(counts.values())))
+    assert {one["name"]: one["work_us"] for one in hottest if one["by"] == "partition"} == work
+    by_key, by_partition, by_shard = found["spread"]
+    assert [by_key["by"], by_partition["by"], by_shard["by"]] == ["key", "partition", "shard"]
+    assert by_shard["groups"] == len(counts)
+    assert by_key["hottest_records_share"] == max(counts.values()) / counts.total()
+    assert by_key["records_gini"] == pytest.approx(gini(list(counts.values())))
 
 
 def gini(values: list[int]) -> float:
@@ -78,21 +75,23 @@ def gini(values: list[int]) -> float:
 
 
 def test_the_tail_is_that_of_the_rows(journal: Journal, rows: list[Row]) -> None:
-    found = find_tail(journal, top=3)
+    found = tail(journal, top=3)
 
     waits = sorted(microseconds(row.started) - microseconds(row.arrived) for row in rows)
-    assert found.wait_us == sum(waits)
-    of_wait = found.percentiles[0]
-    assert of_wait.levels[-1] == waits[-1]
-    assert of_wait.levels[0] == pytest.approx((waits[RECORDS // 2 - 1] + waits[RECORDS // 2]) / 2)
+    assert found["wait_us"] == sum(waits)
+    of_wait = found["percentiles"][0]
+    assert of_wait["of"] == "wait"
+    assert of_wait["p100_us"] == waits[-1]
+    assert of_wait["p50_us"] == pytest.approx((waits[RECORDS // 2 - 1] + waits[RECORDS // 2]) / 2)
     ends: dict[str, int] = defaultdict(int)
     for row in rows:
         ends[f"orders/{row.partition}"] = max(
             ends[f"orders/{row.partition}"], microseconds(row.started) + microseconds(row.duration)
         )
-    assert found.partitions[0].name == max(ends, key=ends.__getitem__)
-    assert found.slowest_wait_share == pytest.approx(waited_for_the_slowest(rows) / sum(waits))
-    assert 0 < found.slowest_wait_share < 1
+    partitions = [one for one in found["last"] if one["by"] == "partition"]
+    assert partitions[0]["name"] == max(ends, key=ends.__getitem__)
+    assert found["slowest_wait_share"] == pytest.approx(waited_for_the_slowest(rows) / sum(waits))
+    assert 0 < found["slowest_wait_share"] < 1
 
 
 def waited_for_the_slowest(rows: list[Row]) -> int:
@@ -108,18 +107,21 @@ def waited_for_the_slowest(rows: list[Row]) -> int:
 
 
 def test_lag_counts_what_was_not_finished(journal: Journal, rows: list[Row]) -> None:
-    found = find_lag(journal, moments=7)
+    found = lag(journal, moments=7)
 
     start = min(microseconds(row.arrived) for row in rows)
-    for one in found.partitions:
-        mine = [row for row in rows if f"orders/{row.partition}" == one.partition]
-        for moment in one.moments:
-            now = start + moment.at_us
+    assert len(found["moments"]) == 8
+    for moment in found["moments"]:
+        now = start + moment["at_us"]
+        for name, counted in moment["partitions"].items():
+            mine = [row for row in rows if f"orders/{row.partition}" == name]
             ends = [microseconds(row.started) + microseconds(row.duration) for row in mine]
             there = sum(microseconds(row.arrived) <= now < end for row, end in zip(mine, ends, strict=True))
-            assert (moment.unfinished, moment.in_hand) == (there, there)
-    assert found.made_up == 0
-    assert all(one.moments[-1].unfinished == 0 for one in found.partitions)
+            assert counted == {"unfinished": there, "in_flight": there}
+        assert moment["unfinished"] == sum(counted["unfinished"] for counted in moment["partitions"].values())
+    assert len(found["moments"][0]["partitions"]) == len(found["most"]) == 4
+    assert found["clock_errors"] == 0
+    assert found["moments"][-1]["unfinished"] == 0
 
 
 def test_a_shard_has_one_number_in_python_and_in_sql(spark: SparkSession) -> None:
@@ -127,10 +129,8 @@ def test_a_shard_has_one_number_in_python_and_in_sql(spark: SparkSession) -> Non
     table = spark.createDataFrame([(bytearray(key),) for key in keys], "key binary")
     for shards in (1, 6, 64, 1_000):
         twin = f"shiftright(((crc32(key)*1327217885L) & 4294967295L)*{shards}, 32)"
-        seen = table.select(sql.expr(twin).alias("twin"), shard_of_key("key", shards).alias("shard")).toArrow()
-        expected = [shard_number(key, shards) for key in keys]
-        assert seen.column("twin").to_pylist() == expected
-        assert seen.column("shard").to_pylist() == expected
+        seen = table.select(sql.expr(twin).alias("twin")).toArrow()
+        assert seen.column("twin").to_pylist() == [shard_number(key, shards) for key in keys]
 
 
 @pytest.mark.parametrize(("partitions", "shards"), [(6, 64), (16, 64), (64, 64)])

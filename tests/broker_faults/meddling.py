@@ -21,8 +21,6 @@ from aioshard.ports import (
 )
 from aioshard.records import TopicPartition
 
-__all__ = ["MeddledTransport", "Meddler"]
-
 
 def _set() -> asyncio.Event:
     event = asyncio.Event()
@@ -104,10 +102,14 @@ class _Listener:
         self._transport = transport
         self._meddler = meddler
 
-    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        self._meddler.events.append(("revoked", frozenset(partitions), True))
+        self._listener.lost(partitions)
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
         given = tuple(partitions)
-        self._meddler.events.append(("revoked", frozenset(given), lost))
-        await self._listener.revoked(given, lost=lost)
+        self._meddler.events.append(("revoked", frozenset(given), False))
+        await self._listener.revoked(given)
         if self._meddler.after_revoked is not None:
             await self._meddler.after_revoked(self._transport)
 

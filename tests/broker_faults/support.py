@@ -21,27 +21,11 @@ from confluent_kafka.admin import (
 )
 
 from aioshard import App, Record
-from aioshard.clients import kafka_clients
+from aioshard.kafka.clients import kafka_clients
 from aioshard.observe import HandlerStatistics, PartitionStatistics
 from aioshard.ports import TransportFactory
 from tests.support.cluster import KafkaCluster, Message
 from tests.support.kafka_properties import Credentials
-
-__all__ = [
-    "DEADLINE",
-    "Ledger",
-    "commit_from_outside",
-    "handler_of",
-    "kick",
-    "members",
-    "messages",
-    "on_both_clients",
-    "partition_of",
-    "permit",
-    "quick_app",
-    "until",
-    "visiting",
-]
 
 T = TypeVar("T", bound=Callable[..., Any])
 

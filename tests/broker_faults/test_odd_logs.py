@@ -282,7 +282,7 @@ async def test_retention_that_overtakes_what_was_given_back_leaves_a_hole(
     sent = messages(3000, keys=50, padding=1000)
     await kafka.produce(topic, sent)
     async with app:
-        await until(lambda: "gives back" in caplog.text, app.explain)
+        await until(lambda: "were evicted" in caplog.text, app.explain)
         kept = partition_of(app, 0).buffered_records
         assert 0 < kept < partition_of(app, 0).incomplete
 

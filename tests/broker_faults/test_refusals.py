@@ -89,17 +89,19 @@ async def test_a_commit_that_the_group_refuses_is_dropped_and_the_app_joins_agai
 
 
 async def test_a_member_whose_session_expired_is_told_and_goes_on(kafka: SharedKafka, topic: str, group: str) -> None:
-    """Its heartbeats do not arrive: the group drops it, and it hears of that with its next request."""
+    """It takes its heartbeats for answered, but none arrives: the group drops it and says so to the next request."""
     await kafka.create_topic(topic, partitions=2)
-    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=0.8)
+    app, ledger, meddler = _watched(kafka, group, topic, heartbeat_interval=0.2, session_timeout=3)
     async with app.started(meddler):
         first = messages(20)
         await kafka.produce(topic, first)
         await ledger.until_finished(first)
         await kafka.wait_for_lag(group, topic)
-        coordinator = meddler.transport._internals.coordinator
+        internals = meddler.transport._internals
+        coordinator = internals.coordinator
 
         async def unheard() -> bool:
+            internals.begin_session(asyncio.get_running_loop().time())
             return True
 
         coordinator._do_heartbeat = unheard
@@ -121,7 +123,7 @@ async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing
     kafka: SharedKafka, topic: str, group: str
 ) -> None:
     await kafka.create_topic(topic, partitions=2)
-    app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=0.8), Ledger()
+    app, ledger = quick_app(kafka, group, heartbeat_interval=0.2, session_timeout=3), Ledger()
     meddler = Meddler(transport_of(app))
     blocked: list[Record] = []
 
@@ -129,7 +131,7 @@ async def test_a_loop_that_was_blocked_for_longer_than_its_session_loses_nothing
     async def blocks_once(record: Record) -> None:
         if record.value == b"5" and not blocked:
             blocked.append(record)
-            time.sleep(2)  # noqa: ASYNC251 - the fault that is tested
+            time.sleep(5)  # noqa: ASYNC251 - the fault that is tested
         await ledger.handle(record)
 
     async with app.started(meddler):

@@ -67,7 +67,7 @@ async def test_a_signal_ends_it_with_0_and_leaves_nothing_behind(start: Start, n
     output, errors = await process.communicate()
 
     assert process.returncode == 0
-    assert b"what it held is gone" in output
+    assert b"its data is gone" in output
     assert errors == b""
     assert not broker.is_running()
 
@@ -78,7 +78,7 @@ async def test_it_says_how_to_use_it_and_what_it_is_not(start: Start) -> None:
     address = listening.split()[-1]
 
     exported = await says(process, "export AIOSHARD_BOOTSTRAP_SERVERS=")
-    await says(process, "It is not a Kafka to rely on")
+    await says(process, "Its limits:")
 
     assert exported.strip() == f"export AIOSHARD_BOOTSTRAP_SERVERS={address}"
     async with AIOKafkaProducer(bootstrap_servers=address) as producer:
@@ -154,9 +154,8 @@ async def test_killed_it_leaves_no_broker_behind(start: Start) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--topic", "orders:x"], "NAME or NAME:PARTITIONS was expected"),
-        (["--topic", "orders:0"], "NAME or NAME:PARTITIONS was expected"),
-        (["--topic", "a", "--topic", "a:3"], "topic 'a' was given twice"),
+        (["--topic", "orders:x"], "expected NAME or NAME:PARTITIONS"),
+        (["--topic", "orders:0"], "expected NAME or NAME:PARTITIONS"),
         (["--port", "70000"], "is not in the range"),
         (["somewhere"], "unexpected extra argument"),
     ],

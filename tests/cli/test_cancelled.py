@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient
 
 from aioshard import App
 from aioshard.cli import demo
 from aioshard.cli.demo import Flight
-from aioshard.kafka.connections import close_administrator
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.reader import TopicReader
 from aioshard.kafka.embedded import EmbeddedBroker
-from aioshard.kafka.groups import GroupBrokers
-from aioshard.kafka.options import client_options
-from aioshard.kafka.topic_reader import TopicReader
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.support.cancelling import cancel_at_each_await
@@ -31,7 +28,7 @@ def settings() -> Iterator[Settings]:
         broker = EmbeddedBroker()
         runner.run(broker.__aenter__())
         runner.run(broker.create_topic("flights", demo._PARTITIONS))
-        settings = demo._settings(broker.bootstrap_servers)
+        settings = Settings(bootstrap_servers=broker.bootstrap_servers, auto_offset_reset="earliest")
         runner.run(publish(settings))
         yield settings
         runner.run(broker.__aexit__(None, None, None))
@@ -39,16 +36,13 @@ def settings() -> Iterator[Settings]:
 
 async def publish(settings: Settings) -> None:
     await demo._publish(
-        [
-            Flight(b"N%d" % number, 0, 0, b'{"number": 0, "arrival_delay": 0, "departure_delay": 0}')
-            for number in range(100)
-        ],
+        [Flight(b"N%d" % number, b'{"number": 0}') for number in range(3500)],
         settings,
     )
 
 
 async def ask(settings: Settings) -> Any:
-    async with GroupBrokers(settings) as brokers:
+    async with KafkaAdmin(settings) as brokers:
         return await brokers.bounds(PARTITIONS), await brokers.group_commits("delays", PARTITIONS)
 
 
@@ -64,17 +58,9 @@ async def serve(settings: Settings) -> int:
     return sum(handler.processed for handler in app.statistics().handlers)
 
 
-async def administer(settings: Settings) -> None:
-    admin = AIOKafkaAdminClient(**client_options(settings, request_timeout=5))
-    try:
-        await admin.start()
-    finally:
-        await close_administrator(admin)
-
-
 # A connection of aiokafka's start is left to the garbage collector when that start is cancelled.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("make", [publish, demo._offsets, ask, read, administer, serve])
+@pytest.mark.parametrize("make", [publish, demo._uncommitted, ask, read, serve])
 def test_a_cancellation_is_not_lost_wherever_it_comes(settings: Settings, make: Any) -> None:
     """aiokafka's own `stop` and `close` take the cancellation of who awaits them for one of their own."""
     swept = cancel_at_each_await(lambda: make(settings))

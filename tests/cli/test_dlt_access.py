@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclOperation
 
-from aioshard.cli.dlt import note_group
+from aioshard.cli.dlt import progress_group
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.access import allow, create_scram_user
@@ -60,8 +60,8 @@ async def test_dead_letters_can_be_seen_without_their_notes(aioshard: Aioshard, 
     ended = await aioshard("dlt", "show", f"{topic}.dlt")
 
     assert ended.code == 0
-    assert ended.output.splitlines()[0] == f"1 dead letter(s) in {topic}.dlt"
-    assert f"the brokers do not allow this user to read with group '{note_group(topic)}.dlt'" in ended.errors
+    assert ended.output.splitlines()[0] == f"1 dead letter in {topic}.dlt"
+    assert f"the brokers do not allow this user to read with group '{progress_group(topic)}.dlt'" in ended.errors
 
 
 @pytest.mark.usefixtures("grant")
@@ -80,26 +80,24 @@ async def test_nothing_is_sent_back_that_could_not_be_noted(
     ended = await aioshard("dlt", "replay", f"{topic}.dlt")
 
     assert ended.code == 1
-    assert f"the brokers do not allow this user to read with group '{note_group(topic)}.dlt'" in ended.errors
+    assert f"the brokers do not allow this user to read with group '{progress_group(topic)}.dlt'" in ended.errors
     assert await kafka.read(topic) == []
 
 
 async def test_a_topic_that_may_not_be_written_is_named_and_the_dead_letter_stays_due(
     aioshard: Aioshard, grant: Grant, topic: str, kafka: SharedKafka
 ) -> None:
-    await grant("group", note_group(f"{topic}.dlt"), AclOperation.READ)
+    await grant("group", progress_group(f"{topic}.dlt"), AclOperation.READ)
     await grant("topic", topic, AclOperation.DESCRIBE)
 
     ended = await aioshard("dlt", "replay", f"{topic}.dlt")
 
     assert ended.code == 1
     assert f"the brokers do not allow this user to write to topic '{topic}'" in ended.errors
-    assert "0 dead letter(s) were sent back" in ended.errors
+    assert "0 dead letters were sent back" in ended.errors
 
     await grant("topic", topic, *WRITE)
     again = await aioshard("dlt", "replay", f"{topic}.dlt")
 
-    assert again.output == f"1 dead letter(s) were sent back: {topic} 1\n"
-    assert f"Whether topic '{topic}' keeps records of this age is not known" in again.errors
-    assert "grant DESCRIBE_CONFIGS on it" in again.errors
+    assert again.output == f"1 dead letter was sent back: {topic} 1\n"
     assert [one.value for one in await kafka.read(topic)] == [b"v"]

@@ -3,10 +3,10 @@
 import time
 
 from aioshard import Settings
-from aioshard.cli.dlt import DeadLetters, note_group
-from aioshard.cli.selection import Selection
-from aioshard.cli.sides import opened
-from aioshard.kafka.producer import KafkaProducer
+from aioshard.cli.brokers import opened
+from aioshard.cli.dlt import DeadLetters, progress_group
+from aioshard.cli.options import Selection
+from aioshard.kafka.aiokafka.producer import KafkaProducer
 from aioshard.records import Record
 from aioshard.serde.side_records import Failure, dead_letter
 from tests.support.kafka import KafkaBroker
@@ -24,14 +24,14 @@ async def test_notes_are_kept_for_years_although_nobody_is_in_their_group(own_ka
     await producer.publish(dead_letter("orders.dlt", record, Failure("g", "h", 1, "ValueError", "no", 1.7e9)))
     await producer.close()
 
-    async with opened(settings, "orders.dlt", frozenset()) as side:
-        letters = DeadLetters(side, Selection())
-        await letters.note([letter async for letter in letters.letters()])
+    async with opened(settings, "orders.dlt", ()) as (administration, reader):
+        letters = DeadLetters(administration, reader, Selection())
+        await letters.store_progress([letter async for letter in letters.letters()])
 
     stored = [
         one.value
         for one in await own_kafka.read("__consumer_offsets")
-        if note_group("orders.dlt").encode() in (one.key or b"") and one.value is not None
+        if progress_group("orders.dlt").encode() in (one.key or b"") and one.value is not None
     ]
     version, expires = int.from_bytes(stored[-1][:2]), int.from_bytes(stored[-1][-8:]) / 1000
     assert version == WITH_EXPIRY

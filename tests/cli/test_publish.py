@@ -15,10 +15,12 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from confluent_kafka.admin import AclOperation
 
 from aioshard import Settings
-from aioshard.cli import publish
-from aioshard.cli.publish import BadLineError, JsonRows, LineSplitter, Publisher, Row
+from aioshard.cli import brokers
+from aioshard.cli.brokers import Publisher
+from aioshard.cli.publish import BadLineError, JsonLines
 from aioshard.errors import AuthorizationError, ConnectError, TransportError
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.ports import Message
 from tests.support.access import allow, create_scram_user
 from tests.support.kafka_properties import Credentials
 from tests.support.shared_kafka import SharedKafka
@@ -117,7 +119,7 @@ async def test_json_lines_are_published_as_they_are(
         (b"2.5", lines[1]),
         (b"true", lines[3].strip()),
     ]
-    assert f"4 record(s) were published to '{topic}'" in publishing.output
+    assert f"Published 4 records to '{topic}'" in publishing.output
     assert "records/s" in publishing.output
 
 
@@ -164,21 +166,17 @@ async def test_an_interrupt_tells_what_was_published(broker: EmbeddedBroker, sta
     async with asyncio.timeout(DEADLINE):
         await publishing.process.wait()
     assert await publishing.ends() == 130
-    assert f"2 record(s) were published to '{topic}'" in publishing.errors
+    assert f"Published 2 records to '{topic}'" in publishing.errors
     assert "Traceback" not in publishing.errors
 
 
-@pytest.mark.parametrize("compression", ["none", "gzip", "lz4", "snappy", "zstd"])
-async def test_each_key_keeps_its_order_and_its_partition(
-    broker: EmbeddedBroker, topic: str, compression: publish.Compression
-) -> None:
+async def test_each_key_keeps_its_order_and_its_partition(broker: EmbeddedBroker, topic: str) -> None:
     """Several batches of each partition, at the places where other producers put the keys."""
     await broker.create_topic(topic, partitions=3)
     rows = [(b"k%d" % (number % 20), b"%06d" % number * 20) for number in range(6000)]
 
-    async with Publisher(Settings(**broker.settings), topic, compression=compression) as publisher:
-        await publisher.publish(rows)
-        await publisher.flush()
+    async with Publisher(Settings(**broker.settings)) as publisher:
+        await publisher.publish(Message(topic, value, key) for key, value in rows)
 
     assert publisher.acknowledged == 6000
     found = await read(broker, topic, 6000)
@@ -193,9 +191,8 @@ async def test_each_key_keeps_its_order_and_its_partition(
 async def test_records_without_a_key_fill_all_partitions(broker: EmbeddedBroker, topic: str) -> None:
     await broker.create_topic(topic, partitions=3)
 
-    async with Publisher(Settings(**broker.settings), topic, compression="none") as publisher:
-        await publisher.publish((None, b"x" * 1000) for _ in range(4000))
-        await publisher.flush()
+    async with Publisher(Settings(**broker.settings)) as publisher:
+        await publisher.publish(Message(topic, b"x" * 1000) for _ in range(4000))
 
     async with AIOKafkaConsumer(bootstrap_servers=broker.bootstrap_servers) as reader:
         ends = await reader.end_offsets([TopicPartition(topic, number) for number in range(3)])
@@ -256,10 +253,9 @@ async def test_a_topic_that_may_be_read_only_is_named(kafka: SharedKafka, topic:
         sasl_password=user.password,
     )
 
-    async with Publisher(settings, topic) as publisher:
-        await publisher.publish([(b"k", b"v")])
+    async with Publisher(settings) as publisher:
         with pytest.raises(AuthorizationError, match=f"write to topic '{topic}'"):
-            await publisher.flush()
+            await publisher.publish([Message(topic, b"v", b"k")])
 
     assert publisher.acknowledged == 0
 
@@ -288,8 +284,8 @@ async def test_a_server_that_takes_connections_and_says_nothing_is_named_in_time
     host, port = silent.sockets[0].getsockname()[:2]
     async with silent, asyncio.timeout(10):
         with pytest.raises(ConnectError, match="no answer within 3 s"):
-            async with Publisher(Settings(bootstrap_servers=f"{host}:{port}"), "t"):
-                pytest.fail("it connected to a server that says nothing")
+            async with Publisher(Settings(bootstrap_servers=f"{host}:{port}")) as publisher:
+                await publisher.publish([Message("t", b"v")])
 
 
 async def test_without_an_address_the_error_says_how_to_give_one(start: Start, tmp_path: Path) -> None:
@@ -309,7 +305,7 @@ async def test_a_bad_line_ends_it_with_1_after_what_came_before(
     publishing = await start("rows.jsonl", topic, "--json", "--bootstrap-servers", broker.bootstrap_servers)
 
     assert await publishing.ends() == 1
-    assert f"2 record(s) were published to '{topic}'" in publishing.errors
+    assert f"Published 2 records to '{topic}'" in publishing.errors
     assert "Error: line 4 of rows.jsonl is not JSON" in publishing.errors
     ending = json.loads(publishing.output)
     assert ending["records"] == 2
@@ -326,7 +322,7 @@ async def test_a_key_field_that_no_record_has_is_told(
     publishing = await start("rows.jsonl", topic, "--key", "ident", "--bootstrap-servers", broker.bootstrap_servers)
 
     assert await publishing.ends() == 0
-    assert "no record has a value in the field 'ident': all were published without a key" in publishing.errors
+    assert "No record has the field 'ident': all were published without a key" in publishing.errors
 
 
 @pytest.mark.parametrize(
@@ -334,7 +330,6 @@ async def test_a_key_field_that_no_record_has_is_told(
     [
         (["missing.jsonl", "t"], "'missing.jsonl' does not exist"),
         (["rows.txt"], "Missing argument 'TOPIC'"),
-        (["rows.txt", "t", "--compression", "xml"], "'xml' is not one of"),
     ],
 )
 async def test_wrong_options_end_it_with_2(start: Start, tmp_path: Path, arguments: list[str], sentence: str) -> None:
@@ -349,17 +344,14 @@ async def test_wrong_options_end_it_with_2(start: Start, tmp_path: Path, argumen
 async def test_a_broker_that_dies_ends_it_although_the_producer_would_try_for_ever(
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "_STALLED", 0.5)
-    publisher = Publisher(Settings(**broker.settings), topic)
-    async with publisher:
-        await publisher.publish([(b"k", b"v")])
-        await publisher.flush()
+    monkeypatch.setattr(brokers, "_STALLED", 0.5)
+    async with Publisher(Settings(**broker.settings)) as publisher:
+        await publisher.publish([Message(topic, b"v", b"k")])
         os.kill(broker.pid, signal.SIGKILL)
         await broker.ended()
-        await publisher.publish([(b"k", b"v")])
 
         with pytest.raises(TransportError, match=r"acknowledged nothing for 0\.5 s"):
-            await publisher.flush()
+            await publisher.publish([Message(topic, b"v", b"k")])
 
     assert publisher.acknowledged == 1
 
@@ -367,20 +359,20 @@ async def test_a_broker_that_dies_ends_it_although_the_producer_would_try_for_ev
 # Lines
 
 
-def parsed(rows: JsonRows, text: bytes) -> list[Row]:
-    splitter = LineSplitter()
-    lines = [line for piece in (text, b"") for line in splitter.split(piece)]
-    return [row for line in lines if (row := rows.feed(line)) is not None]
+def parsed(lines: JsonLines, *pieces: bytes) -> list[tuple[bytes | None, bytes | None]]:
+    return [(message.key, message.value) for piece in (*pieces, b"") for message in lines.feed(piece)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_lines_are_whole_wherever_the_bytes_are_cut(size: int) -> None:
-    text = b"one\n\ntwo\r\nthree"
-    splitter = LineSplitter()
+    text = b'{"a": 1}\n\n{"b": 2}\r\n{"c": 3}'
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
 
-    pieces = [*(text[at : at + size] for at in range(0, len(text), size)), b""]
-
-    assert [line for piece in pieces for line in splitter.split(piece)] == [b"one\n", b"\n", b"two\r\n", b"three"]
+    assert parsed(JsonLines("rows", "t", None), *pieces) == [
+        (None, b'{"a": 1}'),
+        (None, b'{"b": 2}'),
+        (None, b'{"c": 3}'),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -388,31 +380,29 @@ def test_lines_are_whole_wherever_the_bytes_are_cut(size: int) -> None:
     [('"text"', b"text"), ("7", b"7"), ('"\\u00e5"', "å".encode()), ("null", None), ("false", b"false")],
 )
 def test_keys_of_json(value: str, key: bytes | None) -> None:
-    assert parsed(JsonRows("rows", "id"), f'{{"id": {value}}}'.encode()) == [(key, f'{{"id": {value}}}'.encode())]
+    assert parsed(JsonLines("rows", "t", "id"), f'{{"id": {value}}}'.encode()) == [(key, f'{{"id": {value}}}'.encode())]
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (b"{}\n{}}\n", "line 2 of rows is not JSON"),
-        (b"{}\n\n[1]\n", "line 3 of rows is JSON, but a list"),
-        (b"null\n", "line 1 of rows is JSON, but null"),
-        (b'{"id": {}}\n', "line 1 of rows has an object in the field 'id': a key is text or a number"),
-        (b'{"n": NaN}\n', "line 1 of rows is not JSON (NaN is no JSON value)"),
-        (b'{"n": "\xff"}\n', "line 1 of rows is not UTF-8"),
-        (b'{"id": "\\ud800"}\n', "line 1 of rows is not UTF-8, or its key cannot be written in it"),
-        (b"[" * 100_000, "line 1 of rows is nested too deeply"),
+        (b"{}\n\n[1]\n", "line 3 of rows is not a JSON object"),
+        (b"null\n", "line 1 of rows is not a JSON object"),
+        (b'{"n": "\xff"}\n', "line 1 of rows is not JSON ('utf-8' codec can't decode"),
+        (b'{"id": "\\ud800"}\n', "line 1 of rows is not JSON ('utf-8' codec can't encode"),
+        (b"[" * 100_000, "line 1 of rows is not JSON (maximum recursion depth exceeded"),
     ],
 )
 def test_bad_json_is_told_with_its_line(text: bytes, sentence: str) -> None:
     with pytest.raises(BadLineError) as caught:
-        parsed(JsonRows("rows", "id"), text)
+        parsed(JsonLines("rows", "t", "id"), text)
     assert str(caught.value).startswith(sentence)
 
 
 def test_rows_before_a_bad_line_are_there() -> None:
-    rows = JsonRows("rows", "id")
+    lines = JsonLines("rows", "t", "id")
 
-    assert rows.feed(b'{"id": 1}\n') == (b"1", b'{"id": 1}')
+    assert list(lines.feed(b'{"id": 1}\n')) == [Message("t", b'{"id": 1}', b"1")]
     with pytest.raises(BadLineError):
-        rows.feed(b"1\n")
+        list(lines.feed(b"1\n"))

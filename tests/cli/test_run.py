@@ -140,7 +140,7 @@ async def test_the_second_signal_leaves_at_once_with_130(
     await app.warns("SIGTERM: draining and committing")
     app.send(signal.SIGINT)
     assert await app.ends() == 130
-    assert "SIGINT again: leaving at once" in app.errors
+    assert "SIGINT again: exiting now" in app.errors
     assert (await kafka.committed(group, topic)).get(0, 0) == 0
 
 
@@ -151,7 +151,7 @@ async def test_sigterm_while_the_app_is_imported_ends_with_0(tmp_path: Path, wor
     await app.says("imported")
     app.send(signal.SIGTERM)
     assert await app.ends() == 0
-    assert "SIGTERM: nothing runs yet; leaving at once" in app.errors
+    assert "SIGTERM: draining and committing" in app.errors
 
 
 async def test_a_signal_while_no_broker_answers_ends_with_0(start: Start) -> None:
@@ -185,10 +185,10 @@ async def test_a_handler_that_outlasts_the_shutdown_ends_with_4_and_is_named(
 async def test_brokers_that_freeze_for_8_seconds_have_the_last_commit(
     own_kafka: KafkaBroker, start: Start, group: str, topic: str, client: str
 ) -> None:
-    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=25)
+    app = await frozen_while_the_last_record_runs(own_kafka, start, topic, client, shutdown_timeout=60)
     await asyncio.sleep(8)  # that long the brokers are away
     own_kafka.thaw()
-    assert await app.ends() == 0
+    assert await app.ends() == 0, app.errors
     assert await own_kafka.committed(group, topic) == {0: 1}
 
 
@@ -259,7 +259,7 @@ async def test_an_unknown_app_ends_with_2(tmp_path: Path, target: str) -> None:
     )
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE)
     assert process.returncode == 2
-    assert b"service" in errors
+    assert target.partition(":")[0].encode() in errors
 
 
 async def test_without_an_address_the_error_says_how_to_give_one(tmp_path: Path) -> None:

@@ -1,41 +1,14 @@
-"""Tables for people: aligned elsewhere, drawn in a terminal, and never what a record says to the terminal."""
-
-import sys
+"""Tables for people: aligned, and what a record holds does nothing to the terminal."""
 
 import pytest
 
-from aioshard.cli.tables import as_json_value, as_text, bytes_as_text, cut, moment_as_text, print_table
+from aioshard.cli.output import as_json_value, as_text, bytes_as_text, cut, moment_as_text, print_table
 
 
 def test_columns_are_aligned_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(("key", "n"), [("alice", "1"), ("b", "10")])
 
     assert capsys.readouterr().out == "key    n\nalice  1\nb      10\n"
-
-
-def test_a_terminal_gets_a_table_without_taking_records_for_markup(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-
-    print_table(("key", "value"), [("[bold]", "[/nothing] :smile:")])
-
-    printed = capsys.readouterr().out
-    assert "[bold]" in printed
-    assert "[/nothing] :smile:" in printed
-
-
-def test_a_narrow_terminal_loses_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "30")
-
-    print_table(("failed", "key"), [("2026-11-21T18:12:37+00:00", "customer-of-a-very-long-name")])
-
-    printed = capsys.readouterr().out
-    assert "…" not in printed
-    columns = [line.split() for line in printed.splitlines()[1:]]
-    assert "".join(cells[0] for cells in columns) == "2026-11-21T18:12:37+00:00"
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from aioshard.cli import dlt, group, park, report_asking, spark
+from aioshard.cli import dlt, group, park, spark
 
 OPTIONS = [
     (dlt.show, "--since"),
     (dlt.show, "--until"),
     (park.show, "--since"),
     (group.reset, "--to"),
-    (report_asking.skew, "--start"),
-    (report_asking.skew, "--end"),
     (spark.plan, "--start"),
     (spark.plan, "--end"),
 ]

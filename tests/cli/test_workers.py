@@ -1,4 +1,4 @@
-"""`aioshard run --workers N`: processes of one group that are kept running, and answer as one."""
+"""`aioshard run --workers N`: processes of one group that are kept running, each with its own health server."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -14,16 +15,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from tests.support.running import DEADLINE, Running, settled
 from tests.support.shared_kafka import SharedKafka
 
 NOWHERE = "127.0.0.1:1"
 SHORT_SESSION = {"session_timeout": 6, "heartbeat_interval": 1}
-WHAT_PROMETHEUS_ACCEPTS = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;q=0.5,*/*;q=0.1"
-)
 NO_VARIABLES: Mapping[str, str] = {}
 
 SOURCE = """
@@ -69,28 +66,48 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
         yield started
 
 
-async def workers(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await client.get("/statistics.json")).json()["workers"]
+class Workers:
+    """The health servers of both workers; each restart of a worker gives it another port."""
+
+    def __init__(self, app: Running) -> None:
+        self._app = app
+
+    async def client(self, number: int, process: int) -> httpx.AsyncClient:
+        """A client of a process of a worker; the first is number 0."""
+
+        def urls() -> list[str]:
+            lines = (line for line in self._app.errors.splitlines() if f"[worker={number}]" in line)
+            return [line.split("health server listens on ")[1].split()[0] for line in lines if "listens on" in line]
+
+        async with asyncio.timeout(DEADLINE):
+            while len(urls()) <= process:  # noqa: ASYNC110 - another process says it
+                await asyncio.sleep(0.05)
+        return httpx.AsyncClient(base_url=urls()[process], timeout=DEADLINE)
+
+    async def pids(self) -> list[int]:
+        """The processes of the workers, the latest of each."""
+        await self._app.warns("worker 1 is process")
+        return [int(re.findall(rf"worker {number} is process (\d+)", self._app.errors)[-1]) for number in (0, 1)]
+
+
+async def statistics(client: httpx.AsyncClient) -> dict[str, Any]:
+    found: dict[str, Any] = (await client.get("/statistics.json")).json()
     return found
 
 
-def partitions_of(worker: dict[str, Any]) -> list[int]:
-    return [one["partition"] for one in (worker["statistics"] or {"partitions": []})["partitions"]]
+def partitions_of(found: dict[str, Any]) -> list[int]:
+    return [one["partition"] for one in found["partitions"]]
 
 
-def paused_of(worker: dict[str, Any]) -> list[str | None]:
-    return [one["paused"] for one in (worker["statistics"] or {"partitions": []})["partitions"]]
-
-
-async def shared(client: httpx.AsyncClient, count: int) -> list[dict[str, Any]]:
-    """The workers, as soon as each partition is one's and is read, and both have some."""
+async def shared(clients: list[httpx.AsyncClient], count: int) -> list[dict[str, Any]]:
+    """The statistics of the workers, as soon as each partition is one's and is read, and both have some."""
     async with asyncio.timeout(DEADLINE):
         while True:
-            found = await workers(client)
-            owned = [partitions_of(one) for one in found]
+            found = [await statistics(client) for client in clients]
+            owned = list(map(partitions_of, found))
             whole = all(owned) and sorted(one for each in owned for one in each) == list(range(count))
             # Who has been given its partitions may still wait for the other.
-            if whole and not any(reason for worker in found for reason in paused_of(worker)):
+            if whole and not any(one["paused"] for each in found for one in each["partitions"]):
                 return found
             await asyncio.sleep(0.05)
 
@@ -124,68 +141,42 @@ async def test_a_killed_worker_is_followed_by_another_and_nothing_is_lost(
     await kafka.create_topic(topic, partitions=8)
     await kafka.produce(topic, [(b"%d" % number, b"v") for number in range(100)])
     app = await start(kafka.bootstrap, "--health-port", "0", "--json")
-    async with await app.health() as client:
-        await settled(client, "/readyz", lambda answer: answer.status_code == 200)
-        before = await shared(client, 8)
-        killed = before[1]["pid"]
-        await asyncio.sleep(1.0)  # a worker tells its supervisor who it is in the group within a tenth of a second
+    workers = Workers(app)
+    async with await workers.client(0, 0) as first, await workers.client(1, 0) as second:
+        await shared([first, second], 8)
+        before = await workers.pids()
+        await app.warns(f"process {before[1]} is member")  # its supervisor knows who it is in the group
 
-        os.kill(killed, signal.SIGKILL)
+        os.kill(before[1], signal.SIGKILL)
         since = time.monotonic()
-        not_ready = await settled(client, "/readyz", lambda answer: answer.status_code == 503)
-        assert (await client.get("/livez")).status_code == 200
         await kafka.produce(topic, [(b"%d" % number, b"v") for number in range(100)])
-        told = await app.warns("worker 1 was killed by SIGKILL, maybe since memory was short; it is started again in")
-        ready = await settled(client, "/readyz", lambda answer: answer.status_code == 200)
-        ready_after = time.monotonic() - since
-        after = await shared(client, 8)
-        print(f"ready again after {ready_after:.1f} s, the group whole after {time.monotonic() - since:.1f} s")
-
-        assert "was taken out of the group" in app.errors
-        assert any(reason.startswith("worker 1: ") for reason in not_ready.json()["reasons"])
-        assert "for the 1. time" in told
-        assert ready.json()["status"] == "ok"
-        assert after[0]["pid"] == before[0]["pid"]
-        assert after[1]["pid"] not in {killed, None}
-        assert [one["restarts"] for one in after] == [0, 1]
-        await settled(client, "/livez", lambda _: len(finished(app)) == 200)
-        metrics = (await client.get("/metrics")).text
-        scraped = await client.get("/metrics", headers={"accept": WHAT_PROMETHEUS_ACCEPTS})
-        processes = {number: psutil.Process(after[number]["pid"]) for number in (0, 1)}
-        assert all(one.is_running() for one in processes.values())
-    check_metrics(metrics, group)
-    assert scraped.headers["content-type"].startswith("application/openmetrics-text")
-    strictly = {family.name for family in parse_openmetrics(scraped.text)}  # type: ignore[no-untyped-call]
-    assert {"aioshard_records_processed", "aioshard_worker_up", "process_cpu_seconds"} <= strictly
+        told = await app.warns("worker 1 was killed by SIGKILL, perhaps because memory ran out; restarting in")
+        async with await workers.client(1, 1) as third:
+            await settled(third, "/readyz", lambda answer: answer.status_code == 200)
+            await shared([first, third], 8)
+            print(f"the group whole after {time.monotonic() - since:.1f} s")
+            await settled(third, "/livez", lambda _: len(finished(app)) == 200)
+            metrics = (await third.get("/metrics")).text
+        assert "aioshard_engine_state{" in metrics
+        assert "process_resident_memory_bytes " in metrics
+    after = await workers.pids()
+    assert "was removed from the group" in app.errors
+    assert "(restart 1)" in told
+    assert after[0] == before[0]
+    assert after[1] != before[1]
     app.send(signal.SIGTERM)
     assert await app.ends() == 0
-    await gone([one["pid"] for one in after])
+    await gone(after)
     assert await kafka.lag(group, topic) == 0
     ending = json.loads(app.output.splitlines()[-1])
     assert ending == {
         "exit_code": 0,
         "signal": "SIGTERM",
         "workers": [
-            {"worker": "0", "exit_code": 0, "restarts": 0},
-            {"worker": "1", "exit_code": 0, "restarts": 1},
+            {"worker": 0, "exit_code": 0, "restarts": 0},
+            {"worker": 1, "exit_code": 0, "restarts": 1},
         ],
     }
-    assert "[worker=0]" in app.errors
-
-
-def check_metrics(text: str, group: str) -> None:
-    """Every series says of which worker it is, and each family is told once."""
-    series = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert [line for line in series if 'worker="' not in line] == []
-    headings = [line for line in text.splitlines() if line.startswith("# TYPE ")]
-    assert len(headings) == len(set(headings))
-    for number in "01":
-        assert f'aioshard_worker_up{{group="{group}",worker="{number}"}} 1.0' in series
-        assert f'aioshard_engine_state{{worker="{number}",group="{group}",state="running"}} 1.0' in series
-    assert f'aioshard_worker_restarts_total{{group="{group}",worker="1"}} 1.0' in series
-    of_processes = [line for line in series if line.startswith("process_resident_memory_bytes{")]
-    assert len(of_processes) == 3
-    assert any('worker="supervisor"' in line for line in of_processes)
 
 
 @pytest.mark.slow
@@ -195,82 +186,37 @@ async def test_static_members_are_told_apart_and_a_killed_one_gets_its_partition
     """With the default session time-out of 45 s, which nobody waits for here."""
     await kafka.create_topic(topic, partitions=4)
     app = await start(kafka.bootstrap, "--health-port", "0", group_instance_id="left-hand")
-    async with await app.health() as client:
-        await settled(client, "/readyz", lambda answer: answer.status_code == 200)
-        before = await shared(client, 4)
-        assert [one["statistics"]["member_id"][:11] for one in before] == ["left-hand-0", "left-hand-1"]
-        os.kill(before[0]["pid"], signal.SIGKILL)
+    workers = Workers(app)
+    async with await workers.client(0, 0) as killed, await workers.client(1, 0) as other:
+        before = await shared([killed, other], 4)
+        assert [one["member_id"][:11] for one in before] == ["left-hand-0", "left-hand-1"]
+        os.kill((await workers.pids())[0], signal.SIGKILL)
         since = time.monotonic()
-        await settled(client, "/readyz", lambda answer: answer.status_code == 503)
-        await settled(client, "/readyz", lambda answer: answer.status_code == 200)
-        after = await shared(client, 4)
+        async with await workers.client(0, 1) as third:
+            after = await shared([third, other], 4)
         print(f"the group whole after {time.monotonic() - since:.1f} s")
 
         assert list(map(partitions_of, after)) == list(map(partitions_of, before))
-        assert after[1]["statistics"]["rebalances"] == before[1]["statistics"]["rebalances"]
-        assert after[1]["statistics"]["state"] == "running"
+        assert after[1]["rebalances"] == before[1]["rebalances"]
+        assert after[1]["state"] == "running"
 
 
-async def test_one_page_shows_all_and_acts_on_the_worker_that_is_meant(
-    kafka: SharedKafka, start: Start, topic: str
-) -> None:
-    await kafka.create_topic(topic, partitions=4)
-    token = "the token of a test"
-    app = await start(kafka.bootstrap, "--web", variables={"AIOSHARD_WEB_TOKEN": token.replace(" ", "-")})
-    allowed = {"authorization": f"Bearer {token.replace(' ', '-')}"}
-    async with await app.health() as client:
-        await settled(client, "/readyz", lambda answer: answer.status_code == 200)
-        await shared(client, 4)
-        assert "text/html" in (await client.get("/")).headers["content-type"]
-        shown = (await client.get("/processes.json")).json()
-        assert shown["actions"] is True
-        assert [(one["worker"], one["error"], one["statistics"]["state"]) for one in shown["processes"]] == [
-            ("0", None, "running"),
-            ("1", None, "running"),
-        ]
-
-        pause = {"action": "pause_handler", "handler": "handle", "worker": "1"}
-        done = await client.post("/actions", json=pause, headers=allowed)
-        assert (done.status_code, done.json()) == (200, {"done": "worker 1: handler handle is paused"})
-        paused = [paused_of(worker) for worker in await workers(client)]
-        assert paused[0] == [None, None]
-        assert None not in paused[1]
-
-        for given, status in (
-            ({}, 401),
-            ({"authorization": f"{allowed['authorization']}x"}, 401),
-            ({**allowed, "origin": "http://elsewhere.example"}, 403),
-            ({**allowed, "host": "elsewhere.example", "origin": "http://elsewhere.example"}, 403),
-        ):
-            assert (await client.post("/actions", json={**pause, "worker": "0"}, headers=given)).status_code == status
-        assert (await client.get("/processes.json", headers={"host": "elsewhere.example"})).status_code == 403
-        now = [paused_of(worker) for worker in await workers(client)]
-        assert now == paused, "who was refused has done nothing"
-        for wrong, status in (({**pause, "handler": "none"}, 409), ({**pause, "worker": "7"}, 409)):
-            refused = await client.post("/actions", json=wrong, headers=allowed)
-            assert refused.status_code == status
-            assert "worker" in refused.json()["error"]
-        checked = await client.post("/actions", json={"action": "check"}, headers=allowed)
-        assert checked.json() == {"done": "the token is right"}
+async def test_each_worker_listens_on_its_own_port(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1] - 1  # worker 1 finds its port in use, and is restarted until it is free
+        app = await start(NOWHERE, "--health-port", str(port), start_timeout=600)
+        await app.warns(f"health server listens on http://127.0.0.1:{port} ")
+        refused = await app.warns("worker 1 ended with exit code 1")
+    assert f"the health server cannot listen on 127.0.0.1:{port + 1}" in refused
+    await app.warns(f"health server listens on http://127.0.0.1:{port + 1} ")
+    app.send(signal.SIGTERM)
+    assert await app.ends() == 0
 
 
-async def test_a_worker_that_cannot_start_is_tried_again_and_the_probes_say_so(start: Start) -> None:
+async def test_a_worker_that_cannot_start_is_tried_again(start: Start) -> None:
     crashing = "import os, sys\nif os.environ.get('AIOSHARD_WORKER') == '1': os._exit(1)\n"
-    app = await start(NOWHERE, "--health-port", "0", before=crashing, start_timeout=600)
-    async with await app.health() as client:
-        await app.warns("for the 2. time")
-        alive = await client.get("/livez")
-        ready = await client.get("/readyz")
-        explained = (await client.get("/explain")).text
-        asked = (await client.get("/explain", params={"format": "json"})).json()["workers"]
-    assert alive.status_code == 200
-    assert any("worker 1: crashed (exit code 1); it is started again" in one for one in alive.json()["findings"])
-    assert (ready.status_code, ready.json()["state"]) == (503, "starting")
-    assert [reason[:9] for reason in ready.json()["reasons"]] == ["worker 0:", "worker 1:"]
-    assert "Worker 0\nThe app is starting" in explained
-    assert "Worker 1\ncrashed (exit code 1)" in explained
-    assert asked[0]["diagnosis"]["state"] == "starting"
-    assert asked[1]["diagnosis"] is None
+    app = await start(NOWHERE, before=crashing, start_timeout=600)
+    assert "worker 1 ended with exit code 1" in await app.warns("(restart 2)")
     app.send(signal.SIGINT)
     assert await app.ends() == 0
 
@@ -281,7 +227,7 @@ async def test_what_a_restart_would_not_cure_ends_all(start: Start) -> None:
     )
     app = await start(NOWHERE, before=refused, start_timeout=600)
     assert await app.ends() == 2
-    assert "worker 0 was refused (exit code 2)" in app.errors
+    assert "worker 0 ended with exit code 2" in app.errors
     assert "session_timeout=45 s is less than 3 times heartbeat_interval=40 s" in app.errors
 
 
@@ -314,33 +260,10 @@ async def test_the_second_signal_kills_the_workers(kafka: SharedKafka, start: St
     await app.says("began 0 0")
     pids = children_of(app)
     app.send(signal.SIGTERM)
-    await app.warns("asked to end: draining and committing")
+    await app.warns("draining and committing: requested by the parent process")
     app.send(signal.SIGTERM)
     assert await app.ends() == 130
     await gone(pids)
-
-
-@pytest.mark.parametrize("way", ["killed", "second-signal"])
-async def test_the_directory_of_their_sockets_is_gone_however_the_supervisor_ended(
-    start: Start, tmp_path: Path, way: str
-) -> None:
-    (tmp_path / "made").mkdir()
-    variables = {"TMPDIR": str(tmp_path / "made")}
-    tells = "import os\nprint('imported by', os.environ.get('AIOSHARD_WORKER'), flush=True)\n"
-    app = await start(NOWHERE, "--health-port", "0", before=tells, variables=variables, start_timeout=600)
-    for worker in "01":
-        await app.says(f"imported by {worker}")
-    pids = children_of(app)
-    (directory,) = (tmp_path / "made").glob("aioshard-*")
-    if way == "killed":
-        app.process.kill()
-    else:
-        app.send(signal.SIGTERM)
-        await app.warns("SIGTERM: draining")
-        app.send(signal.SIGTERM)
-    await gone(pids)
-    await app.ends()
-    assert not directory.exists()
 
 
 async def test_a_signal_to_all_of_them_at_once_is_one_signal(kafka: SharedKafka, start: Start, topic: str) -> None:
@@ -375,7 +298,7 @@ async def test_workers_that_have_caught_up_end_and_are_not_started_again(
     assert await app.ends() == 0
     assert len(finished(app)) == 40
     assert await kafka.lag(group, topic) == 0
-    assert "is started again" not in app.errors
+    assert "(restart 1)" not in app.errors
 
 
 # Refused ----------------------------------------------------------------------------------
@@ -384,13 +307,12 @@ async def test_workers_that_have_caught_up_end_and_are_not_started_again(
 @pytest.mark.parametrize(
     ("arguments", "settings", "sentence"),
     [
-        (["--reload"], {}, "--reload and --workers were given"),
-        (["--reload-dir", "."], {}, "--reload-dir was given without --reload"),
-        (["--assign", "orders:0"], {}, "--workers was given for an app whose partitions are given by hand"),
-        ([], {"assign": {"orders": [0]}}, "--workers was given for an app whose partitions are given by hand"),
+        (["--reload"], {}, "--reload cannot be combined with --workers"),
+        (["--assign", "orders:0"], {}, "--workers cannot be combined with manually assigned partitions"),
+        ([], {"assign": {"orders": [0]}}, "--workers cannot be combined with manually assigned partitions"),
         (["--workers", "0"], {}, "0 is not in the range"),
     ],
-    ids=["reload", "reload-dir", "assign-option", "assign-setting", "none"],
+    ids=["reload", "assign-option", "assign-setting", "none"],
 )
 async def test_what_does_not_go_together_ends_with_2(
     start: Start, arguments: list[str], settings: dict[str, Any], sentence: str

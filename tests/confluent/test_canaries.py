@@ -1,29 +1,15 @@
 """What the transport relies on in confluent-kafka beyond its documentation: each fails when the client changes."""
 
 import asyncio
-import inspect
 import struct
+from typing import Any
 
 import pytest
-from confluent_kafka import Consumer
-from confluent_kafka.aio import AIOConsumer
 
-from aioshard.kafka.confluent.member import Member, membership_of
+from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread, membership_of
 from aioshard.ports import Membership
 from tests.kafka_client.members import settings_for
 from tests.support.shared_kafka import SharedKafka
-
-
-async def test_calls_go_through_one_place_and_to_one_consumer() -> None:
-    consumer = AIOConsumer({"group.id": "g", "bootstrap.servers": "127.0.0.1:1", "log_level": 0})
-    try:
-        assert isinstance(consumer._consumer, Consumer)
-        assert list(inspect.signature(consumer._call).parameters) == ["blocking_task", "args", "kwargs"]
-        assert await consumer._call(lambda *found: found, 1, 2) == (1, 2)
-        assert consumer._closed is False
-    finally:
-        await consumer.close()
-    assert consumer._closed is True
 
 
 def test_a_generation_and_a_member_id_are_read_as_the_client_writes_them() -> None:
@@ -42,30 +28,31 @@ async def test_the_metadata_of_a_member_hold_its_id_and_its_generation(
     kafka: SharedKafka, topic: str, group: str, protocol: str
 ) -> None:
     await kafka.create_topic(topic, 1)
-    member = Member(
+    found: list[Membership] = []
+
+    async def assigned(_: object, membership: Membership) -> None:
+        found.append(membership)
+
+    ignore: Any = None
+    read = ConsumerThread(
         {
             "bootstrap.servers": settings_for(kafka.bootstrap).bootstrap_servers,
             "group.id": group,
             "group.protocol": protocol,
             "auto.offset.reset": "error",
-        }
+        },
+        group,
+        30.0,
+        Callbacks(ignore, assigned, ignore, ignore),
+        incremental=protocol == "consumer",
     )
-    given = asyncio.Event()
-
-    async def adopt(_: object) -> None:
-        given.set()
-
-    async def ignore(_: object) -> None:
-        """Nothing is to be done."""
-
     try:
-        await member.join([topic], adopt, ignore, ignore)
+        await read.call(read.subscribe, [topic])
         async with asyncio.timeout(30):
-            while not given.is_set():
-                await member.turn([], 1, 0.05)
-        found = membership_of(await member.consumer_group_metadata())
-        assert found.member_id == await member._call(member._consumer.memberid)
-        assert found.generation >= 1
+            while not found:
+                await read.call(read.read, [])
+        member_id = await read.call(read._consumer.memberid)
+        assert found == [Membership(str(member_id), found[0].generation)]
+        assert found[0].generation >= 1
     finally:
-        await member.leave()
-        member.abandon()
+        await asyncio.wrap_future(read.stop())

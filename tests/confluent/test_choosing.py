@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from aioshard.clients import kafka_clients
 from aioshard.errors import MissingExtraError, SettingsError
-from aioshard.kafka.client import AiokafkaTransport
-from aioshard.kafka.confluent.client import ConfluentTransport
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.clients import kafka_clients
 from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
+from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.settings import Settings
 
 SERVERS = "localhost:9092"
@@ -56,7 +56,13 @@ def test_a_client_without_brokers_pauses_between_its_attempts_unless_told_otherw
 
 def test_under_kip_848_the_session_is_the_brokers() -> None:
     options = consumer_options(
-        settings(client="confluent", group_protocol="consumer", remote_assignor="range", group_instance_id="one"), "g"
+        settings(
+            client="confluent",
+            group_protocol="consumer",
+            group_instance_id="one",
+            client_options={"group.remote.assignor": "range"},
+        ),
+        "g",
     )
 
     assert (options["group.protocol"], options["group.remote.assignor"]) == ("consumer", "range")
@@ -106,7 +112,10 @@ async def test_an_option_that_the_client_does_not_know_is_refused_in_its_words(
 
 
 class _Nobody:
-    async def revoked(self, partitions: Any, *, lost: bool) -> None:
+    async def revoked(self, partitions: Any) -> None:
+        """Nothing is held."""
+
+    def lost(self, partitions: Any) -> None:
         """Nothing is held."""
 
     def assigned(self, partitions: Any, membership: Any) -> None:

@@ -196,11 +196,11 @@ async def test_a_subscription_that_cannot_be_changed_costs_the_clients_life_and_
     await one.transport.start([], rf"{topic}\.[a-z]", one)
     await one.poll_until(lambda: bool(one.assignments and one.assignments[-1].partitions))
 
-    async def refused(*_: Any, **__: Any) -> None:
+    def refused(*_: Any, **__: Any) -> None:
         raise KafkaException(KafkaError(KafkaError._INVALID_ARG))
 
     client: Any = one.transport
-    monkeypatch.setattr(client._member, "subscribe", refused)
+    monkeypatch.setattr(client._consumer, "subscribe", refused)
     await kafka.create_topic(f"{topic}.b")
 
     with pytest.raises(ClientLostError, match="Invalid argument"):

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CommandFailedError", "Image", "build", "instructions"]
-
 TIMEOUT = 180.0
 PLACED = re.compile(r"^/(?=[\w.])(?!root|usr|bin|etc)")
 

@@ -93,7 +93,7 @@ async def test_what_the_dockerfile_says_ends_in_a_process_that_consumes_and_stop
 
     lines = [json.loads(line) for line in log.splitlines() if line.startswith(b"{")]
     assert process.returncode == 0, log.decode()
-    assert f"{RECORDS} record(s) processed" in lines[-1]["message"]
+    assert f"processed={RECORDS}," in lines[-1]["message"]
     assert b"SIGTERM: draining" in log
     assert await healthy(image, port) == 3, "nobody is there any more"
     assert sorted(image.root.rglob("*")) == files, "it cannot run on a read-only file system"

@@ -5,8 +5,6 @@ from typing import Any
 
 import griffe
 
-__all__ = ["ExampleSections"]
-
 
 class ExampleSections(griffe.Extension):
     """Makes an "Example:" of a docstring the section that it is meant to be."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from tests.docs.tables import DOCS, PROJECT
 
-__all__ = ["PAGES", "Block", "Link", "anchors", "blocks", "links"]
-
 PAGES = (PROJECT / "README.md", *sorted(DOCS.rglob("*.md")))
 
 _FENCE = re.compile(

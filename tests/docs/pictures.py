@@ -13,12 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from aioshard import App, Record, Retry
-from aioshard.cli.top import Answered, Frame, History, View
+from aioshard.cli.top import Frame, Frames, Snapshot, view
 from aioshard.testing import InMemoryBroker, TestClient, run
 from aioshard.web.health import findings
 from tests.docs.tables import DOCS
-
-__all__ = ["IMAGES", "picture_of_top", "scene", "write"]
 
 IMAGES = DOCS / "images"
 _WIDTH, _HEIGHT = 118, 36
@@ -50,7 +48,7 @@ async def scene() -> Frame:
     broker = InMemoryBroker()
     broker.create_topic("orders", 6)
     broker.create_topic("clicks", 2)
-    history = History()
+    frames = Frames()
     released = asyncio.Event()
     apps = [_app(released), _app(released)]
     async with contextlib.AsyncExitStack() as stack:
@@ -66,28 +64,28 @@ async def scene() -> Frame:
             await publish("orders", b"v", key=f"customer {number % 200}", partition=number % 6)
             await publish("clicks", b"v", key=f"page {number % 50}", partition=number % 2)
         await asyncio.sleep(3.0)
-        history.frame(_told(apps), 0.0)
+        frames.add(_told(apps), 0.0)
         await asyncio.sleep(_FRAMES_APART)
-        frame = history.frame(_told(apps), 1_800_000_000.0)
+        frame = frames.add(_told(apps), 1_800_000_000.0)
         released.set()
     return frame
 
 
-def _told(apps: list[App]) -> list[Answered]:
+def _told(apps: list[App]) -> list[Snapshot]:
     now = asyncio.get_running_loop().time()
     told = []
     for number, app in enumerate(apps):
         statistics = app.statistics()
         sentences = (one.replace(__file__, "/app/shop.py") for one in findings(statistics, app.diagnose()))
-        told.append(Answered(f"10.0.0.7:8080#{number}", now, statistics.asdict(), tuple(sentences), None))
+        told.append(Snapshot(f"10.0.0.7:808{number}", now, statistics.asdict(), list(sentences)))
     return told
 
 
 def picture_of_top(frame: Frame) -> str:
     """`aioshard top`, as SVG."""
     console = Console(record=True, width=_WIDTH, height=_HEIGHT, file=io.StringIO(), force_terminal=True)
-    console.print(View(frame, _HEIGHT))
-    drawn = console.export_svg(title="aioshard top http://10.0.0.7:8080", unique_id="top")
+    console.print(view(frame, _HEIGHT))
+    drawn = console.export_svg(title="aioshard top http://10.0.0.7:8080 http://10.0.0.7:8081", unique_id="top")
     return re.sub(r"@font-face \{.*?\}\n", "", drawn, flags=re.DOTALL)  # nothing is fetched from elsewhere
 
 

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import click
 
-from aioshard.cli import exit_codes as codes
 from aioshard.cli import main as entry
+from aioshard.cli.output import exit_code
 from aioshard.core.assignment import ASSIGNORS, Member
-from aioshard.settings import SettingDescription, Settings
-from aioshard.telemetry.conventions import ATTRIBUTES
-from aioshard.telemetry.conventions import METRICS as OTEL_METRICS
+from aioshard.settings import Settings, default_of, unit_of
 from aioshard.telemetry.metrics import METRICS
-
-__all__ = ["DOCS", "GENERATED", "PROJECT", "context_of", "marks", "named_tests", "outdated", "write"]
+from aioshard.telemetry.tracing import ATTRIBUTES
+from aioshard.telemetry.tracing import METRICS as OTEL_METRICS
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
@@ -34,14 +32,18 @@ def settings() -> str:
     return _table(
         ("setting", "default", "unit", "what it is"),
         (
-            (f"`{one.name}`", f"`{one.default}`", one.unit or "", f"{one.description}{_choices(one)}")
-            for one in Settings.descriptions()
+            (f"`{name}`", f"`{default_of(name)}`", unit_of(name) or "", f"{_plain(field.description)}{_choices(name)}")
+            for name, field in Settings.model_fields.items()
         ),
     )
 
 
-def _choices(setting: SettingDescription) -> str:
-    found = _literals(Settings.model_fields[setting.name].annotation)
+def _plain(description: str | None) -> str:
+    return " ".join((description or "").split())
+
+
+def _choices(name: str) -> str:
+    found = _literals(Settings.model_fields[name].annotation)
     return f" One of {', '.join(f'`{value}`' for value in found)}." if found else ""
 
 
@@ -117,8 +119,8 @@ def _context(command: click.Command, parent: click.Context, name: str) -> click.
 
 def exit_codes() -> str:
     """The table of the module that has them."""
-    rows = [line for line in (codes.__doc__ or "").splitlines() if line.startswith("|")]
-    assert len(rows) > 2, "aioshard.cli.exit_codes has no table of exit codes any more"
+    rows = [line.strip() for line in (exit_code.__doc__ or "").splitlines() if line.strip().startswith("|")]
+    assert len(rows) > 2, "exit_code has no table of exit codes"
     return "\n".join(rows)
 
 

@@ -14,8 +14,6 @@ from typing import Self
 
 import psutil
 
-__all__ = ["Step", "Terminal", "pattern", "steps"]
-
 POLL = 0.02
 _END = "\x02"
 

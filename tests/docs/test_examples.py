@@ -28,7 +28,7 @@ from starlette.routing import Route
 from aioshard import App, Record
 from aioshard.core.sharding import shard_number
 from aioshard.testing import InMemoryBroker, TestClient, replay_prefixes, run
-from aioshard.web.serving import serve_in_thread
+from aioshard.web.server import serve_in_thread
 from tests.docs.tables import PROJECT
 from tests.support.kafka import KafkaBroker
 
@@ -121,14 +121,14 @@ async def test_order_service_books_each_order_once_and_answers_while_it_drains(
             assert (await client.put(order, json=body)).status_code == 202
         await kafka.settle()
         kafka.group.commit_from_outside(dict.fromkeys(kafka.group.subscribed(), 0))
-        kafka.broker.lose()  # everything is delivered again
+        kafka.group.lose()  # everything is delivered again
         await kafka.settle()
 
         assert (await client.get("/customers/alice")).json() == {"orders": "5", "spent": "12.50"}
         assert (await client.get(orders[3])).json()["article"] == "book"
         assert (await client.get(f"/orders/{uuid.UUID(int=9)}")).status_code == 404
         assert (await client.put(orders[0], json={**bodies[0], "amount": 0})).status_code == 422
-        for path in ("livez", "readyz", "metrics", "dashboard/", "dashboard/processes.json"):
+        for path in ("livez", "readyz", "metrics", "dashboard/", "dashboard/dashboard.json"):
             assert (await client.get(f"/internal/{path}")).status_code == 200, path
         assert (await client.get("/internal/dashboard")).headers["location"].endswith("/internal/dashboard/")
         assert (await client.get("/internal/drain")).json()["state"] == "stopped"
@@ -199,7 +199,7 @@ def test_resources_are_open_while_handlers_run(tmp_path: Path, monkeypatch: pyte
                 await client.publish("payments", str(amount), key=f"customer {amount % 3}")
             await client.settle()
             client.group.commit_from_outside(dict.fromkeys(client.group.subscribed(), 0))
-            client.broker.lose()  # everything is delivered again
+            client.group.lose()  # everything is delivered again
             await client.settle()
             assert example.app.statistics().replayed == 20
             database = example.app._state

@@ -1,10 +1,15 @@
 """Epochs with deliveries in them, for tests of single parts of the engine."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
+from aioshard.core.commit_metadata import MOST_UNITS
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
+from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.feed import Feed
+from aioshard.engine.intake import Intake
+from aioshard.engine.partition import Partition
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
@@ -22,6 +27,46 @@ def make_epoch(
     epoch = Epoch(name, 1, 0, buffer or make_buffer())
     epoch.open()
     return epoch, add(epoch, keys, size=size, arrived=arrived)
+
+
+def make_feed(shards: Shards | None = None) -> Feed:
+    """A feed by key that wants any number of records, with shards that are made on demand unless they are given."""
+    served = [Shards() if shards is None else shards]
+    return Feed(lambda record: record.key, served, fixed=False, workers=1, unkeyed=never, at_once=1_000_000)
+
+
+def make_partition(
+    keys: Sequence[Hashable] = (),
+    *,
+    partition: int = 0,
+    buffer: Buffer | None = None,
+    feed: Feed | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> tuple[Partition, list[Delivery]]:
+    """An open partition that has taken in one record for each of *keys*; they are queued nowhere."""
+    made = Partition(
+        TopicPartition("orders", partition),
+        1,
+        0,
+        buffer=buffer or make_buffer(),
+        counts=TopicCounts(),
+        feed=feed or make_feed(),
+        clock=clock,
+    )
+    made.open()
+    return made, add(made, keys)
+
+
+def make_intake(*partitions: Partition, buffer: Buffer, now: float = 0.0, metadata_limit: int = MOST_UNITS) -> Intake:
+    """An intake of these partitions at a moment."""
+    return Intake(
+        buffer,
+        {partition.topic_partition: partition for partition in partitions},
+        lambda: now,
+        stuck_after=60.0,
+        metadata_limit=lambda: metadata_limit,
+        out_of_range=lambda *_: None,
+    )
 
 
 def add(epoch: Epoch, keys: Sequence[Hashable], *, size: int = 10, arrived: float = 0.0) -> list[Delivery]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from aioshard import App
 from aioshard.engine.runtime import Engine
+from aioshard.engine.watch import Watch
 from aioshard.testing import TestClient
 
 
@@ -27,6 +28,13 @@ def engine_of(app: App) -> Engine:
     engine = app._engine
     assert isinstance(engine, Engine)
     return engine
+
+
+def watch_of(app: App) -> Watch:
+    """The watch of an app that runs."""
+    watch = app._watch
+    assert isinstance(watch, Watch)
+    return watch
 
 
 def workers() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
-from aioshard.engine.catching_up import caught_up
+from aioshard.engine.control import caught_up
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
@@ -68,7 +68,7 @@ def test_a_rebalance_resumes_the_other_partitions() -> None:
         shop.broker.set_leader("orders", 1, available=True)
         async with shop.app.started(shop.connect):
             shop.broker.set_leader("orders", 1, available=False)
-            shop.broker.rebalance()
+            shop.broker.group("billing").rebalance()
             await until(lambda: shop.app.statistics().rebalances == 2)
             shop.publish()
             began = asyncio.get_running_loop().time()
@@ -139,12 +139,12 @@ def test_a_partition_is_taken_away_and_given_back_while_its_leader_is_away() -> 
     async def test(shop: Shop) -> None:
         async with shop.app.started(shop.connect):
             await until(lambda: shop.app.statistics().trouble is not None)
-            shop.broker.revoke("orders", 1)
+            shop.broker.group("billing").revoke(TopicPartition("orders", 1))
             await until(lambda: shop.app.statistics().trouble is None)
             shop.publish()
             await until(lambda: shop.seen == [0])
 
-            shop.broker.assign("orders", 1)
+            shop.broker.group("billing").assign(TopicPartition("orders", 1))
             await until(lambda: str(AWAY) in str(shop.app.statistics().trouble))
             shop.broker.set_leader("orders", 1, available=True)
             await until(lambda: shop.seen == [0, 1])
@@ -171,7 +171,7 @@ def test_a_partition_whose_position_is_deleted_goes_on_while_the_leader_of_anoth
             await until(lambda: shop.app.statistics().trouble is not None)
             for _ in range(3):
                 shop.broker.publish("orders", b"", partition=0)
-            shop.broker.truncate_before("orders", 0, 2)
+            shop.broker.log("orders", 0).truncate_before(2)
 
             await until(lambda: shop.offsets == [2])
             assert str(AWAY) in str(shop.app.statistics().trouble)

@@ -228,7 +228,7 @@ def test_a_drained_app_publishes_and_keeps_its_resources_but_takes_no_orders() -
             assert app.explain() == "The app has drained: it consumes nothing more.\n"
             assert app.diagnose().partitions == ()
             assert opened == ["open"]
-        with pytest.raises(StateError, match="does not run"):
+        with pytest.raises(StateError, match="is not running"):
             await app.publish("receipts", b"2")
 
     run(test())

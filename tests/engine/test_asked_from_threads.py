@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from aioshard import App, Batch, Context, DeadLetter, Park, Record, Retry
-from aioshard.engine.insight.stack import find_holder
 from aioshard.engine.loop_watch import LoopWatch
 from aioshard.testing import TestClient
-from tests.engine.running import engine_of
+from tests.engine.running import watch_of
 from tests.support.questions import Questions
 
 SECONDS = 4.0
@@ -123,7 +122,7 @@ async def test_everything_can_be_asked_at_any_moment() -> None:
             lambda: json.dumps(app.diagnose().asdict()),
             app.explain,
             app.workload,
-            lambda: find_holder(engine_of(app), watch_of(app)),
+            lambda: loop_watch_of(app).find_holder(),
         ) as questions,
     ):
         await use(app, client)
@@ -131,7 +130,7 @@ async def test_everything_can_be_asked_at_any_moment() -> None:
     assert all(questions.asked[index] > 50 for index in range(5)), questions.asked
 
 
-def watch_of(app: App) -> LoopWatch:
-    watch = engine_of(app).loop_watch
+def loop_watch_of(app: App) -> LoopWatch:
+    watch = watch_of(app).loop
     assert watch is not None
     return watch

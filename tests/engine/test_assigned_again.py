@@ -32,7 +32,7 @@ def test_one_that_comes_in_between_opens_each_partition_once() -> None:
         async with app.started(lambda: transport):
             engine = engine_of(app)
             await until(lambda: engine.rebalance._settling)
-            partitions = transport._reading.partitions
+            partitions = transport.assigned
             for _ in range(3):
                 await asyncio.sleep(TAKES / 2)
                 engine.rebalance.assigned(partitions, transport.membership())

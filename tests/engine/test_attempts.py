@@ -28,7 +28,7 @@ def test_a_run_that_a_rebalance_cancels_is_no_failed_attempt() -> None:
         async with app.started(lambda: InMemoryTransport(broker, "attempts")):
             for _ in range(3):
                 await asyncio.sleep(2.0)
-                broker.rebalance()
+                broker.group("attempts").rebalance()
             async with asyncio.timeout(30.0):
                 await broker.until(lambda: broker.committed("attempts", "orders", 0) == 1)
             assert app.statistics().replayed == 3

@@ -1,10 +1,10 @@
 """Shards of batches, by themselves: what a drain may start of a shard whose batch has ended badly."""
 
 from aioshard.core.batching import Batch
-from aioshard.engine.batches.batch_shards import BatchShards
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
+from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.outcomes import Detour, Outcome
+from aioshard.engine.outcomes import Outcome, Recovery
+from aioshard.engine.shards import DeliveryBatch
 from aioshard.testing import run
 from tests.engine.deliveries import make_epoch, start
 
@@ -30,7 +30,7 @@ async def drained_while_running() -> tuple[BatchShards, DeliveryBatch, Epoch, li
     shards.close(epoch)
     epoch.complete(deliveries[3])
     shards.end(other)
-    assert set(epoch.drain.pending) == {0, 1, 2}  # type: ignore[union-attr]
+    assert set(epoch.pending) == {0, 1, 2}
     return shards, batch, epoch, deliveries
 
 
@@ -40,20 +40,19 @@ def test_nothing_overtakes_a_cancelled_batch_in_its_partition() -> None:
 
         shards.put_back(batch)
 
-        assert epoch.drain is not None
-        assert epoch.drain.done
+        assert not epoch.pending
         assert shards.take_batch() is None
 
     run(test())
 
 
-def test_nothing_overtakes_what_failed_behind_a_record_that_takes_a_detour() -> None:
+def test_nothing_overtakes_what_failed_behind_a_record_that_takes_a_recovery() -> None:
     async def test() -> None:
         shards, batch, _epoch, deliveries = await drained_while_running()
 
         (head,) = shards.end(batch, deliveries[:2])
-        head.divert(Detour("it is skipped", skip))
-        shards.go_on(head)
+        head.divert(Recovery("it is skipped", skip))
+        shards.resume(head)
 
         while (following := shards.take_batch()) is not None:
             assert following.deliveries == [head]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, BatchContext, BatchError, DeadLetter, Park, Record, Retry
-from aioshard.engine.catching_up import caught_up
+from aioshard.engine.control import caught_up
 from aioshard.errors import HandlerError
 from aioshard.testing import InMemoryBroker, TestClient, run
 
@@ -412,7 +412,7 @@ def test_a_batch_error_about_other_records_fails_the_whole_batch_and_says_so() -
         async with TestClient(clicks.app) as client:
             await publish(client, "abc")
             await asyncio.sleep(0.05)
-            assert "BatchError names clicks/3/77, which is not in its batch of 3 record(s)" in clicks.app.explain()
+            assert "BatchError names clicks/3/77, which is not among the 3 records of its batch" in clicks.app.explain()
             await client.settle()
 
     run(test())
@@ -529,3 +529,29 @@ def test_a_batch_context_tells_the_attempt_and_the_deadline_and_publishes() -> N
     run(test())
 
     assert seen == [(1, ["clicks/0/0", "clicks/0/1"]), (2, ["clicks/0/1"])]
+
+
+def test_a_parked_record_that_is_left_out_of_a_batch_is_not_taken_for_processed() -> None:
+    """It waits in its fixed shard behind one that cannot be decoded, and both are due at once."""
+    app = App("batches")
+    done: list[dict[str, int]] = []
+    broken = True
+
+    @app.consume("orders", shards=1, batch=Batch(linger=0.0), retry=Retry(attempts=1), on_failure=Park("parked", 5.0))
+    async def handle(orders: list[dict[str, int]]) -> None:
+        if broken:
+            raise ConnectionError
+        done.extend(orders)
+
+    async def test() -> None:
+        nonlocal broken
+        async with TestClient(app) as client:
+            await client.publish("orders", b"{", key=b"a", partition=0)
+            await client.publish("orders", b'{"total": 7}', key=b"b", partition=0)
+            await client.settle()
+            broken = False
+            await asyncio.sleep(60.0)
+
+    run(test())
+
+    assert done == [{"total": 7}]

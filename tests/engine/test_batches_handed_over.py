@@ -161,7 +161,7 @@ def test_a_lost_partition_ends_the_run_and_the_others_of_its_batch_run_again() -
             await publish(client, "c", partition=1)
             await asyncio.sleep(1.0)
             member.seconds = 0.1
-            client.broker.lose()
+            client.group.lose()
             await client.settle(60.0)
 
     run(test())

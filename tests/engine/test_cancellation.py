@@ -41,7 +41,7 @@ class Life:
             return 0.01
 
         async with app.started(lambda: InMemoryTransport(self.broker, GROUP, latency=latency)):
-            self.broker.rebalance()
+            self.broker.group(GROUP).rebalance()
             await self.broker.until(self.finished)
 
     def finished(self) -> bool:

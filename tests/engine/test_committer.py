@@ -13,11 +13,13 @@ from aioshard.core.finished_offsets import Run, runs_of
 from aioshard.core.flow import Usage
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
-from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.partition import Partition
 from aioshard.errors import CommitError, CommitRefusedError, MetadataRefusedError
 from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
+from tests.engine.deliveries import make_partition
 from tests.engine.running import until
 
 MEMBER = Membership("member-1", 4)
@@ -61,11 +63,10 @@ class Desk:
         self.buffer = Buffer(Usage(1000, 10**6), lambda: None)
         self.task = asyncio.create_task(self.committer.run(self.client), name="committer")  # type: ignore[arg-type]
 
-    def epoch(self, partition: int = 0, records: int = 5) -> tuple[Epoch, list[Delivery]]:
-        tp = TopicPartition("orders", partition)
-        epoch = Epoch(tp, 1, 0, self.buffer)
+    def epoch(self, partition: int = 0, records: int = 5) -> tuple[Partition, list[Delivery]]:
+        epoch, _ = make_partition(partition=partition, buffer=self.buffer)
+        tp = epoch.topic_partition
         epoch.acknowledged = 0
-        epoch.open()
         found = [Record(*tp, offset, b"k", b"", (), 0.0) for offset in range(records)]
         deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in found]
         epoch.take_in(FetchedBatch(tp, found, [1] * records, records), deliveries)
@@ -178,7 +179,7 @@ async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
     epoch.complete(deliveries[0])
     await asyncio.sleep(0.5)
     assert (desk.committer.failures, epoch.acknowledged) == (1, 0)
-    assert desk.committer.trouble == "no time"
+    assert desk.committer.trouble.why == "no time"
 
     desk.client.member = Membership("member-1", 5)
     epoch.complete(deliveries[1])
@@ -188,7 +189,7 @@ async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
         ({0: 1}, 4),
         ({0: 2}, 5),
     ]
-    assert desk.committer.trouble is None
+    assert desk.committer.trouble.why is None
 
 
 @with_desk
@@ -199,7 +200,7 @@ async def test_a_commit_that_is_not_answered_within_its_time_out_stays_due(desk:
     await asyncio.sleep(5.5)
 
     assert desk.committer.failures == 1
-    assert "commit_timeout" in str(desk.committer.trouble)
+    assert "commit_timeout" in str(desk.committer.trouble.why)
     assert epoch.acknowledged == 0
     desk.client.takes = 0.0
     await asyncio.sleep(2.0)
@@ -346,9 +347,9 @@ async def test_a_position_that_moves_over_a_hole_later_is_committed(desk: Desk) 
 @with_desk
 async def test_a_record_that_was_given_back_and_is_gone_when_fetched_again_is_a_hole(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=3)
-    epoch.give_back(deliveries)
+    epoch.evict(deliveries)
     await asyncio.sleep(60.0)
-    assert epoch.take_back(FetchedBatch(epoch.topic_partition, [], [], 3), 60.0) == []
+    assert epoch.readmit(FetchedBatch(epoch.topic_partition, [], [], 3), 60.0) == []
     await asyncio.sleep(2.0)
 
     assert epoch.acknowledged == 3
@@ -437,7 +438,7 @@ async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: 
     epochs = []
     for partition in range(100):
         epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.inherited = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
+        epoch.finished_ahead = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
         epoch.complete(deliveries[0])
         epochs.append(epoch)
     await until(lambda: desk.client.under_way == 1)
@@ -454,7 +455,7 @@ async def test_what_is_not_ours_any_more_is_not_sent_with_the_second_part(desk: 
 @with_desk
 async def test_what_another_owner_had_finished_beyond_our_position_stays_noted(desk: Desk) -> None:
     epoch, deliveries = desk.epoch(records=5)
-    epoch.inherited = (Run(5, 7), Run(20, 90))
+    epoch.finished_ahead = (Run(5, 7), Run(20, 90))
     epoch.complete(deliveries[1])
     await asyncio.sleep(3.0)
     assert desk.noted[-1] == [Run(1, 2), Run(5, 7), Run(20, 90)]
@@ -484,7 +485,7 @@ async def test_a_text_that_the_broker_does_not_store_never_holds_the_offset_back
     await asyncio.sleep(3.0)
 
     assert epoch.acknowledged == 1
-    assert desk.committer.notes.most_units == 0
+    assert desk.committer.metadata_limit == 0
 
 
 @with_desk
@@ -499,7 +500,7 @@ async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> 
     lengths = [len(due.metadata) for commit in desk.client.commits for due in commit.values()]
     assert MOST_UNITS // 2 < lengths[0] <= MOST_UNITS
     assert 0 < lengths[1] <= MOST_UNITS // 2
-    assert epoch.noted == len(chosen)
+    assert epoch.committed_completions == len(chosen)
     assert desk.committer.failures == 0
 
 
@@ -510,7 +511,7 @@ async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: 
     epochs = []
     for partition in range(128):
         epoch, deliveries = desk.epoch(partition, records=1)
-        epoch.inherited = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
+        epoch.finished_ahead = runs_of(random.Random(partition).sample(range(2, 60_000), 30_000))
         epoch.complete(deliveries[0])
         epochs.append(epoch)
     await asyncio.sleep(5.0)

@@ -1,6 +1,7 @@
 """What a drain waits for, and what it does not: each of these would have it last until its deadline."""
 
 import asyncio
+from collections.abc import Hashable
 
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.outcomes import Block
@@ -13,6 +14,7 @@ FAILED = Block(halted=True, error="ValueError", since=0.0)
 
 def drained(epoch: Epoch) -> bool:
     assert epoch.drained is not None
+    assert epoch.drained.is_set() == (not epoch.pending)
     return epoch.drained.is_set()
 
 
@@ -25,6 +27,61 @@ async def started(shards: Shards, keys: list[str]) -> tuple[Epoch, list[Delivery
     return epoch, deliveries
 
 
+def draining(*keys: Hashable, highest_started: int) -> tuple[Epoch, list[Delivery]]:
+    epoch, deliveries = make_epoch(keys)
+    epoch.highest_started = highest_started
+    epoch.close()
+    return epoch, deliveries
+
+
+def test_nothing_started_means_nothing_to_wait_for() -> None:
+    epoch, _ = draining("a", "b", highest_started=-1)
+
+    assert drained(epoch)
+
+
+def test_what_is_queued_below_the_highest_started_offset_is_waited_for() -> None:
+    """Each is a hole in what can be committed; what is above has not begun."""
+    epoch, (a, b, c, _) = draining("a", "a", "c", "d", highest_started=2)
+
+    assert list(epoch.pending.values()) == [a, b, c]
+
+
+def test_it_is_done_when_all_of_that_has_ended() -> None:
+    epoch, deliveries = draining("a", "b", highest_started=1)
+
+    epoch.settle(deliveries[1])
+    assert not drained(epoch)
+    epoch.complete(deliveries[0])
+    assert drained(epoch)
+
+
+def test_a_failure_takes_its_shard_out_of_the_wait() -> None:
+    epoch, _ = draining("a", "b", "a", "b", highest_started=3)
+
+    epoch.block("a")
+
+    assert set(epoch.pending) == {1, 3}
+
+
+def test_records_without_order_do_not_block_each_other() -> None:
+    epoch, deliveries = draining(None, None, highest_started=1)
+
+    epoch.settle(deliveries[0])
+    epoch.block(None)
+
+    assert set(epoch.pending) == {1}
+
+
+def test_ending_twice_changes_nothing() -> None:
+    epoch, deliveries = draining("a", highest_started=0)
+
+    epoch.settle(deliveries[0])
+    epoch.block("a")
+
+    assert drained(epoch)
+
+
 def test_it_does_not_wait_for_what_waits_behind_a_record_that_fails_meanwhile() -> None:
     async def test() -> None:
         shards = Shards()
@@ -33,7 +90,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_that_fails_meanwhile() 
         shards.close(epoch)
         epoch.complete(other)
         assert not drained(epoch)
-        shards.halt(first, FAILED)
+        shards.block(first, FAILED)
         assert drained(epoch)
 
     run(test())
@@ -43,7 +100,7 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_that_had_failed() -> No
     async def test() -> None:
         shards = Shards()
         epoch, (first, _, other) = await started(shards, ["a", "a", "b"])
-        shards.halt(first, FAILED)
+        shards.block(first, FAILED)
         epoch.close()
         shards.close(epoch)
         assert not drained(epoch)
@@ -65,18 +122,18 @@ def test_it_does_not_wait_for_what_waits_behind_a_record_of_another_partition_th
         epoch.close()
         shards.close(epoch)
         assert not drained(epoch)
-        shards.halt(failing, FAILED)
+        shards.block(failing, FAILED)
         assert drained(epoch)
         assert not elsewhere.gate
 
     run(test())
 
 
-def test_it_does_not_wait_for_what_was_given_back() -> None:
+def test_it_does_not_wait_for_what_was_evicted() -> None:
     async def test() -> None:
         shards = Shards()
-        epoch, (first, given_back, last) = await started(shards, ["a", "a", "b"])
-        epoch.give_back(shards.give_back(epoch, given_back.offset))
+        epoch, (first, evicted, last) = await started(shards, ["a", "a", "b"])
+        epoch.evict(shards.evict(epoch, evicted.offset))
         epoch.close()
         shards.close(epoch)
         epoch.complete(last)

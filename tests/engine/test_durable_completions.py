@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from aioshard import App, Park, Record, Retry
-from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
 from aioshard.core.finished_offsets import Run, records_with_room, runs_of
 from aioshard.core.flow import Usage
-from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
-from aioshard.engine.epoch import Delivery, Epoch
-from aioshard.engine.notes import Notes
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.partition import Partition
 from aioshard.errors import NotDrainedError
 from aioshard.ports import FetchedBatch
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import Coordinates, release
 from aioshard.testing import InMemoryBroker, InMemoryProducer, InMemorySideTopics, InMemoryTransport, run
+from tests.engine.deliveries import make_intake, make_partition
 from tests.engine.running import until
 
 TP = TopicPartition("orders", 0)
@@ -72,7 +72,7 @@ class Deployment:
                     one.crash()
         except Exception as error:  # noqa: BLE001 - it cannot stop cleanly, and nobody expects it to
             assert transports, error  # noqa: PT017
-        self.broker.lose()
+        self.broker.group("group").lose()
 
     async def finish(self) -> App:
         """Let nothing hang any more, and have a process run until all is committed."""
@@ -145,7 +145,7 @@ def test_a_text_that_was_taken_along_to_another_offset_is_not_used(caplog: pytes
         assert set(world.runs) == set(range(1, 100))
 
     run(test())
-    assert "it was noted for offset 3 and the committed one is 1" in caplog.text
+    assert "written for offset 3, but the committed offset is 1" in caplog.text
 
 
 def test_what_was_noted_of_a_longer_log_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_what_was_noted_of_a_longer_log_is_not_used(caplog: pytest.LogCaptureFix
         assert set(world.runs) == set(range(3, 50))
 
     run(test())
-    assert "it is not the log that it was noted for" in caplog.text
+    assert "belongs to another log" in caplog.text
 
 
 def test_damaged_and_foreign_texts_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,7 +180,7 @@ def test_damaged_and_foreign_texts_are_ignored_with_a_warning(caplog: pytest.Log
     for text in (whole[:-1], whole.replace("aioshard/1", "aioshard/7"), "worker-7"):
         caplog.clear()
         run(test(text))
-        assert "is not used, and the next commit replaces it" in caplog.text
+        assert "is not used and will be replaced" in caplog.text
 
 
 def test_what_is_parked_and_noted_stays_parked() -> None:
@@ -244,29 +244,12 @@ def test_what_is_parked_and_noted_stays_parked() -> None:
 # Admission --------------------------------------------------------------------------------
 
 
-def _epoch(buffer: Buffer, span: int, incomplete: list[int]) -> Epoch:
-    epoch = Epoch(TP, 1, 0, buffer)
+def _partition(buffer: Buffer, span: int, incomplete: list[int]) -> Partition:
+    partition, _ = make_partition(buffer=buffer)
     records = [Record(*TP, offset, b"k", b"", (), 0.0) for offset in incomplete]
-    epoch.take_in(
-        FetchedBatch(TP, records, [1] * len(records), span), [Delivery(one, epoch, None, 1, 0.0) for one in records]
-    )
-    epoch.open()
-    return epoch
-
-
-class Partition:
-    """What serves a partition whose handler wants any number of records."""
-
-    wanted = 1_000_000
-
-    def __init__(self, epoch: Epoch) -> None:
-        self.epoch = epoch
-
-    def when_wanted(self, wake: Any) -> int:  # noqa: ARG002
-        return 1
-
-    def no_room(self) -> None:
-        pass
+    deliveries = [Delivery(record, partition, None, 1, 0.0) for record in records]
+    partition.take_in(FetchedBatch(TP, records, [1] * len(records), span), deliveries)
+    return partition
 
 
 @pytest.mark.parametrize(
@@ -274,34 +257,34 @@ class Partition:
     [
         (200_000, range(0, 200_000, 60), 0),
         (200_000, range(0, 200_000, 200), 2_000),
-        (58_000, range(0, 58_000, 2), 500),
+        (57_000, range(0, 57_000, 2), 1_200),
         (1_000, range(1_000), 1_000_000),
     ],
-    ids=["full", "some-room", "nearly-a-bitmap", "hardly-anything"],
+    ids=["full", "some-room", "nearly-dense", "hardly-anything"],
 )
 def test_no_more_is_taken_in_than_can_be_noted(span: int, incomplete: range, most: int) -> None:
     buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
-    epoch = _epoch(buffer, span, list(incomplete))
-    admission = Admission(buffer, {TP: Partition(epoch)}, lambda: 0.0, 60.0, Notes())
+    partition = _partition(buffer, span, list(incomplete))
+    intake = make_intake(partition, buffer=buffer)
 
-    allowance = admission.allowance(TP)
+    allowance = intake.allowance(TP)
 
     assert allowance.records <= most
     assert bool(allowance.records) == bool(most)
-    limit = admission.limit(TP)
+    limit = intake.limit(partition)
     assert (limit is not None) == (not most)
-    assert limit is None or "can be noted with a commit" in limit.reason
+    assert limit is None or "no room for more completions" in limit.reason
 
 
 def test_what_a_full_text_says_is_missing_can_be_taken_in() -> None:
     """Else whoever inherits a full text stands still for ever."""
     buffer = Buffer(Usage(10_000_000, 1 << 40), lambda: None)
-    epoch = _epoch(buffer, 0, [])
-    epoch.inherited = runs_of(range(1, 58_900, 2))
-    admission = Admission(buffer, {TP: Partition(epoch)}, lambda: 0.0, 60.0, Notes())
+    partition = _partition(buffer, 0, [])
+    partition.finished_ahead = runs_of(range(1, 58_900, 2))
+    intake = make_intake(partition, buffer=buffer)
 
-    assert admission.allowance(TP).records == 58_900
-    assert admission.limit(TP) is None
+    assert intake.allowance(TP).records == 58_900
+    assert intake.limit(partition) is None
 
 
 def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
@@ -313,6 +296,6 @@ def test_whatever_finishes_of_what_was_admitted_has_room() -> None:
         for share in (1.0, 0.5, 0.1):
             stuck = {0, *chosen.sample(range(1, end), max(int(count * share) - 1, 0))}
             finished = runs_of(set(range(end)) - stuck)
-            text = CommitMetadata(first_generation=1 << 30, first_at=1 << 31, first_partitions=512, finished=finished)
+            text = CommitMetadata(first=FirstCommit(512, 1 << 31), finished=finished)
             read = CommitMetadata.read(text.text(0), 0)
             assert read.finished == finished, (span, incomplete, share)

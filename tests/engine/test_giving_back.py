@@ -3,18 +3,15 @@
 import asyncio
 
 from aioshard.core.flow import Usage
-from aioshard.engine.admission import Admission
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.feed import Feed
-from aioshard.engine.fetcher import Fetcher, Pump
-from aioshard.engine.notes import Notes
 from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
-from tests.engine.deliveries import make_buffer, make_epoch, never, start
+from tests.engine.deliveries import make_buffer, make_epoch, make_feed, make_intake, make_partition, never, start
 
 HALTED = Block(halted=True, error="ValueError", since=0.0)
 
@@ -31,19 +28,19 @@ class Client:
 
 def test_large_records_are_given_back_by_their_bytes() -> None:
     epoch, _ = make_epoch(["a"] * 5, size=400)
-    assert epoch.shed_from(Usage(100, 1_000)) == 2
-    assert epoch.shed_from(Usage(3, 100_000)) == 3
-    assert epoch.shed_from(Usage(100, 100_000)) == 5, "nothing is too much"
+    assert epoch.first_to_evict(Usage(100, 1_000)) == 2
+    assert epoch.first_to_evict(Usage(3, 100_000)) == 3
+    assert epoch.first_to_evict(Usage(100, 100_000)) == 5, "nothing is too much"
 
 
 def test_what_comes_again_is_as_young_as_when_it_comes() -> None:
     """Else a partition that has just been able to go on would count as one that cannot."""
     epoch, deliveries = make_epoch(["a"] * 3, arrived=0.0)
-    epoch.give_back(deliveries[1:])
+    epoch.evict(deliveries[1:])
     epoch.complete(deliveries[0])
     records = [delivery.record for delivery in deliveries[1:]]
 
-    assert epoch.take_back(FetchedBatch(epoch.topic_partition, records, [10, 10], 3), 100.0) == deliveries[1:]
+    assert epoch.readmit(FetchedBatch(epoch.topic_partition, records, [10, 10], 3), 100.0) == deliveries[1:]
 
     assert not epoch.stuck(101.0, 60.0)
     assert epoch.stuck(161.0, 60.0)
@@ -53,7 +50,7 @@ def test_what_comes_again_is_as_young_as_when_it_comes() -> None:
 def test_a_partition_whose_oldest_record_was_given_back_is_not_stuck() -> None:
     """It has to be fetched again, or it would be for ever."""
     epoch, deliveries = make_epoch(["a"] * 3)
-    epoch.give_back(deliveries)
+    epoch.evict(deliveries)
     assert not epoch.stuck(1_000.0, 60.0)
 
 
@@ -62,22 +59,21 @@ def test_what_comes_again_is_not_new() -> None:
 
     async def test() -> None:
         buffer = make_buffer()
-        epoch, deliveries = make_epoch(["a", "a", "b", "a"], buffer=buffer)
         shards = Shards()
-        fetcher = Fetcher(
-            epoch, Feed(lambda record: record.key, [shards], fixed=False, workers=1, unkeyed=never), lambda: 9.0
+        epoch, deliveries = make_partition(
+            ["a", "a", "b", "a"], buffer=buffer, feed=make_feed(shards), clock=lambda: 9.0
         )
         await shards.put(deliveries)
         first = start(shards.take())
-        epoch.give_back(shards.give_back(epoch, 3))
+        epoch.evict(shards.evict(epoch, 3))
         epoch.fetching_again = True
         again = [delivery.record for delivery in deliveries[2:]]
         new = again[-1]._replace(offset=5)
 
-        assert fetcher.accept(FetchedBatch(epoch.topic_partition, [*again, new], [10, 10, 10], 6)) == 0
+        assert epoch.accept(FetchedBatch(epoch.topic_partition, [*again, new], [10, 10, 10], 6)) == 0
 
         assert [delivery.offset for delivery in epoch.tracker.values()] == [0, 1, 2, 3, 5]
-        assert (epoch.tracker.position, len(epoch.shed), epoch.fetching_again) == (6, 0, False)
+        assert (epoch.tracker.position, len(epoch.evicted), epoch.fetching_again) == (6, 0, False)
         assert buffer.records == 5
         assert first is deliveries[0]
 
@@ -90,28 +86,25 @@ def test_a_partition_that_is_being_taken_away_neither_gives_back_nor_is_read_aga
     async def test() -> None:
         buffer = make_buffer(records=100)
         shards = Shards()
-        feed = Feed(lambda record: record.key, [shards], fixed=False, workers=1, unkeyed=never)
-        halted, deliveries = make_epoch(["a"] * 50, buffer=buffer)
-        released, others = make_epoch(["b"] * 50, partition=1, buffer=buffer)
-        released.give_back(others[10:])
+        feed = make_feed(shards)
+        halted, deliveries = make_partition(["a"] * 50, buffer=buffer, feed=feed)
+        released, others = make_partition(["b"] * 50, partition=1, buffer=buffer, feed=feed)
+        released.evict(others[10:])
         await shards.put(deliveries)
-        shards.halt(start(shards.take()), HALTED)
-        fetchers = {one.topic_partition: Fetcher(one, feed, lambda: 0.0) for one in (halted, released)}
-        pump = Pump(
-            buffer, fetchers, lambda: 100.0, Admission(buffer, fetchers, lambda: 0.0, 60.0, Notes()), lambda *_: None
-        )
+        shards.block(start(shards.take()), HALTED)
+        intake = make_intake(halted, released, buffer=buffer)
         client = Client()
         for epoch in (halted, released):
             feed.close(epoch)
 
-        pump._make_room(client)  # type: ignore[arg-type]
-        assert (client.sought, len(halted.shed)) == ([], 0)
+        intake.make_room(client)  # type: ignore[arg-type]
+        assert (client.sought, len(halted.evicted)) == ([], 0)
 
         for epoch in (halted, released):
             epoch.open()
-        pump._look_at = 0.0
-        pump._make_room(client)  # type: ignore[arg-type]
-        assert (client.sought, len(halted.shed)) == ([(released.topic_partition, 10)], 49)
+        intake._evict_at = 0.0
+        intake.make_room(client)  # type: ignore[arg-type]
+        assert (client.sought, len(halted.evicted)) == ([(released.topic_partition, 10)], 49)
 
     run(test())
 
@@ -119,31 +112,30 @@ def test_a_partition_that_is_being_taken_away_neither_gives_back_nor_is_read_aga
 def test_what_is_given_back_while_others_come_again_is_fetched_from_its_own_start() -> None:
     """Else the next batch begins above it, and it would pass for deleted: lost."""
     epoch, deliveries = make_epoch(["a"] * 5)
-    epoch.give_back(deliveries[3:])
+    epoch.evict(deliveries[3:])
     epoch.fetching_again = True
-    epoch.give_back([])
+    epoch.evict([])
     assert epoch.fetching_again, "nothing was given back: it goes on"
-    epoch.give_back(deliveries[1:3])
+    epoch.evict(deliveries[1:3])
     assert not epoch.fetching_again, "the client has to be sent back again"
 
 
 def test_a_fetch_task_that_is_called_back_and_cancelled_at_once_ends() -> None:
     async def test() -> None:
         shards = Shards(1)
-        epoch, _ = make_epoch([])
-        fetcher = Fetcher(epoch, Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never), lambda: 0.0)
-        task = asyncio.create_task(fetcher.run(), name="fetch")
+        epoch, _ = make_partition(feed=Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never))
+        epoch.task = task = asyncio.create_task(epoch.run(), name="fetch")
         records = [Record(*epoch.topic_partition, offset, None, b"", (), 0.0) for offset in range(4)]
-        fetcher.accept(FetchedBatch(epoch.topic_partition, records, [10] * 4, 4))
+        epoch.accept(FetchedBatch(epoch.topic_partition, records, [10] * 4, 4))
         await asyncio.sleep(1.0)
-        assert fetcher.give_back(Usage(1, 1_000)) == 3
+        assert epoch.evict_beyond(Usage(1, 1_000)) == 3
         await asyncio.sleep(1.0)
         assert not task.done()
 
         epoch.fetching_again = True
-        fetcher.accept(FetchedBatch(epoch.topic_partition, records[1:], [10] * 3, 4))
+        epoch.accept(FetchedBatch(epoch.topic_partition, records[1:], [10] * 3, 4))
         await asyncio.sleep(1.0)
-        assert fetcher.give_back(Usage(1, 1_000)) == 3
+        assert epoch.evict_beyond(Usage(1, 1_000)) == 3
         task.cancel()
         await asyncio.sleep(1.0)
         assert task.cancelled()
@@ -156,22 +148,16 @@ def test_what_its_client_cannot_fetch_again_is_not_given_back() -> None:
 
     async def test() -> None:
         buffer = make_buffer(records=100)
-        feed = Feed(lambda record: record.key, [Shards()], fixed=False, workers=1, unkeyed=never)
-        epoch, _ = make_epoch([], buffer=buffer)
-        epoch.open()
-        fetchers = {epoch.topic_partition: Fetcher(epoch, feed, lambda: 0.0)}
+        epoch, _ = make_partition(buffer=buffer)
         records = [Record(*epoch.topic_partition, 99 - offset, b"k", b"", (), 0.0) for offset in range(50)]
-        fetchers[epoch.topic_partition].accept(
-            FetchedBatch(epoch.topic_partition, records, [10] * 50, 50, places=range(50))
-        )
-        overdue = Admission(buffer, fetchers, lambda: 100.0, 60.0, Notes())
-        pump = Pump(buffer, fetchers, lambda: 100.0, overdue, lambda *_: None)
+        epoch.accept(FetchedBatch(epoch.topic_partition, records, [10] * 50, 50, places=range(50)))
+        intake = make_intake(epoch, buffer=buffer, now=100.0)
         client = Client()
 
-        pump._make_room(client)  # type: ignore[arg-type]
+        intake.make_room(client)  # type: ignore[arg-type]
 
-        assert overdue.stuck(epoch)
-        assert (client.sought, len(epoch.shed)) == ([], 0)
+        assert epoch.stuck(100.0, 60.0)
+        assert (client.sought, len(epoch.evicted)) == ([], 0)
         assert [(one.offset, one.record.offset) for one in epoch.tracker.values()] == [(n, 99 - n) for n in range(50)]
 
     run(test())
@@ -186,7 +172,7 @@ def test_a_probe_that_is_given_back_is_followed_by_another() -> None:
     told: list[bool] = []
     epoch.probe, epoch.probed = deliveries[2], told.append
 
-    epoch.give_back(deliveries[1:])
+    epoch.evict(deliveries[1:])
 
     assert epoch.probe is None
     assert told == [False]

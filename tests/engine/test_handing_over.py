@@ -30,7 +30,7 @@ def test_what_was_not_committed_in_time_is_not_committed_over_what_somebody_else
             epoch.tracker.track([], [], 6)  # more is done than the broker can be told
             for _ in range(5):
                 client.broker.publish("orders", b"")
-            client.broker.rebalance()
+            client.group.rebalance()
             await client.broker.until(lambda: not client.group.rebalancing)
             client.group.commit_from_outside({NAME: 8})
             client.broker.available = True
@@ -62,11 +62,11 @@ def test_a_partition_that_is_being_looked_into_does_not_open_while_all_are_taken
             await client.publish("orders", b"", partition=0)
             await asyncio.sleep(0.5)
             slow[0] = 1.0
-            epoch = rebalance.fetchers[TopicPartition("orders", 1)].epoch
+            epoch = rebalance.partitions[TopicPartition("orders", 1)]
             rebalance.restart(epoch, OffsetRegressionError(1, 2))
             await client.publish("orders", b"", partition=1)
             await asyncio.sleep(0.1)
-            client.broker.rebalance()
+            client.group.rebalance()
             await asyncio.sleep(2.5)
             assert app._engine.transport is not None
             assert [one.gate for one in rebalance.epochs] == [Gate.CLOSED]
@@ -121,7 +121,7 @@ def test_a_first_position_is_forgotten_when_the_group_rebalances_before_it_was_c
                 client.fail_next_commit(CommitError("no time"))
             await asyncio.sleep(1.5)  # the position was resolved, and every commit of it fails
             assert app.statistics().commit_failures
-            client.broker.rebalance()
+            client.group.rebalance()
             await client.broker.until(lambda: not client.group.rebalancing)
             before = len(client.broker.commits)
             client.group.commit_from_outside({NAME: 8})

@@ -8,6 +8,7 @@ import pytest
 from aioshard import App, Record
 from aioshard.errors import ClientLostError, NotDrainedError
 from aioshard.ports import GroupHasMembersError
+from aioshard.records import TopicPartition
 from aioshard.testing import TestClient, run
 from tests.engine.running import publish, until
 
@@ -103,7 +104,7 @@ def test_finished_records_of_a_membership_that_is_lost_while_the_app_drains_are_
         broker = stop.client.broker
         broker.available = False
         if lose == "member":
-            loop.call_later(3.0, broker.lose)
+            loop.call_later(3.0, stop.client.group.lose)
         else:
             loop.call_later(3.0, broker.fail_next_poll, ClientLostError("gone"))
         loop.call_later(6.0, stop.bring_brokers_back)
@@ -117,7 +118,7 @@ def test_finished_records_of_a_membership_that_is_lost_while_the_app_drains_are_
 
 def test_records_that_a_rebalance_has_committed_while_the_app_drains_are_not_told() -> None:
     stop = Stop()
-    stop.run(lambda: stop.client.broker.revoke("orders", 1))
+    stop.run(lambda: stop.client.group.revoke(TopicPartition("orders", 1)))
 
     assert stop.error is None
     assert stop.committed == RECORDS
@@ -134,7 +135,7 @@ def test_a_rebalance_says_when_what_finished_was_not_committed(
             await publish(client, RECORDS, partitions=PARTITIONS)
             await until(lambda: stop.started == RECORDS)
             client.broker.available = available
-            client.broker.revoke("orders", 1)
+            client.group.revoke(TopicPartition("orders", 1))
             await until(lambda: not client.group.rebalancing)
             client.broker.available = True
             await until(lambda: client.committed("orders", 0) == RECORDS / PARTITIONS)

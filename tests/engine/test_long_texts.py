@@ -1,7 +1,6 @@
 """Texts of full length, of many partitions: making and reading them takes a while, in which others run."""
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,14 +8,13 @@ from typing import Any
 from aioshard import App, Record
 from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import runs_of
-from aioshard.core.flow import Usage
-from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
-from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.epoch import Delivery
 from aioshard.engine.rebalance import _read
 from aioshard.ports import Committed, FetchedBatch, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport
+from tests.engine.deliveries import make_partition
 from tests.engine.running import until
 
 PARTITIONS = 40
@@ -63,16 +61,17 @@ async def test_others_run_while_texts_are_made() -> None:
 
         async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None: ...
 
-    clock = itertools.count(0.0, 0.02)  # as if each text took longer than others should wait
-    committer = Committer(1.0, 5.0, lambda: next(clock))
+    committer = Committer(1.0, 5.0, lambda: 0.0)
     client: Any = Client()
     epochs = []
     for name in NAMES:
-        epoch = Epoch(name, 1, 0, Buffer(Usage(1000, 10**6), lambda: None))
+        epoch, _ = make_partition(partition=name.partition)
         records = [Record(*name, offset, b"k", b"", (), 0.0) for offset in range(2)]
         deliveries = [Delivery(record, epoch, None, 1, 0.0) for record in records]
         epoch.take_in(FetchedBatch(name, records, [1, 1], 2), deliveries)
         epoch.complete(deliveries[1])
+        epoch.finished_ahead = FINISHED
+        committer.own(epoch)
         epochs.append(epoch)
 
     assert await turns_during(lambda: committer._send_all(client, epochs, client.membership())) >= PARTITIONS

@@ -37,7 +37,7 @@ def test_halted_partitions_leave_nearly_all_memory_to_the_others() -> None:
             assert [partition.incomplete > 0 for partition in stuck] == [True] * 3
             assert all(partition.buffered_records <= 20 for partition in stuck), stuck
             assert statistics.buffered_records <= 60
-            assert "minimum share" in str(stuck[0].paused) or "given back" in app.explain()
+            assert "minimum share" in str(stuck[0].paused) or "evicted" in app.explain()
             assert broker.committed("memory", "orders", 3) == PER_PARTITION
 
     run(test())
@@ -178,10 +178,10 @@ def test_what_was_given_back_is_not_in_memory() -> None:
             engine = app._engine
             assert engine is not None
             (epoch,) = engine.rebalance.epochs
-            assert len(epoch.shed) > 100
+            assert len(epoch.evicted) > 100
             kept = [delivery for delivery in epoch.tracker.values() if delivery.record.value is not None]
             assert len(kept) == epoch.held_usage.records
-            assert all(delivery.record.headers == () for delivery in epoch.shed.values())
+            assert all(delivery.record.headers == () for delivery in epoch.evicted.values())
 
     run(test())
 
@@ -211,7 +211,7 @@ def test_what_waits_for_a_full_fixed_shard_is_given_back_too() -> None:
             assert [partition.committed for partition in partitions] == [20, 20, PER_PARTITION, PER_PARTITION]
             assert all(partition.buffered_records <= 20 for partition in partitions), partitions
             assert partitions[0].incomplete > 100, "nothing was given back: the test shows nothing"
-            broker.rebalance()
+            broker.group("memory").rebalance()
             await asyncio.sleep(1.0)
             release.set()
             async with asyncio.timeout(60.0):

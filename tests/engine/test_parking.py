@@ -173,7 +173,7 @@ def test_parked_keys_survive_a_restart_and_a_move_to_another_member() -> None:
             await publish(client, 40)
             await client.settle()
         assert len(parked_now(broker)) == 16
-        broker.compact(PARKED, 0)
+        broker.log(PARKED, 0).compact()
         ledger.broken.discard(b"k3")
         async with TestClient(ledger.app(delay=30.0), broker=broker) as client:
             await publish(client, 40)
@@ -202,7 +202,7 @@ def test_a_rebalance_in_place_keeps_what_is_parked_and_waits_for_what_runs_again
             await publish(client, 20, keys=2)
             await client.settle()
             for round_ in range(20):
-                client.broker.rebalance()
+                client.group.rebalance()
                 await asyncio.sleep(0.7)
                 await publish(client, 2, keys=2)
                 if round_ == 12:
@@ -375,7 +375,7 @@ def test_two_topics_share_a_park_topic() -> None:
                 for _ in range(3):
                     await client.publish(topic, b"", key=b"k", partition=1)
             await client.settle()
-            client.broker.rebalance()
+            client.group.rebalance()
             await asyncio.sleep(2.0)
             broken = False
             await until(lambda: len(done) == 6)
@@ -438,7 +438,7 @@ def test_a_parked_record_that_somebody_deleted_is_named() -> None:
             await client.settle()
             ledger.broken.clear()
             first = parked_now(client.broker)[Coordinates("orders", 0, 0)]
-            client.broker.truncate_before(PARKED, 0, 1)
+            client.broker.log(PARKED, 0).truncate_before(1)
             await asyncio.sleep(30.0)
             assert "parked record orders/0/0 is not in orders.parked/0" in app.explain()
             assert not ledger.done

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from aioshard import App, Park, Record, Retry
-from aioshard.engine.failing import parking
+from aioshard.engine import parking
 from aioshard.errors import TransportError
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
@@ -120,7 +120,7 @@ def test_what_is_stored_under_two_generations_is_run_once(generations: tuple[int
                 await client.settle()
                 await asyncio.sleep(60.0)
                 assert places(broker) == set()
-            broker.compact(PARKED, 0)
+            broker.log(PARKED, 0).compact()
         assert ledger.done[b"k"] == [0, 1, 2]
 
     run(test())
@@ -192,7 +192,7 @@ def test_nothing_that_is_parked_runs_again_while_its_partition_is_paused() -> No
             await client.settle()
             ledger.app.pause("orders", 0)
             await asyncio.sleep(20.0)
-            client.broker.rebalance()
+            client.group.rebalance()
             await asyncio.sleep(20.0)
             assert len(ledger.runs) == 1
             ledger.broken.clear()

@@ -356,9 +356,9 @@ def test_a_payload_that_is_none_is_logged_without_a_traceback_of_ours(
         async with TestClient(world.app, broker=world.broker) as client:
             await client.publish("orders", BAD)
             await client.publish("refunds", BAD)
-            await until(lambda: sum("failed 1 time" in line.getMessage() for line in caplog.records) == 2)
+            await until(lambda: sum("failed after 1 attempt" in line.getMessage() for line in caplog.records) == 2)
 
     run(test())
-    shown = {line.getMessage().split()[1]: line.exc_info for line in caplog.records if "1 time" in line.getMessage()}
+    shown = {line.getMessage().split()[1]: line.exc_info for line in caplog.records if "1 attempt" in line.getMessage()}
     assert shown["orders/0/0"] is None
     assert shown["refunds/0/0"] is not None

@@ -18,7 +18,7 @@ class Told:
         """A whole one, with what ran again after it had begun."""
         self.log.revoked(1, 0, lost=False)
         self.log.drained(0)
-        self.log.handed_back()
+        self.log.released()
         self.log.assigned(1, 0, 1)
         self.log.settled()
         self.replayed += replayed
@@ -44,7 +44,7 @@ def test_each_phase_has_its_own_seconds(told: Told) -> None:
     told.now += 1.0
     told.log.drained(2)
     told.now += 0.5
-    told.log.handed_back()
+    told.log.released()
     told.now += 4.0
     assert seconds(told.log.reports()[-1]) == (1.0, 0.5, 4.0, 0.0, 5.5)
     told.log.assigned(3, 0, 7)
@@ -95,7 +95,7 @@ def test_what_runs_again_counts_with_the_latest_that_had_begun(told: Told) -> No
 def test_one_in_which_the_next_begins_ends_there_and_is_told_of(told: Told) -> None:
     told.log.revoked(2, 5, lost=False)
     told.log.drained(0)
-    told.log.handed_back()
+    told.log.released()
     told.now += 2.0
     told.log.revoked(1, 1, lost=True)
     told.now += 1.0

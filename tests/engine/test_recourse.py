@@ -10,7 +10,7 @@ import pytest
 
 from aioshard import App, Budget, Context, DeadLetter, Record, Retry
 from aioshard.errors import MessageError, MessageTooLargeError, StateError
-from aioshard.serde.messages import message
+from aioshard.serde.payloads import message
 from aioshard.serde.side_records import read_dead_letter
 from aioshard.testing import TestClient, run
 from tests.engine.running import until
@@ -171,7 +171,7 @@ def test_an_outage_diverts_at_most_the_burst_and_ends_by_itself() -> None:
             await asyncio.sleep(30.0)
             assert len(client.records("orders.dlt")) == 5
             statistics = app.statistics()
-            assert all("budget of handler handle is spent" in (p.paused or "") for p in statistics.partitions)
+            assert all("budget of handler handle is exhausted" in (p.paused or "") for p in statistics.partitions)
             assert "budget" in app.explain()
             down = False
             began = asyncio.get_running_loop().time()
@@ -263,7 +263,7 @@ def test_a_partition_that_is_paused_by_its_budget_survives_rebalances() -> None:
             await publish_numbered(client, 60)
             await asyncio.sleep(2.0)
             for _ in range(3):
-                client.broker.rebalance()
+                client.group.rebalance()
                 await asyncio.sleep(3.0)
                 assert "budget" in (app.statistics().partitions[0].paused or "")
             down = False
@@ -435,7 +435,7 @@ def test_the_application_pauses_and_resumes_a_partition() -> None:
             await publish_numbered(client, 3, partition=0)
             await publish_numbered(client, 3, partition=1)
             await until(lambda: client.committed("orders", 1) == 3)
-            client.broker.rebalance()
+            client.group.rebalance()
             await asyncio.sleep(5.0)
             await client.revoke("orders", 0)
             await client.assign("orders", 0)
@@ -570,8 +570,8 @@ def test_a_handler_publishes_through_its_app() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"topic": 3}, "3 is no topic name"),
-        ({"topic": ""}, "'' is no topic name"),
+        ({"topic": 3}, "3 is not a topic name"),
+        ({"topic": ""}, "'' is not a topic name"),
         ({"topic": "invoices", "headers": {"trace": "7"}}, "headers={'trace': '7'} was refused"),
     ],
 )
@@ -582,5 +582,5 @@ def test_what_is_no_message_is_refused(arguments: dict[str, Any], said: str) -> 
 
 async def test_nothing_is_published_while_the_app_does_not_run() -> None:
     app = App("recourse")
-    with pytest.raises(StateError, match="does not run"):
+    with pytest.raises(StateError, match="is not running"):
         await app.publish("invoices", b"")

@@ -22,7 +22,7 @@ def test_what_is_in_hand_goes_on_and_reading_goes_on_behind_what_was_deleted() -
             broker.publish("orders", b"")
         async with app.started(lambda: InMemoryTransport(broker, "retention")):
             await asyncio.sleep(2.5)
-            broker.truncate_before("orders", 0, 50)
+            broker.log("orders", 0).truncate_before(50)
             async with asyncio.timeout(60.0):
                 await broker.until(lambda: broker.committed("retention", "orders", 0) == 60)
             statistics = app.statistics()

@@ -23,7 +23,7 @@ def test_a_retry_that_is_due_starts_before_what_waits_behind_a_busy_key() -> Non
         epoch, (failing, hot, waiting) = make_epoch(["a", "hot", "hot"])
         await shards.put([failing, hot, waiting])
         start(shards.take())
-        shards.retry(failing, RETRY, 1.0)
+        shards.block(failing, RETRY, 1.0)
         assert start(shards.take()) is hot
         assert shards.take() is None
         await asyncio.sleep(2.0)
@@ -44,7 +44,7 @@ def test_what_is_given_back_begins_with_the_first_that_is_too_much() -> None:
         await shards.put(others)
         assert start(shards.take()) is deliveries[0]
 
-        back = shards.give_back(epoch, 2)
+        back = shards.evict(epoch, 2)
 
         assert sorted(delivery.offset for delivery in back) == [2, 3, 4]
         assert {delivery.epoch for delivery in back} == {epoch}
@@ -60,7 +60,7 @@ def test_a_retry_of_an_epoch_that_has_ended_does_not_come_due() -> None:
         shards = Shards()
         epoch, deliveries = make_epoch(["a"])
         await shards.put(deliveries)
-        shards.retry(start(shards.take()), RETRY, 1.0)
+        shards.block(start(shards.take()), RETRY, 1.0)
         epoch.end()
         shards.purge(epoch)
         assert len(shards) == 0
@@ -112,7 +112,7 @@ def test_a_fixed_shard_goes_on_when_a_retry_comes_due_in_a_partition_that_is_clo
         shards = Shards(4)
         closed, (failing,) = make_epoch([0])
         await shards.put([failing])
-        shards.retry(start(shards.take()), RETRY, 1.0)
+        shards.block(start(shards.take()), RETRY, 1.0)
         _, others = make_epoch([0], partition=1)
         await shards.put(others)
         waiting = asyncio.create_task(shards.wait(), name="worker")
@@ -149,7 +149,7 @@ def test_what_was_set_aside_comes_before_what_waits_in_its_shard_behind_another_
         (younger,) = add(paused, ["k"])
         await shards.put([younger])
         assert shards.take() is None
-        shards.retry(failing, RETRY, 1.0)
+        shards.block(failing, RETRY, 1.0)
         paused.pause("the test", "why not")
         await asyncio.sleep(2.0)  # it comes due, and is set aside
         assert start(shards.take()) is between

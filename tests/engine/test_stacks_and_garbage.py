@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioshard.engine.insight.stack import stack_above, stack_of, waits_for
+from aioshard.engine.stack import stack_above, stack_of, waits_for
 from tests.support.reading_stacks import READERS
 
 
@@ -48,7 +48,7 @@ async def deep(levels: int, innermost: Callable[[], None]) -> None:
     "read",
     [
         stack_of,
-        lambda coroutine: waits_for(coroutine, threading.get_ident()),
+        lambda coroutine: waits_for(coroutine, asyncio.current_task()),  # type: ignore[arg-type]
         lambda _: stack_above(threading.get_ident(), None),
     ],
     ids=["stack_of", "waits_for", "stack_above"],

@@ -24,7 +24,7 @@ def test_an_assignment_that_comes_while_the_app_drains_starts_nothing() -> None:
             broker.publish("orders", b"", partition=0)
         async with app.started(lambda: InMemoryTransport(broker, "stopping")):
             await asyncio.sleep(1.0)
-            asyncio.get_running_loop().call_later(0.5, broker.lose)
+            asyncio.get_running_loop().call_later(0.5, broker.group("stopping").lose)
             asyncio.get_running_loop().call_later(1.0, broker.publish, "orders", b"")
 
     run(test())
@@ -50,7 +50,7 @@ def test_a_run_of_a_lost_partition_that_ends_within_the_time_to_stop_is_not_late
         async with TestClient(app) as client:
             await client.publish("orders", b"", partition=0)
             await asyncio.sleep(1.0)
-            client.broker.lose()
+            client.group.lose()
             await asyncio.sleep(0.01)
         return asyncio.get_running_loop().time()
 

@@ -63,7 +63,7 @@ async def test_a_thread_that_outlives_its_epoch_keeps_its_key_occupied() -> None
         broker.publish("orders", b"", key=b"slow")
     async with app.started(lambda: InMemoryTransport(broker, "threads")):
         await wait_until(began.is_set)
-        broker.lose()
+        broker.group("threads").lose()
         await wait_until(lambda: app.statistics().rebalances == 2)
         broker.publish("orders", b"", key=b"other")
         await wait_until(lambda: 3 in runs)
@@ -95,7 +95,7 @@ async def test_a_run_that_ends_after_its_cancellation_completes_nothing(swallow:
     broker.publish("orders", b"", key=b"k")
     async with app.started(lambda: InMemoryTransport(broker, "threads")):
         await wait_until(lambda: runs)
-        broker.rebalance()
+        broker.group("threads").rebalance()
         await wait_until(lambda: broker.committed("threads", "orders", 0) == 1)
 
     assert runs == [0, 0]
@@ -114,7 +114,7 @@ async def test_a_plain_function_that_only_makes_a_coroutine_has_processed_nothin
     broker.publish("orders", b"")
     async with app.started(lambda: InMemoryTransport(broker, "threads")):
         await wait_until(lambda: app.statistics().handlers[0].halted == 1)
-        assert "which nobody awaits" in app.explain()
+        assert "which is never awaited" in app.explain()
 
     assert broker.committed("threads", "orders", 0) == 0
 

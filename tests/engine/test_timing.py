@@ -11,11 +11,10 @@ from aioshard.core.histogram import DURATION_BOUNDS, Histogram, HistogramCounts
 from aioshard.core.retry import Retry
 from aioshard.engine.counts import Counters, TopicCounts
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failing.recourse import Skipping
-from aioshard.engine.failing.settling import Settlement
-from aioshard.engine.record_worker import RecordWorker
+from aioshard.engine.failures import FailureHandler, skipping
 from aioshard.engine.shards import Shards
 from aioshard.engine.timing import precise
+from aioshard.engine.worker import RecordWorker
 from aioshard.records import Record
 from tests.engine.deliveries import make_epoch
 
@@ -52,16 +51,16 @@ class Bench:
         async def unused(_: Delivery) -> None:
             pytest.fail("the handler takes nothing but the record")
 
-        settlement = Settlement(
+        failures = FailureHandler(
             Retry(attempts=1),
-            Skipping(),
+            lambda _: skipping("on_failure='skip'"),
+            shards=[self.shards],
             counters=Counters(),
             clock=self.clock,
-            paused=lambda _, why: pytest.fail(why),
             workers=lambda: 1,
         )
         worker = RecordWorker(
-            "worker", self.shards, call=self.handle, invoke=unused, settlement=settlement, clock=self.clock
+            "worker", self.shards, call=self.handle, invoke=unused, failures=failures, clock=self.clock
         )
         await self.shards.put(self.deliveries)
         serving = asyncio.create_task(worker.run())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aioshard import App, Record, Retry
-from aioshard.engine.catching_up import caught_up, nothing_moves
+from aioshard.engine.control import caught_up, nothing_moves
 from aioshard.errors import ClientLostError, HaltedError, OffsetRegressionError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run

@@ -67,7 +67,7 @@ def test_a_time_out_that_leaves_its_cancellation_behind_survives_a_rebalance() -
                 await client.publish("orders", b"", key=b"k", partition=0)
             for _ in range(2):
                 await asyncio.sleep(1.0)
-                client.broker.rebalance()
+                client.group.rebalance()
                 await asyncio.sleep(3.0)
             await client.settle(timeout=30.0)
 
@@ -122,7 +122,7 @@ def test_an_exception_that_cannot_say_what_it_is_halts_its_record_and_nothing_el
     run(test())
 
 
-def test_a_record_in_hand_while_the_loop_turns_does_not_start_when_its_epoch_ends_in_that_turn() -> None:
+def test_a_record_in_hand_while_the_loop_resumed_does_not_start_when_its_epoch_ends_in_that_turn() -> None:
     """A handler that never suspends: its worker lets the loop turn now and then, with the next record in hand."""
     app = App("workers", auto_offset_reset="earliest", shutdown_timeout=2.0)
     broker = InMemoryBroker(partitions=1, clock=lambda: 0.0)
@@ -162,7 +162,7 @@ def test_a_partition_that_can_be_read_again_is_in_no_trouble() -> None:
             await client.settle()
             assert app._engine is not None
             epoch = next(one for one in app._engine.rebalance.epochs if one.topic_partition.partition == 0)
-            epoch.note_fault("it is broken", asyncio.get_running_loop().time())
+            epoch.report_fault("it is broken")
             assert "it is broken" in app.explain()
             await client.publish("orders", b"", partition=0)
             await client.settle()
@@ -213,7 +213,7 @@ def test_a_run_that_was_cancelled_and_left_its_own_cancellation_behind_costs_no_
         async with TestClient(app) as client:
             await client.publish("orders", b"", key=b"k", partition=0)
             await asyncio.sleep(1.0)
-            client.broker.rebalance()
+            client.group.rebalance()
             await client.settle(timeout=30.0)
 
     run(test())

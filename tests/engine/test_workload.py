@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, DeadLetter, Park, Record, Retry
-from aioshard.core.shown_keys import shown
+from aioshard.core.sharding import shown
 from aioshard.errors import StateError
 from aioshard.observe import Workload
 from aioshard.testing import TestClient, run
@@ -39,12 +39,12 @@ def test_a_worker_is_shown_with_its_record_and_the_line_where_it_waits() -> None
             (one,) = looked_at(app).workers
             assert (one.handler, one.topic, one.partition, one.offset, one.records) == ("on_order", "orders", 3, 0, 1)
             assert one.key == "b'a'"
-            assert one.seconds == pytest.approx(5, abs=0.2)
-            assert one.doing == "runs the handler"
-            assert one.place is not None
-            assert "test_workload.py:" in one.place
-            assert one.place.endswith("on_order")
-            assert not one.cancelled
+            assert one.state == "running"
+            assert one.since == pytest.approx(5, abs=0.2)
+            assert one.stack is not None
+            assert one.stack.place is not None
+            assert "test_workload.py:" in str(one.stack.place)
+            assert str(one.stack.place).endswith("on_order")
             over.set()
 
     run(scenario())
@@ -91,8 +91,8 @@ def test_fixed_shards_are_shown_by_their_number() -> None:
             await until(lambda: looked_at(app).deep)
             (hot,) = looked_at(app).shards
             assert (hot.shard, hot.waiting, hot.state) == ("0", 4, "running")
-            (load,) = looked_at(app).handlers
-            assert (load.fixed_shards, load.queued) == (1, 4)
+            (handler,) = app.statistics().handlers
+            assert (handler.shards, handler.is_resizable, handler.queued) == (1, False, 4)
             over.set()
 
     run(scenario())
@@ -133,17 +133,17 @@ def test_what_failed_is_shown_until_its_next_attempt_the_halted_first() -> None:
             await client.publish("orders", b"", key="a", partition=0)
             await until(lambda: looked_at(app).failing)
             (retrying,) = looked_at(app).failed
-            assert (retrying.state, retrying.attempts, retrying.most_attempts) == ("retrying", 1, 2)
+            assert (retrying.state, retrying.attempt, retrying.attempts) == ("retrying", 2, 2)
             assert retrying.error == "ValueError: no such order"
             assert retrying.due == pytest.approx(20, abs=1)
             await asyncio.sleep(25)
             await client.publish("orders", b"", key="b", partition=1)
             await until(lambda: looked_at(app).failing == 2, timeout=10)
             halted, retrying = looked_at(app).failed
-            assert (halted.state, halted.partition, halted.attempts, halted.due) == ("halted", 0, 2, None)
+            assert (halted.state, halted.partition, halted.attempt, halted.due) == ("halted", 0, 2, None)
             assert (retrying.state, retrying.partition) == ("retrying", 1)
-            policies = [(one.name, one.on_failure, one.side_topic) for one in looked_at(app).handlers]
-            assert policies == [("on_order", "halt", None), ("on_click", "dead letter", "clicks.dlt")]
+            policies = [(handler.name, handler.on_failure) for handler in app.statistics().handlers]
+            assert policies == [("on_order", "halt"), ("on_click", "dead letters to clicks.dlt")]
             app.skip("orders", 0, 0)
             app.skip("orders", 1, 0)
 
@@ -222,8 +222,8 @@ def test_a_parked_key_is_shown_and_runs_again_when_it_is_released(options: dict[
             assert parked.error == "ConnectionError: the account is locked"
             assert parked.key == shown(b"a", show_keys=False), "named as everywhere else"
             assert not parked.running
-            (load,) = looked_at(app).handlers
-            assert (load.parked_keys, load.parked_records) == (1, 2)
+            assert looked_at(app).parked_keys == 1
+            assert [handler.on_failure for handler in app.statistics().handlers] == ["parks in orders.parked"]
 
             broken.clear()
             app.release_parked("orders", 1, 2)  # any record of the key

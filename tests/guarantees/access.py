@@ -9,8 +9,6 @@ from tests.support.access import allow, create_scram_user
 from tests.support.kafka_properties import Credentials
 from tests.support.shared_kafka import SharedKafka
 
-__all__ = ["consuming_user"]
-
 
 async def consuming_user(kafka: SharedKafka, scenario: Scenario) -> tuple[Credentials, dict[str, Any]]:
     """A user that may consume the scenario's topic in its group and no more, and the settings to log in as it."""

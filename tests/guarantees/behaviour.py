@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from aioshard import Budget, DeadLetter, Park, Record
-from aioshard.core.recourse import OnFailure
-
-__all__ = ["BAD", "HANG", "HANGING", "POISON", "VARIABLE", "Behaviour", "dead_letter", "parking"]
+from aioshard.core.on_failure import OnFailure
 
 VARIABLE = "GUARANTEES_MEMBER"
 """Environment variable with the JSON of a `Behaviour`."""

@@ -13,8 +13,6 @@ from tests.guarantees.observations import Kind
 from tests.guarantees.process import Member
 from tests.guarantees.scenario import Scenario
 
-__all__ = ["Fleet"]
-
 
 class Fleet:
     """The members, and since when each of them lives and is not frozen.

@@ -14,28 +14,6 @@ from typing import NamedTuple, Protocol
 from aioshard.core.finished_offsets import Run, holds
 from tests.guarantees.observations import Kind, Place, Seen
 
-__all__ = [
-    "DEPLOYED",
-    "SAFE",
-    "Apart",
-    "CommitsAt",
-    "CommitsOnlyAdvance",
-    "Guarantee",
-    "KeyOrder",
-    "LagZero",
-    "NeverAhead",
-    "NoDuplicates",
-    "NothingLost",
-    "OneAtATimePerKey",
-    "OneProcessPerKey",
-    "OnlyUncommittedAgain",
-    "Story",
-    "TakenInOnce",
-    "names",
-    "safe_when_parked",
-    "verify",
-]
-
 SHOWN = 5
 """Breaches that a message spells out."""
 

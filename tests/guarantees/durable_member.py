@@ -13,8 +13,6 @@ from typing import Any
 
 from aioshard import App, Record, Retry
 
-__all__ = ["CLIENTS", "FOREVER", "PATTERNS", "Member", "settings_for_client", "stuck_offsets"]
-
 FOREVER = 100_000.0
 """Seconds until the next attempt of what cannot be finished."""
 PATTERNS = ("one", "scattered", "alternating")

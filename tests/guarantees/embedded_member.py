@@ -14,8 +14,6 @@ from typing import Any
 from aioshard import App, Context, Record
 from tests.support.kafka_libs import PROJECT
 
-__all__ = ["api"]
-
 sys.path.insert(0, str(PROJECT / "examples" / "order_service"))
 service = importlib.import_module("service")
 app: App = service.app

@@ -20,8 +20,6 @@ from aioshard.errors import StateError
 from tests.guarantees.behaviour import POISON, VARIABLE, Behaviour
 from tests.guarantees.observations import Kind, Recorder
 
-__all__ = ["Report", "app", "make_app"]
-
 SAMPLE_INTERVAL = 0.04
 RELEASE_INTERVAL = 0.02
 

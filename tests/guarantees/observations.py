@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Kind", "Observations", "Place", "Recorder", "Seen"]
-
 SUFFIX = ".seen"
 
 Place = tuple[int, int]

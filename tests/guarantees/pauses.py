@@ -6,8 +6,6 @@ from typing import NamedTuple
 from tests.guarantees.checks import ENDS
 from tests.guarantees.observations import Kind, Place, Seen
 
-__all__ = ["Pause", "idle_workers", "pauses"]
-
 
 class Pause(NamedTuple):
     """Nothing happened although a record was there."""

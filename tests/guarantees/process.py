@@ -14,8 +14,6 @@ from typing import Any
 from tests.guarantees.behaviour import VARIABLE, Behaviour
 from tests.support.kafka_libs import PROJECT
 
-__all__ = ["Member"]
-
 POLL_INTERVAL = 0.02
 ANSWER_TIMEOUT = 30.0
 TAIL_LINES = 25

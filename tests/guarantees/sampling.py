@@ -13,8 +13,6 @@ from aioshard.core.commit_metadata import CommitMetadata
 from tests.guarantees.checks import CommitsAt
 from tests.support.cluster import committed_offsets
 
-__all__ = ["Sampling"]
-
 REPLICATION_LAG = 2.0
 """Seconds within which a new coordinator knows every commit that the old one acknowledged."""
 

@@ -18,8 +18,6 @@ from tests.guarantees.sampling import Sampling
 from tests.guarantees.sides import live, parkings, places_of_letters, requests, there
 from tests.support.cluster import KafkaCluster, Message
 
-__all__ = ["CLIENTS", "SHORT", "Client", "Member", "Scenario", "even_keys", "failing_keys", "skewed_keys"]
-
 SHORT: Mapping[str, Any] = {
     "auto_offset_reset": "earliest",
     "session_timeout": 6,

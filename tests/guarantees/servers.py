@@ -18,8 +18,6 @@ import httpx
 
 from tests.support.kafka_libs import PROJECT
 
-__all__ = ["Balancer", "Server", "Start"]
-
 PORTS = range(16_000, 32_000)  # below the range that the kernel gives to outgoing connections
 END_TIMEOUT = 60.0
 TAIL_LINES = 25

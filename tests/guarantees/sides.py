@@ -19,17 +19,6 @@ from aioshard.serde.side_records import (
 from tests.guarantees.checks import CommitsAt, Story, names
 from tests.guarantees.observations import Kind, Place
 
-__all__ = [
-    "LettersExact",
-    "OneLetterPerOwnership",
-    "ParkedExactly",
-    "live",
-    "parkings",
-    "places_of_letters",
-    "requests",
-    "there",
-]
-
 
 class There(NamedTuple):
     """When a record of the side topic was there, as far as samples tell; nanoseconds of the monotonic clock."""
@@ -161,7 +150,7 @@ def requests(records: Sequence[Record]) -> dict[str, ReleaseRequest]:
         name = (record.key or b"").decode()
         found.pop(name, None)
         read = read_parked(record)
-        if isinstance(read, ReleaseRequest):
+        if isinstance(read, ReleaseRequest) and not read.answered:
             found[name] = read
     return found
 

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from tests.guarantees.checks import DEPLOYED
-from tests.guarantees.scenario import Member, Scenario, even_keys
+from tests.guarantees.process import Member
+from tests.guarantees.scenario import Scenario, even_keys
 
 
 def start_load(scenario: Scenario) -> None:

@@ -7,7 +7,8 @@ import pytest
 from tests.guarantees.behaviour import HANG
 from tests.guarantees.checks import KeyOrder, LagZero, NeverAhead, NoDuplicates, NothingLost
 from tests.guarantees.observations import Kind
-from tests.guarantees.scenario import Member, Scenario
+from tests.guarantees.process import Member
+from tests.guarantees.scenario import Scenario
 from tests.support.cluster import Message
 
 MIB = 1024 * 1024

@@ -18,7 +18,7 @@ from aioshard import App
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import NotDrainedError
-from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.settings import Settings
 from tests.broker_faults.support import Ledger, kick, until
@@ -50,7 +50,7 @@ class Group:
         ledger: What the handler of its apps saw.
     """
 
-    def __init__(self, kafka: KafkaCluster, brokers: GroupBrokers, topic: str, group: str, client: str) -> None:
+    def __init__(self, kafka: KafkaCluster, brokers: KafkaAdmin, topic: str, group: str, client: str) -> None:
         self.kafka = kafka
         self.ledger = Ledger()
         self.ledger.hold(lambda record: record.offset in STUCK)
@@ -139,7 +139,7 @@ class Group:
 
 @pytest.fixture
 async def world(kafka: SharedKafka, topic: str, group: str, client: str) -> AsyncIterator[Group]:
-    async with GroupBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+    async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
         yield Group(kafka, brokers, topic, group, client)
 
 

@@ -161,7 +161,7 @@ async def test_a_back_end_that_is_down_diverts_no_more_than_the_burst_and_all_go
         "every partition is paused by its budget",
         60,
     )
-    assert all("budget of handler with_context is spent" in member.explanation for member in members)
+    assert all("budget of handler with_context is exhausted" in member.explanation for member in members)
     await pass_time(scenario, down + seconds - time.monotonic())
     during = len(await scenario.side_records())
     assert 0 < during <= len(members) * burst

@@ -99,7 +99,7 @@ async def cleanup_policy(scenario: Scenario) -> str:
     [
         (
             {"side": {"cleanup.policy": "delete"}},
-            "has cleanup.policy=delete: what it keeps would be deleted by its age",
+            "has cleanup.policy=delete, so old entries would be deleted",
         ),
         ({"side_partitions": 2}, "has 2 partitions and needs 4, as many as the topic whose records it keeps: add 2"),
     ],

@@ -9,8 +9,6 @@ from tests.idempotence.processes import STANDSTILL, VARIABLE
 from tests.idempotence.stores import app_of, store_at
 from tests.support.guard import wait_for_end
 
-__all__ = ["app"]
-
 
 def end_with(parent: int) -> None:
     """A test that is killed leaves no member behind."""

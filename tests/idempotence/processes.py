@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from tests.support.kafka_libs import PROJECT
 
-__all__ = ["STANDSTILL", "VARIABLE", "Member"]
-
 VARIABLE = "INBOX_MEMBER"
 STANDSTILL = 2
 """Seconds until PostgreSQL ends the transaction of a member that stands still."""

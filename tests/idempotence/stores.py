@@ -13,8 +13,6 @@ import psycopg
 from aioshard import App, Record
 from examples import inbox_postgresql, inbox_sqlite
 
-__all__ = ["Customer", "PostgresqlStore", "SqliteStore", "Store", "app_of", "expected", "order", "store_at"]
-
 QUERY = "SELECT id, spent, address, version FROM customers ORDER BY id"
 
 

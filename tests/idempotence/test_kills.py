@@ -15,7 +15,7 @@ from tests.support.shared_kafka import SharedKafka
 
 CUSTOMERS = 25
 
-ASSIGNED = re.compile(r"/\d: epoch \d+, committed")
+ASSIGNED = re.compile(r"/\d is open: epoch \d+, committed")
 
 
 class Group:

@@ -114,7 +114,9 @@ def test_an_inbox_in_a_transaction_of_its_own_is_found_out_by_a_crash_in_the_mid
     said = str(caught.value)
     assert said.startswith("the effects differ after a crash in the middle of record 1 of 4: ")
     assert "  ran before:  nothing\n  interrupted: orders/0/0 key=b'a' value=b'1'\n" in said
-    assert re.search(r"    at await number 1, test_replaying\.py:\d+ in on_order > tasks\.py:\d+ in sleep\n", said)
+    assert re.search(
+        r"    at await number 1, \w+/test_replaying\.py:\d+ in on_order > \w+/tasks\.py:\d+ in sleep\n", said
+    )
     assert said.endswith("    {b'a': 4, b'b': 6}\n  effects with the crash:\n    {b'a': 3, b'b': 6}")
 
 
@@ -343,6 +345,11 @@ def test_effects_that_do_not_see_what_the_handler_does_are_refused() -> None:
         run(replay_prefixes(noting({}), ORDERS, reset=lambda: None, effects=list))
 
 
+def test_an_empty_history_is_refused() -> None:
+    with pytest.raises(AssertionError, match="the history leaves nothing behind"):
+        run(replay_prefixes(noting({}), [], reset=lambda: None, effects=list))
+
+
 def test_a_reset_that_leaves_something_behind_is_refused() -> None:
     totals = Totals()
 
@@ -353,19 +360,18 @@ def test_a_reset_that_leaves_something_behind_is_refused() -> None:
 def test_effects_that_cannot_be_copied_are_refused() -> None:
     generator = (number for number in range(3))
 
-    with pytest.raises(TypeError, match=r"effects\(\) returned generator, which cannot be copied"):
+    with pytest.raises(TypeError, match="generator"):
         run(replay_prefixes(noting({}), ORDERS, reset=lambda: None, effects=lambda: generator))
 
 
 @pytest.mark.parametrize(
     ("history", "sentence"),
     [
-        ([], "the history is empty"),
-        (ORDERS[::-1], r"orders/0/2 is out of order: the history has offset 3 of its partition before it"),
-        (ORDERS[:1] * 2, r"orders/0/0 is out of order"),
+        (ORDERS[::-1], r"orders/0 is at 4: offset 2 cannot be appended"),
+        (ORDERS[:1] * 2, r"orders/0 is at 1: offset 0 cannot be appended"),
         ([ORDERS[0]._replace(topic="refunds")], r"refunds/0/0 is of a topic that no handler of app 'billing' takes"),
     ],
-    ids=["empty", "backwards", "twice", "another topic"],
+    ids=["backwards", "twice", "another topic"],
 )
 def test_a_history_that_cannot_be_replayed_is_refused(history: list[Record], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -14,10 +14,7 @@ from fastapi import FastAPI, Request
 
 from aioshard import App, Record
 from aioshard.errors import StateError
-from aioshard.web.draining import drain_route
-from aioshard.web.health import health_routes
-
-__all__ = ["api", "app"]
+from aioshard.web.health import drain_route, health_routes
 
 member = json.loads(os.environ["MEMBER"])
 notes = os.open(member["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -35,12 +32,13 @@ async def handle(record: Record) -> None:
 @contextlib.asynccontextmanager
 async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, str]]:
     print("opened", flush=True)
-    yield {"greeting": "hello"}
+    async with app.lifespan(api, stop_server=member.get("stop_server", False)):
+        yield {"greeting": "hello"}
     print(f"closed after the app was {app.statistics().state}", flush=True)
 
 
 api = FastAPI(
-    lifespan=app.embed(lifespan, stop_server=member.get("stop_server", False)),
+    lifespan=lifespan,
     routes=[*health_routes(app), drain_route(app)],
 )
 

@@ -183,6 +183,6 @@ async def test_a_failed_app_stops_the_server_where_that_is_asked_for(api: Api) -
     code = await server.ended()
 
     assert code == -signal.SIGTERM
-    assert "the server is told to stop (SIGTERM), because the app has failed" in server.log
+    assert "the app has failed: stopping the server (SIGTERM)" in server.log
     assert "closed after the app was failed\n" in server.log
     assert await api.committed() == len(api.times("ended")) > 0, "what had run was not committed"

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -12,8 +12,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.applications import Starlette
 
-from aioshard import App, Record, lifecycle
-from aioshard.errors import HandlerError, StateError
+from aioshard import App, Record
+from aioshard.errors import StateError
 from aioshard.ports import Clients
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient
 from aioshard.testing.producer import InMemoryProducer
@@ -54,7 +54,7 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
         lambda: InMemoryProducer(broker),
         lambda: InMemorySideTopics(broker),
     )
-    monkeypatch.setattr(lifecycle, "kafka_clients", lambda *_: clients)
+    monkeypatch.setattr("aioshard.kafka.clients.kafka_clients", lambda *_: clients)
     return Shop()
 
 
@@ -75,20 +75,11 @@ async def test_in_one_line_readiness_follows_the_lifespan(shop: Shop, framework:
     assert shop.said == ["resources", "no resources"]
 
 
-async def test_within_a_lifespan_of_ones_own_the_app_runs_inside_and_the_state_goes_through(shop: Shop) -> None:
-    api = FastAPI(lifespan=shop.app.embed(shop.lifespan))
-
-    async with api.router.lifespan_context(api) as state:
-        assert state == {"greeting": "hello"}
-        assert shop.app.statistics().state == "running"
-
-    assert shop.said == ["FastAPI begins", "resources", "no resources", "ends"]
-
-
-async def test_async_with_in_a_lifespan_of_ones_own_does_the_same(shop: Shop) -> None:
+@pytest.mark.parametrize("enter", [lambda app: app, lambda app: app.lifespan(None)], ids=["app", "lifespan"])
+async def test_within_a_lifespan_of_ones_own_the_app_runs_inside(enter: Callable[[App], Any], shop: Shop) -> None:
     @contextlib.asynccontextmanager
     async def lifespan(api: FastAPI) -> AsyncIterator[Any]:
-        async with shop.lifespan(api) as state, shop.app:
+        async with shop.lifespan(api) as state, enter(shop.app):
             yield state
 
     api = FastAPI(lifespan=lifespan)
@@ -98,39 +89,24 @@ async def test_async_with_in_a_lifespan_of_ones_own_does_the_same(shop: Shop) ->
     assert shop.said == ["FastAPI begins", "resources", "no resources", "ends"]
 
 
-async def test_a_generator_function_is_a_lifespan_as_fastapi_has_it(shop: Shop) -> None:
-    async def lifespan(_: FastAPI) -> AsyncIterator[str]:
-        yield "state"
-
-    async with shop.app.embed(lifespan)(FastAPI()) as state:
-        assert state == "state"
-
-
 async def test_an_app_that_does_not_start_lets_the_own_lifespan_end(shop: Shop) -> None:
     async with shop.app:
         with pytest.raises(StateError, match="already running"):
-            async with shop.app.embed(shop.lifespan)(FastAPI()):
+            async with shop.lifespan(FastAPI()), shop.app.lifespan(None):
                 raise AssertionError
 
     assert shop.said == ["resources", "FastAPI begins", "no resources"]
 
 
-@pytest.mark.parametrize("lifespan", [3, "lifespan", contextlib.nullcontext()])
-def test_what_is_no_lifespan_is_refused_at_once(shop: Shop, lifespan: Any) -> None:
-    with pytest.raises(HandlerError, match="a lifespan was expected"):
-        shop.app.embed(lifespan)
-
-
-def test_a_coroutine_function_is_no_lifespan(shop: Shop) -> None:
-    async def lifespan(_: FastAPI) -> None: ...
-
-    with pytest.raises(HandlerError, match=r"decorated with @contextlib\.asynccontextmanager"):
-        shop.app.embed(lifespan)
-
-
 async def test_a_test_client_runs_the_app_and_the_lifespan_uses_it() -> None:
     shop = Shop()
-    api = FastAPI(lifespan=shop.app.embed(shop.lifespan))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(api: FastAPI) -> AsyncIterator[Any]:
+        async with shop.lifespan(api) as state, shop.app:
+            yield state
+
+    api = FastAPI(lifespan=lifespan)
 
     @api.get("/greeting")
     async def greet() -> str:
@@ -150,7 +126,7 @@ async def test_a_failure_stops_a_server_that_handles_the_signal_and_only_when_as
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     try:
-        async with shop.app.embed(stop_server=stop_server)(None):
+        async with shop.app.lifespan(None, stop_server=stop_server):
             engine_of(shop.app).fail(StateError("access was taken away"))
             if stop_server:
                 async with asyncio.timeout(5):
@@ -165,7 +141,7 @@ async def test_a_failure_stops_a_server_that_handles_the_signal_and_only_when_as
 async def test_a_process_that_handles_no_sigterm_is_left_alive(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with caplog.at_level(logging.ERROR):
-        async with shop.app.embed(stop_server=True)(None):
+        async with shop.app.lifespan(None, stop_server=True):
             engine_of(shop.app).fail(StateError("access was taken away"))
             await asyncio.sleep(0.05)
 
@@ -176,7 +152,7 @@ async def test_a_server_that_stops_already_is_not_told_to(shop: Shop) -> None:
     told: list[int] = []
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: told.append(1))
     try:
-        async with shop.app.embed(stop_server=True)(None):
+        async with shop.app.lifespan(None, stop_server=True):
             engine = engine_of(shop.app)
         engine.fail(StateError("the last commit was refused"))
         await asyncio.sleep(0.05)

@@ -8,8 +8,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from aioshard.telemetry.exposition import encode
-from aioshard.telemetry.metrics import AppCollector
+from aioshard.telemetry.metrics import AppCollector, encode
 from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hurried, programs, promtool
 from tests.support.provision import skip_or_fail
 from tests.support.running import PROJECT, Running
@@ -108,7 +107,7 @@ async def check_poisoned(prometheus: Prometheus, health: httpx.AsyncClient, topi
     assert await asking.ends() == 0, asking.errors
     assert f"{topic}/{POISONED} has not advanced" in asking.output
     assert "no such customer" in asking.output
-    (shown,) = (await health.get("/processes.json")).json()["processes"]
+    shown = (await health.get("/dashboard.json")).json()
     (found,) = [one for one in shown["diagnosis"]["partitions"] if one["partition"] == POISONED]
     assert (found["verdict"], found["head"]["offset"]) == ("stuck", 0)
     (failed,) = shown["workload"]["failed"]

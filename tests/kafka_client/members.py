@@ -4,13 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple, cast
 
-from aioshard.clients import kafka_clients
-from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.clients import kafka_clients
 from aioshard.ports import Allowance, AllowanceOf, Fault, FetchedBatch, Membership, Oversized, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
-
-__all__ = ["EVERYTHING", "PATIENCE", "Assigned", "Member", "Revoked", "everything", "settings_for"]
 
 EVERYTHING = Allowance(1_000_000, 1 << 40)
 PATIENCE = 30.0
@@ -68,10 +66,13 @@ class Member:
         self.faults: list[Fault] = []
         self.oversized: list[Oversized] = []
 
-    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
-        self.events.append(Revoked(tuple(sorted(partitions)), lost))
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        self.events.append(Revoked(tuple(sorted(partitions)), lost=True))
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
+        self.events.append(Revoked(tuple(sorted(partitions)), lost=False))
         if self.at_revoke is not None:
-            await self.at_revoke(partitions, lost)
+            await self.at_revoke(partitions, False)  # noqa: FBT003 - not lost
 
     def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         self.events.append(Assigned(tuple(sorted(partitions)), membership))

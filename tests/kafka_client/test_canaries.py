@@ -1,6 +1,6 @@
 """What we rely on in aiokafka beyond its documentation: when one of these fails, read our code before you upgrade.
 
-Each private attribute that `aioshard.kafka` uses stands in the table below with the object that has it.
+Each private attribute that `aioshard.kafka.aiokafka` uses stands in the table below with the object that has it.
 """
 
 import asyncio
@@ -9,38 +9,31 @@ import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
-from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
 from aiokafka.consumer.subscription_state import Assignment, SubscriptionState, TopicPartitionState
 from aiokafka.partitioner import murmur2
-from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as TheirTopicPartition
 
-import aioshard.kafka.chunk
-import aioshard.kafka.client
-import aioshard.kafka.connections
-import aioshard.kafka.intake
-import aioshard.kafka.internals
-import aioshard.kafka.options
 from aioshard.errors import AuthorizationError, ClientLostError, CommitError
-from aioshard.kafka import reading, sending
+from aioshard.kafka import aiokafka
+from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.connections import connected
+from aioshard.kafka.aiokafka.options import client_options
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.assignors import ConsumerAssignor
-from aioshard.kafka.options import client_options, producer_options
-from aioshard.kafka.reading import ReadingClient
-from aioshard.kafka.sending import SendingClient
-from aioshard.ports import Allowance, Committed, Fault, Message
+from aioshard.ports import Allowance, Committed, Fault
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.kafka_client.members import Member
@@ -49,22 +42,16 @@ from tests.support.shared_kafka import SharedKafka
 Join = Callable[..., Member]
 
 ATTRIBUTES = {
-    "admin": {"_client", "_closed"},
     "consumer": {"_client", "_closed", "_coordinator", "_fetch_max_wait_ms", "_fetcher", "_subscription"},
     "client": {
         "_conns",
         "_get_conn",
         "_get_conn_lock_value",
-        "_maybe_wait_metadata",
         "_md_update_fut",
-        "_md_update_waiter",
-        "_retry_backoff",
         "_sync_task",
-        "_topics",
     },
     "connection": {"_versions", "_writer"},
     "coordinator": {
-        "_assignors",
         "_closing",
         "_commit_refresh_task",
         "_coordination_task",
@@ -100,17 +87,11 @@ ATTRIBUTES = {
         "_isolation_level",
         "_records",
     },
-    "accumulator": {"_batches", "_pending_batches", "_wakeup"},
-    "batch": {"_builder", "_drain_waiter", "_msg_futures"},
-    "transactions": {"_pid_and_epoch", "_pid_waiter", "_sequence_numbers"},
 }
 """Names as in our code."""
 
 INHERITED = {
-    "SendingClient": {"_closed", "_message_accumulator", "_request_timeout_ms", "_sender", "_txn_manager"},
-    "_Sender": {"_in_flight", "_message_accumulator", "_muted_partitions", "_retry_backoff", "_txn_manager"},
-    "_Request": {"_batches", "_can_retry", "_client", "_to_reenqueue"},
-    "ReadingClient": {"_get_conn", "_retry_backoff", "_sync_task", "_topics"},
+    "BareClient": {"_get_conn", "_metadata_update", "_sync_task", "_topics"},
 }
 """What our subclasses of theirs use of themselves."""
 
@@ -126,7 +107,6 @@ OTHERS = {
         "reset_generation",
     },
     "client": {
-        "add_topic",
         "bootstrap",
         "cluster",
         "coordinator_lookup",
@@ -137,9 +117,6 @@ OTHERS = {
     },
     "part": {"next_fetch_offset"},
     "connection": {"close", "connected"},
-    "accumulator": {"add_message", "drain_by_nodes", "fail_all", "reenqueue", "waiter"},
-    "batch": {"drain_ready", "failure", "future", "record_count", "retry_count", "tp"},
-    "transactions": {"has_pid"},
 }
 """Public by name, and documented nowhere."""
 
@@ -149,30 +126,19 @@ def test_the_version_is_the_one_that_was_read() -> None:
 
 
 def test_the_table_holds_every_private_attribute_that_we_use() -> None:
-    modules = (
-        aioshard.kafka.internals,
-        aioshard.kafka.chunk,
-        aioshard.kafka.intake,
-        aioshard.kafka.client,
-        aioshard.kafka.connections,
-        sending,
-        reading,
-    )
     used: dict[str, set[str]] = {}
-    for module in modules:
-        for name, attribute in re.findall(r"\b([a-z]+)\.(_[a-z][a-z_]*)", inspect.getsource(module)):
+    for module in Path(*aiokafka.__path__).glob("*.py"):
+        for name, attribute in re.findall(r"\b([a-z]+)\.(_[a-z][a-z_]*)", module.read_text()):
             if name != "self":
                 used.setdefault(name, set()).add(attribute)
     assert used == ATTRIBUTES
 
 
-@pytest.mark.parametrize("kind", [SendingClient, sending._Sender, sending._Request, ReadingClient])
-def test_the_table_holds_every_private_attribute_that_our_subclasses_use_of_theirs(kind: type) -> None:
-    source = inspect.getsource(kind)
-    used = set(re.findall(r"\bself\.(_[a-z][a-z_]*)", source))
-    ours = {"_drain_and_look_up", "_drain_by_nodes", "_offset", "_send_again"}
+def test_the_table_holds_every_private_attribute_that_our_client_uses_of_theirs() -> None:
+    used = set(re.findall(r"\bself\.(_[a-z][a-z_]*)", inspect.getsource(BareClient)))
+    ours = {"_counts", "_creates_topics"}
 
-    assert used - ours == INHERITED[kind.__name__]
+    assert used - ours == INHERITED["BareClient"]
 
 
 async def test_everything_is_there_after_a_start(kafka: SharedKafka, topic: str, member: Join) -> None:
@@ -217,13 +183,6 @@ async def test_a_consumer_without_a_group_has_what_we_end(kafka: SharedKafka, to
         assert isinstance(consumer._coordinator._reset_committed_task, asyncio.Task)
 
 
-async def test_an_administrator_has_what_we_end() -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers="127.0.0.1:9")
-
-    assert isinstance(admin._client, AIOKafkaClient)
-    assert admin._closed is False
-
-
 def test_their_partitions_are_ours_in_a_dictionary() -> None:
     assert {TheirTopicPartition("t", 1): "found"}[TopicPartition("t", 1)] == "found"
 
@@ -233,7 +192,7 @@ def test_the_state_of_a_partition_has_what_we_use() -> None:
     assert names <= set(dir(TopicPartitionState))
     assert {"active", "tps", "state_value"} <= set(dir(Assignment))
     assert {"subscription", "reassignment_in_progress"} <= set(dir(SubscriptionState))
-    assert {"partitions_for_topic", "add_listener", "update_metadata", "brokers"} <= set(dir(ClusterMetadata))
+    assert {"partitions_for_topic", "update_metadata", "brokers"} <= set(dir(ClusterMetadata))
 
 
 async def test_a_placeholder_keeps_the_client_from_choosing_a_position(
@@ -255,7 +214,7 @@ def test_a_listener_may_be_a_plain_function() -> None:
     source = inspect.getsource(GroupCoordinator._on_join_complete)
     assert "res = self._subscription.listener.on_partitions_assigned(assigned)" in source
     assert "if asyncio.iscoroutine(res)" in source
-    assert issubclass(aioshard.kafka.internals.Rebalances, ConsumerRebalanceListener)
+    assert issubclass(AiokafkaTransport, ConsumerRebalanceListener)
 
 
 async def test_a_commit_is_built_before_anything_is_awaited_and_sent_once(
@@ -412,10 +371,6 @@ async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(
             called.append("on_assignment")
             super().on_assignment(assignment)
 
-        def on_generation_assignment(self, generation: int) -> None:
-            called.append("on_generation_assignment")
-            super().on_generation_assignment(generation)
-
     await kafka.create_topic(topic)
     consumer = AIOKafkaConsumer(
         topic,
@@ -429,60 +384,26 @@ async def test_the_client_takes_an_object_for_an_assignor_and_calls_these_of_it(
         async with asyncio.timeout(30):
             await consumer.start()
         assert consumer.assignment() == {TopicPartition(topic, 0)}
-        # If it calls the fourth too, we need not any more.
+        # It does not call on_generation_assignment, which theirs has: the transport sets the generation.
         assert called == ["metadata", "assign", "on_assignment"]
     finally:
         await consumer.stop()
 
 
-# The producer ----------------------------------------------------------------------------
-
-
-async def test_a_producer_has_what_we_use(kafka: SharedKafka, topic: str) -> None:
-    await kafka.create_topic(topic)
-    settings = Settings(bootstrap_servers=kafka.bootstrap)
-    client = await sending.connect(settings, producer_options(settings), topic)
-    try:
-        await client.look_up(topic)
-        await client.add(Message(topic, b"v"), 0)
-        accumulator = client._message_accumulator
-        (batches,) = accumulator._batches.values()
-        found = {
-            "client": client.client,
-            "connection": next(iter(client.client._conns.values())),
-            "accumulator": accumulator,
-            "batch": batches[0],
-            "transactions": client._txn_manager,
-        }
-        request = sending._Request(client._sender, {})
-        subclasses = {"SendingClient": client, "_Sender": client._sender, "_Request": request}
-        missing = [
-            *(f"{name}.{one}" for name, thing in found.items() for one in ATTRIBUTES[name] if not hasattr(thing, one)),
-            *(f"{name}.{one}" for name, thing in found.items() for one in OTHERS[name] if not hasattr(thing, one)),
-            *(
-                f"{name}.{one}"
-                for name, thing in subclasses.items()
-                for one in INHERITED[name]
-                if not hasattr(thing, one)
-            ),
-        ]
-        assert missing == []
-    finally:
-        client.give_up(RuntimeError("the test is over"))
-        await client.tear_down()
+# Other clients --------------------------------------------------------------------------
 
 
 async def test_a_reader_has_what_we_use(kafka: SharedKafka) -> None:
     settings = Settings(bootstrap_servers=kafka.bootstrap)
-    client = await reading.connect(settings, client_options(settings, request_timeout=5))
-    missing = [one for one in INHERITED["ReadingClient"] | ATTRIBUTES["client"] if not hasattr(client, one)]
+    client = await connected(settings, client_options(settings, request_timeout=5), BareClient)
+    missing = [one for one in INHERITED["BareClient"] | ATTRIBUTES["client"] if not hasattr(client, one)]
     await client.tear_down()
 
     assert missing == []
 
 
 async def test_their_producer_still_breaks_its_partition_with_a_refusal(kafka: SharedKafka, topic: str) -> None:
-    """Why ours asks for a new producer id then. Theirs would do once this fails."""
+    """Why ours is our own. Theirs would do once this fails."""
     await kafka.create_topic(topic, 1, {"max.message.bytes": "2000"})
     producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, enable_idempotence=True, max_request_size=1 << 20)
     async with producer:
@@ -491,44 +412,6 @@ async def test_their_producer_still_breaks_its_partition_with_a_refusal(kafka: S
             await producer.send_and_wait(topic, bytes(5000))
         with pytest.raises(kafka_errors.OutOfOrderSequenceNumber):
             await producer.send_and_wait(topic, b"v")
-
-
-def test_what_is_replaced_of_their_sender_is_as_it_was_read() -> None:
-    routine = inspect.getsource(Sender._sender_routine)
-    assert routine.index("await self._maybe_wait_for_pid()") < routine.index("drain_by_nodes(")
-    assert "unknown_leaders_exist,\n                ) = self._message_accumulator.drain_by_nodes(" in routine
-    assert "waiters.add(self._message_accumulator.waiter())" in routine
-    request = inspect.getsource(Sender._send_produce_req)
-    for statement in (
-        "handler = SendProduceReqHandler(self, batches)",
-        "await handler.do(node_id)",
-        "self._in_flight.remove(node_id)",
-        "self._muted_partitions.remove(tp)",
-    ):
-        assert statement in request
-    do = inspect.getsource(SendProduceReqHandler.do)
-    for statement in (
-        "request = self.create_request()",
-        "response = await self._client.send(node_id, request)",
-        "self._client.force_metadata_update()",
-        "await asyncio.sleep(self._default_backoff)",
-        "self._sender._message_accumulator.reenqueue(batch)",
-        "await self._client._maybe_wait_metadata()",
-    ):
-        assert statement in do
-
-
-def test_a_topic_with_the_brokers_own_number_of_replicas_cannot_be_asked_for_in_their_words() -> None:
-    with pytest.raises(kafka_errors.IllegalArgumentError):
-        NewTopic("t", 1, -1)
-
-
-def test_a_connection_asks_no_more_of_its_writer_than_ours_can() -> None:
-    """And an `OSError` is still all that it is ready for when it writes."""
-    source = inspect.getsource(AIOKafkaConnection)
-
-    assert set(re.findall(r"\b_writer\.(\w+)", source)) == {"close", "drain", "write"}
-    assert re.findall(r"except (.*):", inspect.getsource(AIOKafkaConnection.send)) == ["OSError as err"]
 
 
 def test_their_look_up_would_create_topics() -> None:

@@ -8,8 +8,8 @@ from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import FetchError
 from aiokafka.consumer.subscription_state import Assignment
 
-from aioshard.kafka.intake import Intake
-from aioshard.kafka.internals import Internals, fetch_wait
+from aioshard.kafka.aiokafka.buffer import FetchBuffer, fetch_wait
+from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.ports import Allowance
 from aioshard.records import TopicPartition
 
@@ -24,24 +24,23 @@ class Parts(Internals):
         self.consumer = cast("Any", type("Consumer", (), {"_fetch_max_wait_ms": USUAL})())
         self.consumer._fetcher = type("Fetcher", (), {"_fetch_max_wait_ms": USUAL, "_records": {}})()
         self.consumer._fetcher._records = collections.OrderedDict()
+        self.consumer._fetcher._wait_consume_future = None
+        self.consumer._fetcher._notify = lambda _: None  # there is no task to wake
         self.subscription = cast("Any", type("Subscription", (), {"reassignment_in_progress": False})())
 
     @property
     def wait(self) -> int:
         return int(self.fetcher._fetch_max_wait_ms)
 
-    def nudge_fetcher(self) -> None:
-        """There is no task to wake."""
-
 
 def refuse(_: TopicPartition) -> Allowance:
     raise AssertionError("nothing was fetched")
 
 
-def begun(parts: Parts, *, may_wait_longer: bool = True) -> Intake:
+def begun(parts: Parts, *, may_wait_longer: bool = True) -> FetchBuffer:
     """An intake whose partitions all have a position and are fetched."""
-    intake = Intake(parts, "group", read_committed=True, may_wait_longer=may_wait_longer)
-    intake.begin(Assignment(PARTITIONS))
+    intake = FetchBuffer(read_committed=True, may_wait_longer=may_wait_longer)
+    intake.begin(parts, Assignment(PARTITIONS))
     for partition in PARTITIONS:
         intake.seek(partition, 0)
     intake.resume(PARTITIONS)
@@ -86,7 +85,7 @@ async def test_fetches_that_leave_no_partition_out_wait_longer() -> None:
     intake.take(refuse)
     assert parts.wait == 500
 
-    intake.begin(Assignment(PARTITIONS[:1]))
+    intake.begin(parts, Assignment(PARTITIONS[:1]))
     assert parts.wait == USUAL
 
 

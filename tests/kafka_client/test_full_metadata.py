@@ -15,11 +15,11 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from aioshard import App, Record
-from aioshard.clients import kafka_clients
-from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, utf16_units
+from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata
 from aioshard.core.finished_offsets import Run, holds, runs_of
 from aioshard.errors import NotDrainedError
-from aioshard.kafka.groups import GroupBrokers
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.clients import kafka_clients
 from aioshard.ports import Allowance, AllowanceOf, Committed, Membership, Transport
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -66,7 +66,7 @@ async def abort_transaction(kafka: KafkaCluster, topic: str) -> None:
 class Noted:
     """Where a group is, and what is noted there."""
 
-    def __init__(self, brokers: GroupBrokers, topic: str, group: str) -> None:
+    def __init__(self, brokers: KafkaAdmin, topic: str, group: str) -> None:
         self.partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
         self.brokers = brokers
         self.group = group
@@ -88,7 +88,7 @@ class Noted:
             read = _read(committed)
             assert (committed.offset, read.ignored) == (0, ())
             # librdkafka's NUL counts too.
-            assert MOST_UNITS - 40 <= utf16_units(committed.metadata.removesuffix("\0")) <= MOST_UNITS
+            assert MOST_UNITS - 40 <= len(committed.metadata.removesuffix("\0")) <= MOST_UNITS
             noted[one] = read.finished
         return noted
 
@@ -178,7 +178,7 @@ async def noted(kafka: SharedKafka, topic: str, group: str) -> AsyncIterator[Not
     await kafka.produce(topic, [(None, b"x")] * (HEAD * PARTITIONS))
     await abort_transaction(kafka, topic)
     await kafka.produce(topic, [(None, b"x")] * (TAIL * PARTITIONS))
-    async with GroupBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+    async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
         yield Noted(brokers, topic, group)
 
 

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from aioshard.errors import StateError
-from aioshard.kafka.groups import GroupBrokers, offsets_partition
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -18,8 +17,8 @@ PROTOCOLS = pytest.mark.parametrize("protocol", ["classic", "consumer"])
 
 
 @pytest.fixture
-async def brokers(kafka: SharedKafka) -> AsyncIterator[GroupBrokers]:
-    async with GroupBrokers(settings_for(kafka.bootstrap)) as brokers:
+async def brokers(kafka: SharedKafka) -> AsyncIterator[KafkaAdmin]:
+    async with KafkaAdmin(settings_for(kafka.bootstrap)) as brokers:
         yield brokers
 
 
@@ -50,32 +49,31 @@ def static(kafka: SharedKafka, group: str, members: list[Member], member: Join) 
 
 @PROTOCOLS
 async def test_members_are_described_with_what_they_have(
-    static: Join, brokers: GroupBrokers, group: str, partitions: tuple[TopicPartition, ...], protocol: str
+    static: Join, brokers: KafkaAdmin, group: str, partitions: tuple[TopicPartition, ...], protocol: str
 ) -> None:
     alone = static("alone", protocol)
     joined = await alone.join(partitions[0].topic)
 
     found = await brokers.group(group)
 
-    ((described, theirs),) = found.members
+    (described,) = found.members
     assert (found.state, found.protocol) == ("stable", protocol)
     assert found.assignor == ("uniform" if protocol == "consumer" else "roundrobin")
     assert described.instance_id == "alone"
     assert described.host.lstrip("/") == "127.0.0.1"
-    assert theirs == joined.partitions == partitions
+    assert described.partitions == joined.partitions == partitions
     assert found.owners == dict.fromkeys(partitions, described)
 
 
-async def test_a_group_that_there_is_not_is_dead_and_has_a_coordinator(brokers: GroupBrokers, group: str) -> None:
+async def test_a_group_that_there_is_not_is_dead_and_has_a_coordinator(brokers: KafkaAdmin, group: str) -> None:
     assert await brokers.all_commits(group) == {}
     assert (await brokers.group(group))[:2] == ("dead", "classic")
     found = await brokers.coordinator(group)
     assert found.host == "127.0.0.1"
-    assert found.offsets_partition is not None
 
 
 async def test_all_that_a_group_has_committed_is_told(
-    member: Join, brokers: GroupBrokers, group: str, partitions: tuple[TopicPartition, ...]
+    member: Join, brokers: KafkaAdmin, group: str, partitions: tuple[TopicPartition, ...]
 ) -> None:
     committing = member()
     joined = await committing.join(partitions[0].topic)
@@ -86,22 +84,14 @@ async def test_all_that_a_group_has_committed_is_told(
 
 @PROTOCOLS
 async def test_a_static_member_is_removed_for_good(
-    static: Join, brokers: GroupBrokers, group: str, partitions: tuple[TopicPartition, ...], protocol: str
+    static: Join, brokers: KafkaAdmin, group: str, partitions: tuple[TopicPartition, ...], protocol: str
 ) -> None:
     gone = static("gone", protocol)
     await gone.join(partitions[0].topic)
     await gone.transport.close()
-    assert [one.member.instance_id for one in (await brokers.group(group)).members] == ["gone"]
+    assert [one.instance_id for one in (await brokers.group(group)).members] == ["gone"]
 
-    await brokers.remove_static_member(group, "gone")
+    assert await brokers.remove_member(group, instance_id="gone")
 
     assert (await brokers.group(group)).members == ()
-    with pytest.raises(StateError, match="has no static member 'gone'"):
-        await brokers.remove_static_member(group, "gone")
-
-
-def test_the_partition_of_the_brokers_topic_is_that_of_java() -> None:
-    """Java: Math.abs("…".hashCode()) % 50."""
-    assert offsets_partition("hello", 50) == 99162322 % 50
-    assert offsets_partition("billing", 50) == abs(-109829509) % 50
-    assert offsets_partition("polygenelubricants", 50) == 0  # the least integer, which has no absolute value
+    assert not await brokers.remove_member(group, instance_id="gone")

@@ -10,10 +10,10 @@ import pytest
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.structs import BrokerMetadata
 
-from aioshard.kafka.client import AiokafkaTransport
-from aioshard.kafka.connecting import CONNECT_TIMEOUT, START_TIMEOUT, find_broker, why_unreachable
-from aioshard.kafka.options import client_options
-from aioshard.kafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, START_TIMEOUT, find_broker, why_unreachable
+from aioshard.kafka.aiokafka.options import client_options
+from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.ports import Message
 from aioshard.settings import Settings
 from tests.support.shared_kafka import SharedKafka

@@ -172,9 +172,7 @@ async def test_a_commit_of_an_old_membership_is_refused_before_it_is_sent(
     mine, now = one.assignments[-1]
     theirs = two.assignments[-1].partitions
 
-    with pytest.raises(
-        CommitRefusedError, match=f"meant for generation {old.generation}, and ours is {now.generation}"
-    ):
+    with pytest.raises(CommitRefusedError, match=f"made for generation {old.generation}, and ours is {now.generation}"):
         await one.transport.commit({mine[0]: Committed(1, "")}, old)
     with pytest.raises(CommitRefusedError, match="not assigned to us"):
         await one.transport.commit({mine[0]: Committed(1, ""), theirs[0]: Committed(1, "")}, now)
@@ -207,7 +205,7 @@ async def test_between_two_generations_nothing_may_be_committed(
     await one.poll_until(lambda: one.transport.membership() == NOT_A_MEMBER)
 
     assert len(one.revocations) == 2
-    with pytest.raises(CommitRefusedError, match="no member"):
+    with pytest.raises(CommitRefusedError, match="not a member"):
         await one.transport.commit({mine[0]: Committed(1, "")}, membership)
     assert one.transport.position(mine[0]) is None
 
@@ -222,20 +220,12 @@ async def test_a_member_that_the_group_has_dropped_is_told_that_it_lost_its_part
     await kafka.create_topic(topic, partitions=2)
     one = member(session_timeout=1, heartbeat_interval=0.2)
     before = await one.join(topic)
-    refused: list[BaseException] = []
-
-    async def commit(taken: Collection[TopicPartition], _lost: bool) -> None:
-        try:
-            await one.transport.commit({at: Committed(1, "") for at in taken}, before.membership)
-        except CommitRefusedError as error:
-            refused.append(error)
-
-    one.at_revoke = commit
     time.sleep(2)  # noqa: ASYNC251 - a loop that is blocked sends no heartbeats
     await one.poll_until(lambda: len(one.assignments) == 2)
 
     assert one.revocations == [(before.partitions, True)]
-    assert len(refused) == 1
+    with pytest.raises(CommitRefusedError):
+        await one.transport.commit({at: Committed(1, "") for at in before.partitions}, before.membership)
     assert one.assignments[-1].membership.member_id != before.membership.member_id
 
 
@@ -307,7 +297,7 @@ async def test_topics_and_a_pattern_go_together_and_a_new_topic_joins_in(
 
 
 async def test_a_topic_that_does_not_exist_is_reported_and_found_when_it_appears(
-    kafka: SharedKafka, topic: str, member: Join, caplog: pytest.LogCaptureFixture
+    kafka: SharedKafka, topic: str, member: Join
 ) -> None:
     absent = f"{topic}-absent"
     await kafka.create_topic(topic)
@@ -316,8 +306,6 @@ async def test_a_topic_that_does_not_exist_is_reported_and_found_when_it_appears
     await one.poll_until(lambda: absent in (one.transport.trouble or ""))
 
     assert [at.topic for at in one.assignments[-1].partitions] == [topic]
-    warned = [r for r in caplog.records if r.name == "aioshard.kafka.topics" and absent in r.getMessage()]
-    assert len(warned) == 1
 
     await kafka.create_topic(absent)
     await one.poll_until(lambda: len(one.assignments[-1].partitions) == 2)
@@ -367,8 +355,8 @@ async def test_every_assignor_spreads_the_partitions(
     assert [len(m.assignments[-1].partitions) for m in (one, two, three)] == [2, 2, 2]
     if assignor == "sticky":
         assert all(now[number] < before[number] for number in now), "nobody gets what another one had"
-        (told,) = one.transport._internals.coordinator._assignors  # type: ignore[union-attr]
-        assert told.generation == one.transport.membership().generation, "aiokafka does not tell it"
+        ours = one.transport._internals.assignor  # type: ignore[union-attr]
+        assert ours.generation == one.transport.membership().generation, "aiokafka does not tell it"
 
 
 async def test_a_static_member_comes_back_without_a_rebalance(kafka: SharedKafka, topic: str, member: Join) -> None:

@@ -65,7 +65,7 @@ async def closes_cleanly(member: Member, within: float) -> AsyncIterator[None]:
         assert internals is not None
         assert not internals.client._conns
         assert all(task.done() for task in internals.background_tasks().values()), "not only told to end"
-        del internals, member.transport._internals, member.transport._intake
+        del internals, member.transport._internals, member.transport._buffer
         for _ in range(3):
             await asyncio.sleep(0)
         gc.collect()
@@ -266,6 +266,6 @@ async def test_a_fault_does_not_outlive_its_partition(kafka: SharedKafka, topic:
     await one.join(topic)
     await one.poll_until(lambda: bool(one.faults))
     assert isinstance(one.faults[0], Fault)
-    assert one.transport._intake._retries  # type: ignore[union-attr]
+    assert one.transport._buffer._retries
     await one.transport.close()
-    assert not one.transport._intake._retries  # type: ignore[union-attr]
+    assert not one.transport._buffer._retries

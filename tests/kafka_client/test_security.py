@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka.admin import AclOperation
 
 from aioshard.errors import AuthenticationError, AuthorizationError, ConnectError, SettingsError
-from aioshard.kafka.client import AiokafkaTransport
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.ports import Committed, Fault
 from aioshard.records import TopicPartition
 from tests.kafka_client.members import Member, settings_for
@@ -179,7 +179,7 @@ async def test_a_broker_that_wants_a_certificate_of_ours_is_recognised(
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         settings = settings_for(address, security_protocol="SSL", ssl_cafile=str(kafka.certificates.ca_file))
         member = Member(settings, group)
-        with pytest.raises(ConnectError, match=r"certificate of ours \(ssl_certfile\)"):
+        with pytest.raises(ConnectError, match=r"client certificate \(ssl_certfile\)"):
             await member.transport.start(["t"], None, member)
 
 

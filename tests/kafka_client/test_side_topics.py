@@ -12,9 +12,9 @@ from aiokafka.protocol.metadata import MetadataRequest
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource
 
 from aioshard.errors import AuthorizationError, ConnectError, CorruptRecordError, SideTopicError, TransportError
-from aioshard.kafka import side_topics as reading
-from aioshard.kafka.reading import ReadingClient
-from aioshard.kafka.side_topics import KafkaSideTopics
+from aioshard.kafka.aiokafka import side_topics as reading
+from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
 from tests.support.access import allow, create_scram_user, deny
@@ -70,11 +70,11 @@ def login(kafka: SharedKafka, user: Credentials) -> dict[str, Any]:
     }
 
 
-async def client_of(side_topics: KafkaSideTopics) -> ReadingClient:
-    return await side_topics._shared.get(0.0)
+async def client_of(side_topics: KafkaSideTopics) -> BareClient:
+    return await side_topics._connected()
 
 
-def answering(client: ReadingClient, change: Callable[[Any], None]) -> Callable[[], None]:
+def answering(client: BareClient, change: Callable[[Any], None]) -> Callable[[], None]:
     """Changes each answer to a fetch, until what this returns is called."""
     send = client.send
 
@@ -159,7 +159,7 @@ async def test_a_topic_that_deletes_by_age_is_refused(
 ) -> None:
     await kafka.create_topic(topic, 1, {"cleanup.policy": policy})
 
-    with pytest.raises(SideTopicError, match=rf"'{topic}' has cleanup.policy={policy}.*Set\s+cleanup.policy=compact"):
+    with pytest.raises(SideTopicError, match=rf"'{topic}' has cleanup.policy={policy}.*set\s+cleanup.policy=compact"):
         await side_topics.ensure(topic, 1)
 
 

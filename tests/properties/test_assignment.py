@@ -12,9 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from aioshard.core.assignment import ASSIGNORS, Assignment, Member, Partitions
-from aioshard.core.assignment.backlog import backlogs
-from aioshard.core.assignment.members import owners
+from aioshard.core.assignment import ASSIGNORS, Assignment, Member, Partitions, backlogs, owners
 from aioshard.records import TopicPartition
 
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioshard.core.batching import Batch
 from aioshard.core.flow import Usage
-from aioshard.engine.batches.batch_shards import BatchShards
-from aioshard.engine.batches.delivery_batch import DeliveryBatch
+from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.outcomes import Block, Detour, Outcome
+from aioshard.engine.outcomes import Block, Outcome, Recovery
+from aioshard.engine.shards import DeliveryBatch
 from aioshard.ports import RECORD_OVERHEAD, FetchedBatch
 from aioshard.records import Record, TopicPartition
 
@@ -28,11 +28,11 @@ NUMBER = st.integers(0, 9)
 CHOICE = st.integers(0, 2**12 - 1)
 
 
-async def _take_detour(_delivery: Delivery) -> Outcome:
+async def _recover(_delivery: Delivery) -> Outcome:
     return Outcome.SKIPPED
 
 
-DETOUR = Detour("it is skipped", _take_detour)
+RECOVERY = Recovery("it is skipped", _recover)
 
 
 def chosen(deliveries: Iterable[Delivery], choice: int) -> list[Delivery]:
@@ -118,26 +118,34 @@ class BatchShardsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.running) < WORKERS)
     @rule(choice=CHOICE)
-    def take_and_cut(self, choice: int) -> None:
+    def take_and_leave_out(self, choice: int) -> None:
         """Some of what comes next is diverted when it is looked at."""
         batch = self.within(self.shards.take_batch)
         if batch is None:
             return
         diverted = chosen(batch.deliveries, choice)
         for delivery in diverted:
-            delivery.divert(DETOUR)
-        if len(batch.deliveries) > 1 and diverted:
-            self.within(self.shards.cut, batch, lambda delivery: delivery.detour is not None)
+            delivery.divert(RECOVERY)
+        if len(batch.deliveries) > 1:
+            ready: list[Delivery] = []
+            blocked: set[object] = set()
+            for delivery in batch.deliveries:
+                if delivery in diverted or delivery.key in blocked:
+                    batch.left_out.append(delivery)
+                    blocked |= {delivery.key} - {None}
+                else:
+                    ready.append(delivery)
+            batch.deliveries = ready
         if batch.deliveries:
             self.start(batch)
         else:
-            self.within(self.shards.end, batch)
+            self.finish(batch, [])
 
     def start(self, batch: DeliveryBatch) -> None:
         deliveries = batch.deliveries
         failures = deliveries[0].failures
         assert {delivery.failures for delivery in deliveries} == {failures}
-        alone = any(delivery.detour is not None for delivery in deliveries)
+        alone = any(delivery.recovery is not None for delivery in deliveries)
         assert len(deliveries) <= (1 if alone else BATCH.size_after(failures, ATTEMPTS))
         size = sum(delivery.size - RECORD_OVERHEAD for delivery in deliveries)
         assert len(deliveries) == 1 or size <= BATCH.max_bytes
@@ -147,14 +155,14 @@ class BatchShardsMachine(RuleBasedStateMachine):
             before.add(delivery)
             delivery.epoch.highest_started = max(delivery.epoch.highest_started, delivery.offset)
             delivery.starts += 1
-            delivery.aside = delivery.detour is not None
+            delivery.aside = delivery.recovery is not None
         self.running.append(batch)
 
     def check_start(self, delivery: Delivery, before: set[Delivery]) -> None:
         assert delivery in self.alive
         assert not delivery.epoch.gate or delivery.epoch.may_start(delivery)
         if delivery.key is not None:
-            others = {other.key for batch in self.running for other in batch.deliveries}
+            others = {other.key for batch in self.running for other in [*batch.deliveries, *batch.left_out]}
             assert delivery.key not in others, "I4: two batches have a key at once"
             for other in self.alive:
                 if other.epoch is delivery.epoch and other.key == delivery.key and other.offset < delivery.offset:
@@ -173,29 +181,37 @@ class BatchShardsMachine(RuleBasedStateMachine):
     def succeed(self, number: int) -> None:
         batch = self.pick(number)
         self.complete(batch.deliveries)
-        assert self.within(self.shards.end, batch) == []
+        assert self.finish(batch, []) == []
+
+    def finish(self, batch: DeliveryBatch, failed: list[Delivery]) -> list[Delivery]:
+        left_out = [delivery for delivery in batch.left_out if delivery.epoch.gate is not Gate.ENDED]
+        heads = self.within(self.shards.end, batch, [*failed, *left_out])
+        for head in heads:
+            if head in left_out:
+                self.within(self.shards.resume, head)
+        return [head for head in heads if head in failed]
 
     @precondition(lambda self: self.running)
-    @rule(number=NUMBER, choice=CHOICE, what=st.sampled_from(["retry", "halt", "detour"]))
+    @rule(number=NUMBER, choice=CHOICE, what=st.sampled_from(["retry", "halt", "recovery"]))
     def fail(self, number: int, choice: int, what: str) -> None:
         batch = self.pick(number)
         failed = [d for d in chosen(batch.deliveries, choice) if d.epoch.gate is not Gate.ENDED]
         self.complete(d for d in batch.deliveries if d not in failed)
         for delivery in failed:
             delivery.failures += 1
-            delivery.detour = None
-        heads = self.within(self.shards.end, batch, failed)
+            delivery.recovery = None
+        heads = self.finish(batch, failed)
         firsts = {delivery.key: delivery for delivery in reversed(failed) if delivery.key is not None}
         assert set(heads) == {d for d in failed if d.key is None} | set(firsts.values())
         for head in heads:
             match what:
                 case "retry":
-                    self.within(self.shards.retry, head, RETRY, 3600.0)
+                    self.within(self.shards.block, head, RETRY, 3600.0)
                 case "halt":
-                    self.within(self.shards.halt, head, BLOCK)
+                    self.within(self.shards.block, head, BLOCK)
                 case _:
-                    head.divert(DETOUR)
-                    self.within(self.shards.go_on, head)
+                    head.divert(RECOVERY)
+                    self.within(self.shards.resume, head)
 
     @precondition(lambda self: self.running)
     @rule(number=NUMBER)
@@ -210,7 +226,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
         if waiting:
             delivery = waiting[number % len(waiting)]
             self.shards._blocked[delivery].cancel()  # type: ignore[union-attr]
-            self.within(self.shards._due, delivery)
+            self.within(self.shards.unblock, delivery)
 
     @rule()
     def linger_is_over(self) -> None:
@@ -275,10 +291,10 @@ class BatchShardsMachine(RuleBasedStateMachine):
         if not offsets:
             return
         first += min(offsets)
-        in_hand = {delivery for batch in self.running for delivery in batch.deliveries}
+        in_hand = {delivery for batch in self.running for delivery in [*batch.deliveries, *batch.left_out]}
         in_hand |= set(self.shards._blocked) | {entry[2] for entry in self.shards._returning}
         expected = {d for d in self.alive if d.epoch is epoch and d.offset >= first and d not in in_hand}
-        given_back = self.within(self.shards.give_back, epoch, first)
+        given_back = self.within(self.shards.evict, epoch, first)
         assert set(given_back) == expected
         assert len(given_back) == len(expected)
         for delivery in given_back:
@@ -301,8 +317,8 @@ class BatchShardsMachine(RuleBasedStateMachine):
         assert not self.running
         assert not self.shards._forming, "what may not start stays in a batch"
         for epoch in self.epochs:
-            if epoch.gate is Gate.CLOSED and epoch.drain is not None:
-                assert epoch.drain.done, f"the drain waits for {epoch.drain.pending}, which nothing will end"
+            if epoch.gate is Gate.CLOSED:
+                assert not epoch.pending, f"the drain waits for {epoch.pending}, which nothing will end"
 
     def take_when_fed(self) -> None:
         """Take; a bounded queue gets its next deliveries only after it gave some away."""
@@ -337,7 +353,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
         owners = [*self.shards._blocked, *(entry[2] for entry in self.shards._returning)]
         keys = [delivery.key for delivery in owners if delivery.key is not None]
         for batch in [*self.running, *self.shards._forming.values()]:
-            assert set(batch.keys) == {d.key for d in batch.deliveries if d.key is not None}
+            assert set(batch.keys) == {d.key for d in [*batch.deliveries, *batch.left_out] if d.key is not None}
             keys += batch.keys
         assert sorted(map(str, keys)) == sorted(map(str, self.shards._occupied))
 

@@ -3,19 +3,17 @@
 import itertools
 import random
 import time
+import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, Lease, utf16_units
-from aioshard.core.finished_offsets import Run, runs_of
+from aioshard.core.commit_metadata import MOST_UNITS, CommitMetadata, FirstCommit
+from aioshard.core.finished_offsets import Run, _to_units, runs_of
 
 offsets = st.integers(0, 1 << 40)
-plans = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
-leases = st.none() | st.builds(Lease, plans, st.integers(0, 253_402_300_799))
-generations = st.none() | st.integers(0, 1 << 31)
-foreign_texts = st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=200)
+markers = st.none() | st.builds(FirstCommit, st.integers(0, 1 << 20), st.integers(0, 1 << 31))
 
 
 @st.composite
@@ -32,17 +30,15 @@ def runs(draw: st.DrawFn, offset: int, most: int = 200) -> tuple[Run, ...]:
 def noted(draw: st.DrawFn) -> tuple[CommitMetadata, int]:
     offset = draw(offsets)
     metadata = CommitMetadata(
-        first_generation=draw(generations),
-        lease=draw(leases),
+        first=draw(markers),
         finished=draw(runs(offset)),
-        foreign=draw(foreign_texts),
     )
     return metadata, offset
 
 
 def assert_stored(text: str) -> None:
     """What every broker takes with its default settings."""
-    assert utf16_units(text) == len(text.encode("utf-16-le")) // 2 <= MOST_UNITS
+    assert len(text) == len(text.encode("utf-16-le")) // 2 <= MOST_UNITS
     assert "\0" not in text
 
 
@@ -57,22 +53,22 @@ def test_what_is_written_is_read(case: tuple[CommitMetadata, int]) -> None:
     assert CommitMetadata.read(text + "\0", offset) == metadata, "librdkafka appends a NUL"
 
 
-@given(offset=offsets, seed=st.integers(), sparse=st.integers(1, 8), first=generations, foreign=foreign_texts)
+@given(offset=offsets, seed=st.integers(), sparse=st.integers(1, 8), first=markers)
 def test_what_does_not_fit_is_left_out_from_the_highest_on(
-    offset: int, seed: int, sparse: int, first: int | None, foreign: str | None
+    offset: int, seed: int, sparse: int, first: FirstCommit | None
 ) -> None:
     chosen = random.Random(seed)
     every = runs_of(offset + place for place in range(1, 40_000) if chosen.randrange(sparse + 1))
-    metadata = CommitMetadata(first_generation=first, finished=every, foreign=foreign)
+    metadata = CommitMetadata(first=first, finished=every)
 
     text = metadata.text(offset)
     read = CommitMetadata.read(text, offset)
 
     assert_stored(text)
     assert read.finished == every[: len(read.finished)]
-    assert (read.first_generation, read.foreign, read.ignored) == (first, foreign, ())
+    assert (read.first, read.ignored) == (first, ())
     if len(read.finished) < len(every):
-        assert utf16_units(text) > MOST_UNITS - 100, "there was room"
+        assert len(text) > MOST_UNITS - 100, "there was room"
 
 
 @given(st.text(max_size=300), offsets)
@@ -118,7 +114,7 @@ def test_runs_hold_exactly_their_offsets(finished: set[int]) -> None:
 
 
 def test_the_text_of_live_apps_is_as_it_was() -> None:
-    assert CommitMetadata(first_generation=12).text(7) == "aioshard/1 first=12"
+    assert CommitMetadata(first=FirstCommit(12, 1_750_000_000)).text(7) == "aioshard/1 first=12,1750000000"
     assert CommitMetadata().text(7) == ""
 
 
@@ -132,7 +128,7 @@ def test_the_text_of_live_apps_is_as_it_was() -> None:
     ids=["beyond-one-stuck-record", "alternating", "beyond-300-stuck-records"],
 )
 def test_a_hundred_thousand_finished_records_have_room(finished: list[int], *, whole: bool) -> None:
-    metadata = CommitMetadata(first_generation=3, finished=runs_of(7 + place for place in finished))
+    metadata = CommitMetadata(first=FirstCommit(3, 2), finished=runs_of(7 + place for place in finished))
 
     text = metadata.text(7)
 
@@ -148,27 +144,29 @@ def test_what_has_no_room_is_not_searched_for_long() -> None:
     text = metadata.text(0)
 
     assert time.process_time() - began < 5.0
-    assert utf16_units(text) > MOST_UNITS - 100
+    assert len(text) > MOST_UNITS - 100
+
+
+def content(packed: bytes) -> str:
+    return f"aioshard/1 done=7:{_to_units(zlib.compress(packed))}"
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("aioshard/1 lease=", "no lease"),
-        ("aioshard/1 lease=x@y", "no lease"),
-        ("aioshard/1 lease=x@253402300800", "no lease"),
-        ("aioshard/1 first=-3", "no number"),
-        ("aioshard/1 first=99999999999999999999", "no number"),
-        ("aioshard/1 done=r:5:AAAA:AQI", "noted for offset 5"),
-        ("aioshard/1 done=r:7:YUq4:AQ", "cut off"),
-        ("aioshard/1 done=r:7:g7V5:AQA", "make no sense"),
-        ("aioshard/1 done=r:7:AAAA:!!!!", "damaged"),
-        ("aioshard/1 done=z:7:AAAA:㐀㐀㐀", "inflated"),
-        ("aioshard/1 done=z:7:AAAA:abc", "none of ours"),
-        ("aioshard/1 done=q:7:AAAA:abc", "no form"),
-        ("aioshard/1 done=r:7:AAAA:AQI", "checksum"),
-        ("aioshard/1 first", "is no field"),
-        ("aioshard/one", "begins like ours"),
+        ("aioshard/1 first=-3", "damaged"),
+        ("aioshard/1 first=99999999999999999999,3", "damaged"),
+        ("aioshard/1 first", "damaged"),
+        ("aioshard/1 done=?", "damaged"),
+        ("aioshard/1 done=5:abc", "written for offset 5"),
+        ("aioshard/1 done=7:abc", "unexpected character"),
+        ("aioshard/1 done=7:㐀㐀㐀", "inflated"),
+        (content(b"\1\2")[:-1], "truncated"),
+        (content(b"\1"), "truncated"),
+        (content(b"\1\x82"), "truncated"),
+        (content(b"\1" + b"\x82" * 20), "too long"),
+        (content(b"\1\0"), "invalid runs"),
+        (content(b"\1\1\0\1"), "invalid runs"),
     ],
 )
 def test_what_is_damaged_is_ignored_with_a_reason(text: str, reason: str) -> None:
@@ -179,24 +177,16 @@ def test_what_is_damaged_is_ignored_with_a_reason(text: str, reason: str) -> Non
     assert reason in read.ignored[0]
 
 
-def test_what_is_whole_beside_something_damaged_counts() -> None:
-    read = CommitMetadata.read("aioshard/1 first=3 lease=? later=field done=r:7:jdRV:AQI", 7)
+def test_the_marker_beside_something_damaged_counts() -> None:
+    read = CommitMetadata.read("aioshard/1 first=3,2 done=7:?", 7)
 
-    assert (read.first_generation, read.finished) == (3, (Run(8, 10),))
-    assert read.ignored == ("lease: it is no lease",)
-
-
-def test_a_format_to_come_is_kept_as_somebody_elses() -> None:
-    read = CommitMetadata.read("aioshard/2 what=ever", 7)
-
-    assert read.foreign == "aioshard/2 what=ever"
-    assert CommitMetadata.read(read.text(7), 7).foreign == read.foreign
+    assert (read.first, read.finished) == (FirstCommit(3, 2), ())
+    assert read.ignored == ("done: damaged: unexpected character",)
 
 
-@pytest.mark.parametrize("foreign", ["x" * MOST_UNITS, "\U0001f600" * 2100, "a\0b", "half \ud800"])
-def test_somebody_elses_text_that_cannot_be_kept_is_refused(foreign: str) -> None:
-    with pytest.raises(ValueError, match="another program"):
-        CommitMetadata(first_generation=3, foreign=foreign).text(7)
+@pytest.mark.parametrize("text", ["aioshard/2 what=ever", "aioshard/one", "worker-7"])
+def test_a_format_to_come_and_other_programs_are_foreign(text: str) -> None:
+    assert CommitMetadata.read(text, 7) == CommitMetadata(foreign=text)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +195,8 @@ def test_somebody_elses_text_that_cannot_be_kept_is_refused(foreign: str) -> Non
         CommitMetadata(finished=(Run(6, 8),)),
         CommitMetadata(finished=(Run(8, 8),)),
         CommitMetadata(finished=(Run(8, 10), Run(10, 12))),
-        CommitMetadata(first_generation=-1),
-        CommitMetadata(lease=Lease("two words", 5)),
-        CommitMetadata(lease=Lease("x" * 65, 5)),
     ],
 )
 def test_what_makes_no_sense_is_not_written(metadata: CommitMetadata) -> None:
-    with pytest.raises(ValueError, match=r"finished=|first=|Lease"):
+    with pytest.raises(ValueError, match="must be ascending"):
         metadata.text(7)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.pace import KeyedTokenBuckets, RateLimit, TokenBucket
+from aioshard.core.pace import RateLimit, TokenBucket
 
 RATES = st.one_of(st.floats(0.01, 5_000.0), st.sampled_from([1.0, 3.0, 7.0, 10.0, 1000.0]))
 LIMITS = st.builds(RateLimit, RATES, st.integers(1, 20))
@@ -61,12 +61,3 @@ def test_who_takes_each_token_when_it_is_due_gets_all_of_them(limit: RateLimit, 
 
     assert now - start <= tokens / limit.per_second * (1 + 1e-9) + tokens * 1e-9
     assert now - start >= tokens / limit.per_second * (1 - 1e-9) - tokens * 1e-9
-
-
-@given(LIMITS, STEPS, st.lists(st.integers(0, 5), min_size=61, max_size=61))
-def test_forgetting_full_buckets_changes_nothing(limit: RateLimit, steps: list[float], keys: list[int]) -> None:
-    kept = {key: TokenBucket(limit) for key in range(6)}
-    buckets = KeyedTokenBuckets(limit)
-    for now, key in zip(times_from(0.0, steps, limit), keys, strict=False):
-        assert buckets.due(key, now) == kept[key].due(now)
-        assert buckets.take(key, now) == kept[key].take(now)

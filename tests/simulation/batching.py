@@ -8,8 +8,6 @@ from aioshard.records import TopicPartition
 from tests.simulation.failing import FailingWorld
 from tests.simulation.world import GROUP, SETTINGS, TOPIC, Process, World
 
-__all__ = ["BatchWorld", "FailingBatchWorld"]
-
 _OVERHEAD = record_size(None, None, ())
 
 

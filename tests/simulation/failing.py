@@ -5,13 +5,11 @@ import contextlib
 from typing import Any
 
 from aioshard import Budget, DeadLetter, Park, Record, Retry
-from aioshard.core.recourse import OnFailure
+from aioshard.core.on_failure import OnFailure
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
 from aioshard.serde.side_records import ParkedRecord, Place, Removed, read_dead_letter, read_parked, release
 from tests.simulation.world import GROUP, TOPIC, Process, World
-
-__all__ = ["POLICIES", "FailingWorld"]
 
 SIDE = "side"
 TIMEOUT = 1.5
@@ -115,7 +113,7 @@ class FailingWorld(World):
             case 3 if self.policy.startswith("park"):
                 self.read_side()
                 if SIDE in self.broker.topics():
-                    self.broker.compact(SIDE, self.rng.randrange(self.broker.topics()[SIDE]))
+                    self.broker.log(SIDE, self.rng.randrange(self.broker.topics()[SIDE])).compact()
             case _:
                 await super().something_happens()
 
@@ -159,7 +157,7 @@ class FailingWorld(World):
         if not self.policy.startswith("park"):
             return []
         return sorted(
-            place for place in self.side_records if self.broker.has_leader(TopicPartition(*place.coordinates[:2]))
+            place for place in self.side_records if TopicPartition(*place.coordinates[:2]) not in self.broker.leaderless
         )
 
     def finished(self) -> bool:
@@ -190,7 +188,7 @@ class FailingWorld(World):
             if process.engine is not None
             for handler in process.engine.handlers
             if handler.parking is not None
-            for lot in handler.parking.lots
+            for lot in handler.parking.partitions
             if lot.source.topic_partition == (place.coordinates.topic, place.coordinates.partition)
         ]
         known = [

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from aioshard.errors import TransportError
-from aioshard.ports import Committed, LogRange
+from aioshard.ports import Committed, GroupListener, LogRange
 from aioshard.records import TopicPartition
 from tests.simulation.test_interleavings import simulate
 from tests.simulation.world import GROUP, SESSION, TOPIC, ClusterTransport, World, live
@@ -29,7 +29,7 @@ class Credulous(ClusterTransport):
 class Unaware(ClusterTransport):
     """A client that does not know that its session is over until the coordinator says so."""
 
-    async def _hear_nothing(self) -> None:
+    async def _hear_nothing(self, _: GroupListener) -> None:
         await self._stirred.wait()
 
 
@@ -104,7 +104,7 @@ class LeaderIsAway(Scenario):
     async def fault(self) -> None:
         self.broker.set_leader(*PARTITIONS[0], available=False)
         self.publish(60)
-        self.broker.rebalance()
+        self.broker.group(GROUP).rebalance()
         await self.finish_within(10.0)
         self.start_process()
         self.publish(60)

@@ -22,10 +22,8 @@ class FlowWorld(World):
 
     def consume_options(self) -> dict[str, Any]:
         options = super().consume_options()
-        if self.kind in (1, 3, 5):
-            options["rate_limit"] = RateLimit(400.0, burst=5)
-        if self.kind in (2, 3, 5):
-            options["key_rate_limit"] = RateLimit(100.0, burst=2)
+        if self.kind in (1, 2, 3, 5):
+            options["rate_limit"] = RateLimit(100.0 if self.kind == 2 else 400.0, burst=5)
         if self.kind == 4:
             options["concurrency"] = Adaptive(1, 16)
         return options
@@ -35,7 +33,7 @@ class FlowWorld(World):
         for process in self.living:
             if process.engine is not None and self.kind < 4 and self.rng.random() < 0.5:
                 (handler,) = process.engine.handlers
-                set_concurrency(handler, self.rng.choice([1, 1, 2, 3, 8, 30]))
+                set_concurrency(process.engine, handler.spec.name, self.rng.choice([1, 1, 2, 3, 8, 30]))
 
 
 def simulate(seed: int, *, clean: bool) -> FlowWorld:

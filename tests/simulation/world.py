@@ -16,6 +16,7 @@ from typing import Any
 from aioshard import App, Context, Record, Retry
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run, holds
+from aioshard.engine.epoch import Epoch
 from aioshard.engine.runtime import Engine
 from aioshard.errors import AioshardError, ClientLostError, CommitError, CommitRefusedError, TransportError
 from aioshard.ports import Committed, GroupListener, Membership
@@ -52,10 +53,13 @@ class TimedListener:
         self._listener = listener
         self._breaches = breaches
 
-    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        self._listener.lost(partitions)
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
-        await self._listener.revoked(partitions, lost=lost)
+        await self._listener.revoked(partitions)
         took = clock() - began
         if took > DRAIN + COMMIT + 0.01:
             self._breaches.append(f"I7: the revoke callback took {took} s")
@@ -421,7 +425,7 @@ class World:
             if key is not None:
                 self.of_key[record.topic_partition, key].append(record.offset)
             if self.rng.random() < 0.1:
-                self.broker.skip(TOPIC, record.partition, self.rng.randrange(1, 8))
+                self.broker.log(TOPIC, record.partition).skip(self.rng.randrange(1, 8))
 
     async def live_through(self, events: int, pauses: Sequence[float]) -> None:
         """Live a life: so many events, and then the end of all trouble."""
@@ -462,16 +466,16 @@ class World:
             case "publish":
                 self.publish(self.rng.randrange(1, 40))
             case "rebalance":
-                self.broker.rebalance()
+                self.broker.group(GROUP).rebalance()
             case "revoke":
-                self.broker.revoke(TOPIC, partition)
+                self.broker.group(GROUP).revoke(TopicPartition(TOPIC, partition))
             case "assign":
                 for withheld in sorted(group.withheld):
-                    self.broker.assign(*withheld)
+                    self.broker.group(GROUP).assign(withheld)
             case "lose":
-                self.broker.lose()
+                self.broker.group(GROUP).lose()
             case "lose one" if group.members:
-                group.lose(self.rng.choice(group.members))
+                group.leave(self.rng.choice(group.members))
             case "commit error":
                 self.broker.fail_next_commit(CommitError("the broker had no time"))
             case "commit refused":
@@ -497,7 +501,7 @@ class World:
             case "cut off" if living:
                 self.cut_off(self.rng.choice(living), self.rng.choice([0.3, 3.0, 12.0]))
             case "leader":
-                led = self.broker.has_leader(TopicPartition(TOPIC, partition))
+                led = TopicPartition(TOPIC, partition) not in self.broker.leaderless
                 self.broker.set_leader(TOPIC, partition, available=not led)
             case _:
                 pass
@@ -531,17 +535,17 @@ class World:
         if offsets:
             before = self.rng.choice(offsets)
             self.done[topic_partition].update(offset for offset in offsets if offset < before)
-            self.broker.truncate_before(TOPIC, topic_partition.partition, before)
+            self.broker.log(TOPIC, topic_partition.partition).truncate_before(before)
 
     async def calm_down(self) -> None:
         """Nothing goes wrong any more: everything has to be processed and committed (I3, I10, I11)."""
         self.calm = True
         self.broker.available = True
         for withheld in sorted(self.broker.group(GROUP).withheld):
-            self.broker.assign(*withheld)
+            self.broker.group(GROUP).assign(withheld)
         if not self.living:
             self.start_process()
-        if not all(self.broker.has_leader(topic_partition) for topic_partition in self.offsets):
+        if not all(topic_partition not in self.broker.leaderless for topic_partition in self.offsets):
             self.start_process()
             await self._until_finished()  # what has a leader
         for topic_partition in self.offsets:
@@ -564,7 +568,7 @@ class World:
             all(offset in self.done[tp] or self.is_terminal(tp, offset) for offset in offsets)
             and (self.broker.committed(GROUP, *tp) or 0) >= self.broker.log(*tp).end
             for tp, offsets in self.offsets.items()
-            if self.broker.has_leader(tp)
+            if tp not in self.broker.leaderless
         )
 
     def describe(self) -> str:
@@ -606,10 +610,10 @@ async def stop_quietly(process: Process) -> None:
 
 def check_engine(engine: Engine) -> None:
     """What holds inside one engine between any two steps."""
-    epochs = engine.rebalance.epochs
+    epochs: list[Epoch] = [*engine.rebalance.epochs]
     for handler in engine.handlers:
         if handler.parking is not None:
-            epochs += [lot.replays for lot in handler.parking.lots]
+            epochs += handler.parking.partitions
     records = sum(epoch.held_usage.records for epoch in epochs)
     size = sum(epoch.buffered_bytes for epoch in epochs)
     oversized = 2 if any(handler.parking is not None for handler in engine.handlers) else 1
@@ -619,6 +623,6 @@ def check_engine(engine: Engine) -> None:
     # One record larger than the bound is admitted alone, and so is one that is run again.
     alone = oversized * (OVERSIZED + 600)
     assert size <= buffer.bounds.bytes or size - alone <= buffer.bounds.bytes, f"I6: {size} bytes"
-    for epoch in epochs:
-        committable = epoch.tracker.committable
-        assert epoch.acknowledged is None or epoch.gate or epoch.acknowledged <= committable, "I1: ahead of ourselves"
+    for partition in engine.rebalance.epochs:
+        committable, committed = partition.tracker.committable, partition.acknowledged
+        assert committed is None or partition.gate or committed <= committable, "I1: ahead of ourselves"

@@ -15,8 +15,6 @@ from aiokafka import AIOKafkaProducer
 from aioshard import App
 from tests.support.cluster import DEADLINE, KafkaCluster
 
-__all__ = ["QUICK", "AppModule", "produce_at", "write_app", "write_module"]
-
 QUICK = {
     "auto_offset_reset": "earliest",
     "commit_interval": 0.1,

@@ -22,7 +22,7 @@ def main(bootstrap: str, topic: str, app: str, *directories: str) -> None:
         options = {"bootstrap_servers": bootstrap, "topics": topic}
         raw = spark.read.format("aioshard").options(**options).load().select("partition", "offset", "value").collect()
         outcomes = spark.read.format("aioshard").options(app=app).load().select("status").collect()
-        drained = {directory: dict(aioshard.spark.drain(spark, directory).statuses) for directory in directories}
+        drained = {directory: dict(aioshard.spark.run(spark, directory).statuses) for directory in directories}
         found = {
             "kind": type(spark).__module__,
             "raw": sorted([row["partition"], row["offset"], bytes(row["value"]).decode()] for row in raw),

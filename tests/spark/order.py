@@ -10,8 +10,6 @@ from aiokafka import AIOKafkaProducer
 
 from tests.support.cluster import DEADLINE, KafkaCluster
 
-__all__ = ["BY_ACCOUNT", "disorders", "produce_accounts"]
-
 BY_ACCOUNT = """
 import asyncio, random
 

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from aioshard import spark as history
-from aioshard.spark.draining.drain import DrainReport, drain
-from aioshard.spark.ending.verify import verify
-from aioshard.spark.runs.plan import Plan
-from aioshard.spark.runs.verification import Verification
+from aioshard.spark.plans import Plan
+from aioshard.spark.runs import RunStatus
+from aioshard.spark.runs import run as run_plan
+from aioshard.spark.verification import Verification, verify
 from tests.spark.apps import AppModule
 from tests.support.shared_kafka import SharedKafka
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = ["HistoryRun"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +34,9 @@ class HistoryRun:
         """Plans from the start of the log on."""
         return await history.plan(self.app.target, directory=self.directory, **{"start": "earliest"} | options)
 
-    async def drain(self, **options: Any) -> DrainReport:
+    async def drain(self, **options: Any) -> RunStatus:
         """Runs the handlers up to the end."""
-        return await asyncio.to_thread(drain, self.spark, self.directory, **options)
+        return await asyncio.to_thread(run_plan, self.spark, self.directory, **options)
 
     async def verify(self) -> Verification:
         """Compares with the log."""

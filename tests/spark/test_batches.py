@@ -1,19 +1,18 @@
 """What is done with a micro-batch, without Spark: in which order, and what counts as done after a crash between."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioshard.errors import DrainError, HaltedError, PlanError
-from aioshard.spark.draining.batches import WriteBatch, batches_with_rows, read_halted, summary_of
-from aioshard.spark.draining.drain import _Run, follow
-from aioshard.spark.runs.directory import RunDirectory
-from aioshard.spark.runs.files import STOP
+from aioshard.errors import HaltedError, PlanError, RunError
+from aioshard.spark.run_directory import STOP, RunDirectory
+from aioshard.spark.runs import follow, read_halted, run, status, write_batch
 from tests.spark.plans import PLAN
 
-HALTED = {"topic": "orders", "partition": 0, "offset": 7, "key": b"k", "error_type": "E", "error": "", "attempts": 1}
+HALTED = {"record": "orders/0/7", "key": "k", "error_type": "E", "error": ""}
 
 
 class Rows:
@@ -27,7 +26,7 @@ class Rows:
     def __getattr__(self, name: str) -> Any:
         if name in {"write", "read", "sparkSession"}:
             return self
-        return lambda *_: self  # mode, schema, where, orderBy, limit
+        return lambda *_: self  # mode, schema, where, orderBy, limit, selectExpr
 
     def parquet(self, uri: str) -> "Rows":
         name = uri.removeprefix(self._place.uri() + "/")
@@ -59,23 +58,25 @@ class Counts:
 def test_a_batch_that_is_complete_runs_no_handler_again(tmp_path: Path) -> None:
     """The driver was lost after the rows had come to their place, and before Spark had noted that."""
     place, events = RunDirectory(tmp_path), list[str]()
-    write = WriteBatch(place, lambda *_: events.append("told"), lambda rows: rows)
+    place.begin(PLAN)
+    write = functools.partial(write_batch, place, lambda *_: events.append("told"), lambda rows: rows)
     write(Rows(place, ["processed"], events), 0)  # type: ignore[arg-type]
     write(Rows(place, ["processed"], events), 0)  # type: ignore[arg-type]
 
     assert events == ["written", "told"]
-    assert (place.list("outcomes"), summary_of(place)) == (["batch=0"], {"processed": 1})
+    assert (place.list("outcomes"), status(place).statuses) == (["batch=0"], {"processed": 1})
 
 
 def test_a_batch_that_had_nothing_to_do_is_not_counted(tmp_path: Path) -> None:
     place = RunDirectory(tmp_path)
-    write = WriteBatch(place, None, lambda rows: rows)
+    place.begin(PLAN)
+    write = functools.partial(write_batch, place, None, lambda rows: rows)
     write(Rows(place, [], []), 0)  # type: ignore[arg-type]
-    assert batches_with_rows(place) == 0
+    assert status(place).batches == 0
 
     write(Rows(place, ["processed"], []), 1)  # type: ignore[arg-type]
 
-    assert batches_with_rows(place) == 1
+    assert status(place).batches == 1
 
 
 def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:
@@ -85,8 +86,8 @@ def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:
         events.append(f"{batch}: {place.list('outcomes')}")
         raise LookupError("no such table")
 
-    with pytest.raises(DrainError, match=r"foreach of micro-batch 3 failed \(LookupError: no such table"):
-        WriteBatch(place, failing, lambda rows: rows)(Rows(place, ["processed"], events), 3)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"foreach of micro-batch 3 failed \(LookupError: no such table"):
+        write_batch(place, failing, lambda rows: rows, Rows(place, ["processed"], events), 3)  # type: ignore[arg-type]
 
     assert events == ["written", "3: []"]
     assert place.list("outcomes") == []
@@ -94,14 +95,14 @@ def test_a_sink_is_told_before_the_batch_counts_as_done(tmp_path: Path) -> None:
 
 def test_no_sink_is_told_of_a_batch_that_halts(tmp_path: Path) -> None:
     place, events = RunDirectory(tmp_path), list[str]()
-    write = WriteBatch(place, lambda *_: events.append("told"), lambda rows: rows)
+    write = functools.partial(write_batch, place, lambda *_: events.append("told"), lambda rows: rows)
 
     with pytest.raises(HaltedError, match="orders/0/7"):
         write(Rows(place, ["processed", "halted"], events), 0)  # type: ignore[arg-type]
 
     assert events == ["written"]
     assert place.list("outcomes") == []
-    assert [one.offset for one in read_halted(place)] == [7]
+    assert [record.split()[0] for record in read_halted(place)] == ["orders/0/7"]
 
 
 class Session:
@@ -118,13 +119,13 @@ def begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run
     session: Any = Session()
     session.readStream = None
 
-    def begins(executors_answer: Callable[..., None] = lambda *_: None, follow: str | None = None) -> RunDirectory:
-        monkeypatch.setattr("aioshard.spark.draining.versions_on_executors.check_versions", executors_answer)
-        monkeypatch.setattr("aioshard.spark.draining.drain.check_logs", lambda *_: None)
-        monkeypatch.setattr("aioshard.spark.draining.drain.planned_source", _nothing)
-        monkeypatch.setattr("aioshard.spark.draining.drain.slots_of", lambda *_: 1)
+    def begins(check_logs: Callable[..., None] = lambda *_: None, trigger: str | None = None) -> RunDirectory:
+        monkeypatch.setattr("aioshard.spark.runs.check_logs", check_logs)
+        monkeypatch.setattr("aioshard.spark.runs.planned_source", _nothing)
+        monkeypatch.setattr("aioshard.spark.runs.slots_of", lambda *_: 1)
+        begin = run if trigger is None else functools.partial(follow, trigger=trigger)
         with pytest.raises(LookupError):
-            _Run(session, place, None, lambda _: None).start(follow)
+            begin(session, place)
         return place
 
     return begins
@@ -139,11 +140,11 @@ def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, begins:
     place.write(STOP, "")  # of an earlier drain
     seen = []
 
-    def executors_answer(*_: object) -> None:
+    def brokers_answer(*_: object) -> None:
         seen.append(place.exists(STOP))
         place.write(STOP, "")
 
-    begins(executors_answer)
+    begins(brokers_answer)
 
     assert seen == [False]
     assert place.exists(STOP)
@@ -151,13 +152,13 @@ def test_a_stop_that_comes_while_a_drain_begins_is_heard(tmp_path: Path, begins:
         pass
 
 
-@pytest.mark.parametrize(("follow", "verified"), [(None, True), ("1 second", False)])
+@pytest.mark.parametrize(("trigger", "verified"), [(None, True), ("1 second", False)])
 def test_what_was_verified_is_not_when_the_run_goes_on_behind_it(
-    tmp_path: Path, begins: Callable[..., RunDirectory], follow: str | None, *, verified: bool
+    tmp_path: Path, begins: Callable[..., RunDirectory], trigger: str | None, *, verified: bool
 ) -> None:
     RunDirectory(tmp_path).write_json("verified.json", {})
 
-    assert begins(follow=follow).exists("verified.json") == verified
+    assert begins(trigger=trigger).exists("verified.json") == verified
 
 
 def test_a_run_that_was_handed_over_is_not_followed(tmp_path: Path) -> None:

@@ -2,18 +2,16 @@
 
 import pytest
 
-from aioshard.cli.exit_codes import exit_code
+from aioshard.cli.output import exit_code
 from aioshard.errors import (
     AioshardError,
     DataLossError,
     GroupBusyError,
     GroupMovedError,
-    LeasedError,
     NotVerifiedError,
     PlanError,
     StartError,
 )
-from aioshard.records import TopicPartition
 
 
 @pytest.mark.parametrize(
@@ -23,7 +21,6 @@ from aioshard.records import TopicPartition
         (NotVerifiedError("no"), 3),
         (GroupBusyError("orders", ["member 'a'"], 2.0), 4),
         (GroupMovedError("orders", ["orders/0: then 3, now 6"]), 4),
-        (LeasedError("orders", TopicPartition("orders", 0), "7f3a", 1767225600), 4),
         (DataLossError(["orders/0: offsets 3 to 5"], "Begin elsewhere"), 5),
         (StartError("no"), 1),
     ],
@@ -34,7 +31,6 @@ def test_each_refusal_has_its_exit_code(error: AioshardError, code: int) -> None
 
 
 def test_the_sentences_name_what_was_found_and_what_to_do() -> None:
-    assert "2026-01-01T00:00:00+00:00" in str(LeasedError("orders", TopicPartition("orders", 0), "7f3a", 1767225600))
     assert "orders/0: offsets 3 to 5. Begin elsewhere" in str(
         DataLossError(["orders/0: offsets 3 to 5"], "Begin elsewhere")
     )

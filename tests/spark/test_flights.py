@@ -12,8 +12,8 @@ import pytest
 from aioshard import App
 from aioshard import spark as history
 from aioshard.cli.demo import read_flights
-from aioshard.spark.draining.drain import drain
-from aioshard.spark.ending.verify import verify
+from aioshard.spark.runs import run
+from aioshard.spark.verification import verify
 from tests.spark.apps import QUICK
 from tests.support.kafka import KafkaBroker
 from tests.support.kafka_libs import PROJECT
@@ -49,7 +49,7 @@ async def test_flights_are_done_again_and_the_live_app_goes_on_where_the_run_end
     plan = await history.plan(
         "flight_delays:app", directory=directory, start="earliest", bootstrap_servers=own_kafka.bootstrap
     )
-    report = await asyncio.to_thread(drain, spark, directory)
+    report = await asyncio.to_thread(run, spark, directory)
     await own_kafka.produce("flights", [(flight.aircraft, flight.value) for flight in flights[FLIGHTS:]])
     verification = await asyncio.to_thread(verify, spark, directory)
     done = await history.handover(directory)
@@ -60,7 +60,7 @@ async def test_flights_are_done_again_and_the_live_app_goes_on_where_the_run_end
     rows: list[Any] = spark.read.parquet(str(directory / "outcomes")).select("result").collect()
     results = [json.loads(bytes(row.result)) for row in rows]
     assert sorted(result["number"] for result in results) == list(range(FLIGHTS))
-    cancelled = sum(flight.departure_delay is None for flight in flights[:FLIGHTS])
+    cancelled = sum(json.loads(flight.value)["departure_delay"] is None for flight in flights[:FLIGHTS])
     assert Counter(result["class"] for result in results)["cancelled"] == cancelled > 0
 
     async with asyncio.timeout(60):

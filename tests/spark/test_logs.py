@@ -8,9 +8,8 @@ import pytest
 
 from aioshard import spark
 from aioshard.errors import DataLossError
-from aioshard.spark.draining.logs import check_logs
-from aioshard.spark.runs.checkpoint import Border
-from aioshard.spark.runs.plan import Plan
+from aioshard.spark.plans import Plan, Vector, starts_of
+from aioshard.spark.runs import check_logs
 from tests.spark.apps import write_app
 from tests.support.shared_kafka import SharedKafka
 
@@ -23,8 +22,8 @@ async def plan(kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monke
     return await spark.plan(app.target, directory=None, start="earliest")
 
 
-async def check(plan: Plan, border: Border | None = None) -> None:
-    await asyncio.to_thread(check_logs, plan, border)
+async def check(plan: Plan, reached: Vector | None = None) -> None:
+    await asyncio.to_thread(check_logs, plan, reached or starts_of(plan.ranges))
 
 
 async def test_what_retention_has_deleted_is_named_unless_it_was_done(
@@ -36,10 +35,10 @@ async def test_what_retention_has_deleted_is_named_unless_it_was_done(
     with pytest.raises(DataLossError, match=f"{topic}/0: offsets 0 to 5"):
         await check(plan)
     with pytest.raises(DataLossError, match=f"{topic}/0: offsets 5 to 5"):
-        await check(plan, Border(0, {topic: {"0": 5, "1": 0}}))
-    await check(plan, Border(0, {topic: {"0": 6, "1": 0}}))
+        await check(plan, {topic: {"0": 5, "1": 0}})
+    await check(plan, {topic: {"0": 6, "1": 0}})
     await kafka.delete_records(topic, before={0: 10, 1: 10})
-    await check(plan, Border(1, {topic: {"0": 10, "1": 10}}))
+    await check(plan, {topic: {"0": 10, "1": 10}})
 
 
 async def test_a_topic_that_is_gone_or_was_made_anew_is_named(kafka: SharedKafka, topic: str, plan: Plan) -> None:

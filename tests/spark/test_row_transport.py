@@ -8,12 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from aioshard.errors import DrainError, HaltedError, PlanError, StuckError
+from aioshard.errors import HaltedError, PlanError, RunError, StuckError
 from aioshard.records import Record
-from aioshard.spark.tasks.row_records import records_of
-from aioshard.spark.tasks.rows import RAW, raw_batch
-from aioshard.spark.tasks.shuffling import MOMENT, SHARD, HandlersOverRows, WithShards
-from aioshard.spark.tasks.work import Work
+from aioshard.spark.rows import RAW, raw_batch, records_of
+from aioshard.spark.shuffle import MOMENT, SHARD, handlers_over_rows, with_shards
+from aioshard.spark.work import Work
 from tests.spark.apps import write_module
 
 HEAD = """
@@ -48,7 +47,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def outcomes(work: Work, rows: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]:
-    return [row for batch in HandlersOverRows(work)(rows) for row in batch.to_pylist()]
+    return [row for batch in handlers_over_rows(work, rows) for row in batch.to_pylist()]
 
 
 def test_records_of_rows_are_those_that_the_rows_were_made_of() -> None:
@@ -161,7 +160,7 @@ def test_rows_that_break_off_are_an_error(work: Any) -> None:
         yield raw_batch([record(0)])
         raise EOFError
 
-    with pytest.raises(DrainError, match="EOFError"):
+    with pytest.raises(RunError, match="EOFError"):
         outcomes(told, rows())
 
 
@@ -179,7 +178,7 @@ def test_rows_of_a_topic_without_a_handler_are_refused(work: Any) -> None:
     with pytest.raises(PlanError, match="'elsewhere'"):
         outcomes(told, iter([raw_batch([record(0, topic="elsewhere")])]))
     with pytest.raises(PlanError, match="'elsewhere'"):
-        list(WithShards(told)(iter([raw_batch([record(0, topic="elsewhere")])])))
+        list(with_shards(told, iter([raw_batch([record(0, topic="elsewhere")])])))
 
 
 def test_what_belongs_together_has_one_shard_and_moments_never_go_back(work: Any) -> None:
@@ -194,7 +193,7 @@ def test_what_belongs_together_has_one_shard_and_moments_never_go_back(work: Any
     records = [record(n)._replace(timestamp=moment) for n, moment in enumerate(moments)]
     records.append(record(0, topic="others")._replace(timestamp=2.0))
 
-    (batch,) = WithShards(told)(iter([raw_batch(records)]))
+    (batch,) = with_shards(told, iter([raw_batch(records)]))
 
     rows = batch.to_pylist()
     shards = [row[SHARD] for row in rows]

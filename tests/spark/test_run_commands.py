@@ -1,4 +1,4 @@
-"""`aioshard spark drain|follow|status|stop|verify` as processes: exit codes, signals, what programs read."""
+"""`aioshard spark run|follow|status|stop|verify` as processes: exit codes, signals, what programs read."""
 
 import asyncio
 import contextlib
@@ -86,22 +86,22 @@ async def test_a_halt_ends_with_3_and_the_same_command_goes_on(
 ) -> None:
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
 
-    code, output, errors = await ended(app, "drain", str(run), "--master", "local[2,4]")
+    code, output, errors = await ended(app, "run", str(run), "--master", "local[2,4]")
 
     assert (code, output) == (3, "")
-    assert errors.splitlines()[-1].startswith("Error: 1 record(s) failed for good and hold their shards")
+    assert errors.splitlines()[-1].startswith("Error: 1 record failed permanently: ")
     assert f"{topic}/0/80 (key k, LookupError: no such customer)" in errors
     code, output, _ = await ended(app, "status", str(run), "--json")
     found: dict[str, Any] = json.loads(output)
-    assert (code, found["done"], found["finished"], found["statuses"]) == (0, 60, False, {"processed": 60})
+    assert (code, found["done"], found["state"], found["statuses"]) == (0, 60, "unfinished", {"processed": 60})
 
     (tmp_path / "flag").touch()
-    code, output, errors = await ended(app, "drain", str(run), "--master", "local[2,4]", "--json")
+    code, output, errors = await ended(app, "run", str(run), "--master", "local[2,4]", "--json")
 
     assert code == 0, errors
     found = json.loads(output)
     assert (found["state"], found["done"], found["batches"]) == ("finished", RECORDS, 3)
-    assert "draining: 90 of 90 (100 %) records" in errors
+    assert "running: 90 of 90 (100 %) records" in errors
     code, output, errors = await ended(app, "verify", str(run), "--master", "local[2,4]", "--json")
     assert (code, json.loads(output)["ok"]) == (0, True), errors
     code, output, errors = await ended(app, "handover", str(run))
@@ -116,9 +116,9 @@ async def test_it_is_stopped_at_a_border(
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch, seconds=0.1)
     (tmp_path / "flag").touch()
 
-    async with command(app, "drain", str(run), "--master", "local[2,4]", "--json") as process:
+    async with command(app, "run", str(run), "--master", "local[2,4]", "--json") as process:
         async with asyncio.timeout(200):
-            while spark.status(run)["done"] == 0:  # noqa: ASYNC110 - it is another process
+            while spark.status(run).done == 0:  # noqa: ASYNC110 - it is another process
                 await asyncio.sleep(0.05)
         if how == "signal":
             process.send_signal(signal.SIGTERM)
@@ -129,9 +129,9 @@ async def test_it_is_stopped_at_a_border(
 
     assert process.returncode == 0, errors.decode()
     found = json.loads(output)
-    assert found["state"] == "stopped"
+    assert found["state"] == "unfinished"
     assert found["done"] in {RECORDS // 3, 2 * RECORDS // 3}
-    assert ("It ends at the next border" in errors.decode()) == (how == "signal")
+    assert ("Stopping after the current micro-batch" in errors.decode()) == (how == "signal")
 
 
 async def test_what_follows_has_no_end_but_a_stop(
@@ -142,17 +142,17 @@ async def test_what_follows_has_no_end_but_a_stop(
     words = ["follow", str(run), "--master", "local[2,4]", "--trigger", "500 milliseconds"]
     async with command(app, *words) as process:
         async with asyncio.timeout(200):
-            while spark.status(run)["statuses"].get("processed") != RECORDS:  # noqa: ASYNC110 - another process
+            while spark.status(run).statuses.get("processed") != RECORDS:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
             await kafka.produce(topic, [(b"k", b"later")] * 7)  # beyond the planned end
-            while spark.status(run)["statuses"].get("processed") != RECORDS + 7:  # noqa: ASYNC110
+            while spark.status(run).statuses.get("processed") != RECORDS + 7:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         spark.stop(run)
         async with asyncio.timeout(200):
             output, errors = await process.communicate()
 
     assert process.returncode == 0, errors.decode()
-    assert output.decode() == f"To go on: aioshard spark follow {run}\n"
+    assert output.decode() == f"To continue: aioshard spark follow {run}\n"
 
 
 def spark_of(process: int) -> list[int]:
@@ -180,13 +180,13 @@ async def test_a_signal_while_spark_starts_leaves_no_java_behind(
     kafka: SharedKafka, topic: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:
     app, run = await make_run(kafka, topic, group, tmp_path, monkeypatch)
-    async with command(app, "drain", str(run), "--master", "local[2,4]") as process, asyncio.timeout(200):
+    async with command(app, "run", str(run), "--master", "local[2,4]") as process, asyncio.timeout(200):
         while not (java := spark_of(process.pid)):  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         said = b""
-        while b"a second signal ends it at once" not in said:
+        while b"a second signal ends it immediately" not in said:
             said = await process.stderr.readline()
             assert said, "it ended without a word"
         if signals == 2:
@@ -196,4 +196,4 @@ async def test_a_signal_while_spark_starts_leaves_no_java_behind(
     assert (process.returncode, output) == (130, b"")
     assert errors.endswith(b"Interrupted.\n") == (signals == 1)
     assert not any(map(is_spark, java))
-    assert spark.status(run)["done"] == 0
+    assert spark.status(run).done == 0

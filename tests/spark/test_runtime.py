@@ -15,9 +15,9 @@ from aioshard import App
 from aioshard.errors import HaltedError, PlanError, StuckError
 from aioshard.ports import Transport
 from aioshard.records import TopicPartition
-from aioshard.spark.tasks.rows import OUTCOMES
-from aioshard.spark.tasks.runtime import run_handlers
-from aioshard.spark.tasks.work import Work
+from aioshard.spark.rows import OUTCOMES
+from aioshard.spark.task import run_handlers
+from aioshard.spark.work import Work
 from aioshard.testing import InMemoryBroker
 from aioshard.testing.transport import InMemoryTransport
 
@@ -151,7 +151,7 @@ async def handle(record: Record) -> None:
 
     assert [row["status"] for row in rows].count("dead_lettered") == 2
     halted = next(row for row in rows if row["status"] == "halted")
-    assert "the dead-letter budget of handler handle is spent" in halted["error"]
+    assert "the dead-letter budget of handler handle is exhausted" in halted["error"]
     assert halted["error_type"] == "ConnectionError"  # what it failed with, and not that nothing goes on
     assert task.broker.topics().keys() == {"orders"}  # no letter is sent from a task
 
@@ -315,7 +315,7 @@ def test_a_total_that_fixed_shards_would_break_is_refused(make: Make) -> None:
 async def handle(record: Record) -> None:
     pass
 """)
-    with pytest.raises(PlanError, match="total_concurrency=4 was found, and handler 'handle' has shards=8"):
+    with pytest.raises(PlanError, match="total_concurrency=4 does not work with shards=8 of handler 'handle'"):
         task.rows(total_concurrency=4)
     assert len(task.rows()) == 20
 
@@ -344,5 +344,5 @@ async def handle(record: Record) -> None:
 
 
 def test_an_app_that_is_not_there_is_a_sentence() -> None:
-    with pytest.raises(PlanError, match="there is no module 'no_such_module' where the tasks of Spark run"):
+    with pytest.raises(PlanError, match="No module named 'no_such_module'"):
         next(run_handlers(Work("no_such_module:app"), lambda _: None))  # type: ignore[arg-type, return-value]

@@ -16,7 +16,7 @@ from aioshard import spark as history
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import Run
 from aioshard.errors import HaltedError
-from aioshard.kafka.history import HistoryBrokers
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -104,7 +104,7 @@ async def test_offsets_of_a_partition_stay_in_order_where_the_clocks_of_its_prod
 
 CLUSTER = """
 import sys
-from aioshard.spark.draining.drain import drain
+from aioshard.spark.runs import run
 from aioshard.spark.session import local_session
 
 settings = {"spark.executorEnv.PYTHONPATH": sys.argv[1], "spark.executor.memory": "600m"}
@@ -112,7 +112,7 @@ settings["spark.sql.shuffle.partitions"] = sys.argv[2]
 spark = local_session("local-cluster[2,1,1024]", settings=settings)
 try:
     for directory in sys.argv[3:]:
-        print(dict(drain(spark, directory).statuses))
+        print(dict(run(spark, directory).statuses))
 finally:
     spark.stop()
 """
@@ -285,7 +285,7 @@ async def test_what_the_group_recorded_as_finished_is_not_run_again(
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(None, b"%d" % n) for n in range(10)])
     noted = CommitMetadata(finished=(Run(5, 7),)).text(2)
-    async with HistoryBrokers(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
+    async with KafkaAdmin(Settings(bootstrap_servers=kafka.bootstrap)) as brokers:
         await brokers.commit_without_member(group, {TopicPartition(topic, 0): Committed(2, noted)})
     run = begin(f"@app.consume({topic!r}, shard_by=lambda record: 1)\nasync def handle(record): ...\n")
     await run.plan(start="committed")

@@ -107,9 +107,9 @@ async def test_an_open_transaction_is_the_end_and_aborted_records_do_not_come(
     ("options", "sentence"),
     [
         ({"topic": "orders"}, "has no option 'topic'"),
-        ({"topics": "orders", "tasks": "no"}, "option tasks='no' was found"),
-        ({"topics": "orders", "start": "soon"}, "option start='soon' was found; earliest was expected"),
-        ({"plan": "nowhere"}, "there is no plan.json in nowhere"),
+        ({"topics": "orders", "tasks": "no"}, "option tasks='no': expected a whole number"),
+        ({"topics": "orders", "start": "soon"}, "option start='soon': expected an offset"),
+        ({"plan": "nowhere"}, "nowhere contains no plan.json"),
     ],
 )
 def test_a_wrong_option_is_a_sentence(spark: "SparkSession", options: dict[str, str], sentence: str) -> None:

@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.spark.runs.plan import PlannedRange
-from aioshard.spark.source.vectors import advanced, ends_of, packed, ranges_between, split, starts_of
+from aioshard.spark.plans import PlannedRange, advanced, ends_of, packed, ranges_between, split, starts_of
 
 RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 300)), min_size=1, max_size=8).map(
     lambda sizes: [

@@ -23,8 +23,6 @@ from confluent_kafka.admin import (
 from tests.support.cluster import DEADLINE, POLL_INTERVAL, GuardedCluster, KafkaCluster, is_ready
 from tests.support.kafka_properties import Credentials
 
-__all__ = ["allow", "client_options", "create_scram_user", "deny"]
-
 Resource = Literal["topic", "group", "transactional_id"]
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 

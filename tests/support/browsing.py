@@ -13,8 +13,6 @@ from starlette.types import ASGIApp
 
 from tests.support.chromium import browser
 
-__all__ = ["Watched", "open_browser", "served"]
-
 
 @contextlib.asynccontextmanager
 async def open_browser() -> AsyncIterator[Browser]:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-__all__ = ["Sweep", "cancel_at_each_await"]
-
 _DEADLINE = 10.0
 """Seconds that any run may take."""
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tests.support.provision import or_installed, provide
 
-__all__ = ["ChromiumFailedError", "ChromiumUnavailableError", "browser", "dump_page", "take_screenshot"]
-
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("chromium", "fonts-dejavu-core")
 PAGE_TIMEOUT = 90.0

@@ -19,8 +19,6 @@ from aiokafka.structs import OffsetAndMetadata
 from aioshard.records import Record
 from tests.support.certificates import Certificates
 
-__all__ = ["DEADLINE", "POLL_INTERVAL", "GuardedCluster", "KafkaCluster", "Message", "committed_offsets", "is_ready"]
-
 DEADLINE = 30.0
 MARKER_INTERVAL = 0.01
 """Seconds that any one call may take."""

@@ -10,8 +10,6 @@ from pathlib import Path
 from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT
 from tests.support.provision import provide
 
-__all__ = ["ConnectorUnavailableError", "connector_jars"]
-
 ARTIFACTS = (
     "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
     "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0",

@@ -13,8 +13,6 @@ import threading
 import time
 from types import FrameType
 
-__all__ = ["main", "wait_for_end"]
-
 
 def _leave_to_the_command(_signum: int, _frame: FrameType | None) -> None:
     """A signal to the group reaches the command itself; the guard reports how it ended."""

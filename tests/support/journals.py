@@ -1,19 +1,15 @@
 """Journals that no app wrote: rows from plain values or from a seed, as Parquet."""
 
 import dataclasses
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from aioshard.core.key_hash import key_hash, shard_of_hash
-from aioshard.telemetry.journal_rows import SCHEMA
-
-__all__ = ["Row", "seeded_rows", "write_journal"]
+from aioshard.core.sharding import key_hash, shard_of_hash
+from aioshard.telemetry.journal import SCHEMA
 
 BEGIN = 1_700_000_000.0
 
@@ -93,9 +89,7 @@ def seeded_rows(
     return rows
 
 
-def write_journal(
-    directory: Path, rows: Sequence[Row], *, member: str = "shop-host-1", number: int = 0, **metadata: Any
-) -> Path:
+def write_journal(directory: Path, rows: Sequence[Row], *, member: str = "shop-host-1", number: int = 0) -> Path:
     """Write one file of a journal and return its directory.
 
     Args:
@@ -103,10 +97,8 @@ def write_journal(
         rows: What it holds.
         member: As it stands in the file's name.
         number: Of the file.
-        metadata: What the file says of the app, beside the format.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    told = json.dumps({"format": 1, "group": "shop"} | metadata).encode()
-    table = pa.Table.from_pylist([dataclasses.asdict(row) for row in rows], SCHEMA.with_metadata({b"aioshard": told}))
+    table = pa.Table.from_pylist([dataclasses.asdict(row) for row in rows], SCHEMA)
     pq.write_table(table, directory / f"20261101T00000{number}.000000Z-{member}-0000000{number}.parquet")
     return directory

@@ -24,8 +24,6 @@ from tests.support.guard import wait_for_end
 from tests.support.kafka_libs import PROJECT, kafka_libs
 from tests.support.kafka_properties import SCRAM_USER, Ports, broker_properties
 
-__all__ = ["STOP_TIMEOUT", "KafkaBroker", "KafkaFailedError", "end_group"]
-
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 20.0
 READY_INTERVAL = 0.05

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.support.provision import provide
 
-__all__ = ["BrokerUnavailableError", "kafka_libs"]
-
 PROJECT = Path(__file__).resolve().parents[2]
 POM = PROJECT / "tests" / "kafka" / "pom.xml"
 DEFAULT_LIBS = PROJECT / "build" / "kafka" / "libs"

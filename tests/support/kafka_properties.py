@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tests.support.certificates import Certificates
 
-__all__ = ["PLAIN_USER", "SCRAM_USER", "SUPER_USER", "Credentials", "Ports", "broker_properties"]
-
 
 @dataclass(frozen=True)
 class Credentials:

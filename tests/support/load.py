@@ -9,8 +9,6 @@ from typing import Any, Self
 
 from confluent_kafka import Message, Producer
 
-__all__ = ["Load"]
-
 TICK = 0.05
 FLUSH_TIMEOUT = 120.0
 

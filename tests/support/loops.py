@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import uvloop
 
-__all__ = ["LOOPS", "NewLoop", "run_on"]
-
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 """A test is run once for each, with what makes the loop as `new_loop`."""
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from tests.support.kafka_libs import FETCH_TIMEOUT, PROJECT
 
-__all__ = ["SOURCES", "ParallelConsumerUnavailableError", "parallel_consumer_jars"]
-
-SOURCES = PROJECT / "tests" / "support" / "parallel_consumer"
+POM = PROJECT / "tests" / "support" / "parallel_consumer" / "pom.xml"
 JARS = PROJECT / "build" / "parallel-consumer"
 
 
@@ -25,14 +23,13 @@ def parallel_consumer_jars() -> Path:
     """
     if shutil.which("java") is None:
         raise ParallelConsumerUnavailableError("no `java` on PATH: install a JDK of version 17 or newer")
-    pom = SOURCES / "pom.xml"
-    fetched_for = JARS / pom.name
+    fetched_for = JARS / POM.name
     JARS.mkdir(parents=True, exist_ok=True)
     with (JARS / "fetch.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may come here at once
-        if not fetched_for.exists() or fetched_for.read_bytes() != pom.read_bytes():
-            _fetch(pom)
-            shutil.copyfile(pom, fetched_for)
+        if not fetched_for.exists() or fetched_for.read_bytes() != POM.read_bytes():
+            _fetch(POM)
+            shutil.copyfile(POM, fetched_for)
     return JARS
 
 

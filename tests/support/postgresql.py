@@ -22,8 +22,6 @@ from tests.support.kafka import STOP_TIMEOUT, end_group
 from tests.support.kafka_libs import PROJECT
 from tests.support.provision import or_installed, provide
 
-__all__ = ["PostgresqlFailedError", "PostgresqlServer", "PostgresqlUnavailableError", "server_programs"]
-
 DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")
 ACCOUNT = "postgres"
 """Who runs the server where the tests run as root, because PostgreSQL refuses that; Debian's package creates it."""

@@ -13,8 +13,6 @@ import httpx
 
 from tests.support.provision import or_installed, provide
 
-__all__ = ["Prometheus", "PrometheusFailedError", "PrometheusUnavailableError", "hurried", "programs", "promtool"]
-
 PROGRAMS = ("prometheus", "promtool")
 PACKAGES = ("prometheus",)
 DEADLINE = 40.0

@@ -9,8 +9,6 @@ from typing import NoReturn, TypeVar
 
 import pytest
 
-__all__ = ["in_ci", "or_installed", "provide", "skip_or_fail"]
-
 INSTALL = ["apt-get", "install", "--yes", "--quiet=2", "--no-install-recommends"]
 UPDATE = ["apt-get", "update", "--quiet=2"]
 INSTALL_TIMEOUT = 600.0

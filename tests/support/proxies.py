@@ -15,27 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-__all__ = [
-    "API_VERSIONS",
-    "CONSUMER_GROUP_HEARTBEAT",
-    "FETCH",
-    "FIND_COORDINATOR",
-    "GROUP_APIS",
-    "HEARTBEAT",
-    "JOIN_GROUP",
-    "LEAVE_GROUP",
-    "LIST_OFFSETS",
-    "METADATA",
-    "OFFSET_COMMIT",
-    "OFFSET_FETCH",
-    "PRODUCE",
-    "SYNC_GROUP",
-    "Change",
-    "Proxies",
-    "Request",
-    "Rule",
-]
-
 PRODUCE, FETCH, LIST_OFFSETS, METADATA, OFFSET_COMMIT, OFFSET_FETCH = 0, 1, 2, 3, 8, 9
 FIND_COORDINATOR, JOIN_GROUP, HEARTBEAT, LEAVE_GROUP, SYNC_GROUP, API_VERSIONS = 10, 11, 12, 13, 14, 18
 CONSUMER_GROUP_HEARTBEAT = 68

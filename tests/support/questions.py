@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
-__all__ = ["Questions"]
-
 
 class Questions:
     """Asks without pause, from a thread for each question."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from aioshard.engine.insight.stack import stack_above, stack_of, waits_for
+from aioshard.engine.stack import stack_above, stack_of, waits_for
 from tests.support.questions import Questions
 
 WORKERS = 16

@@ -11,8 +11,6 @@ from typing import Self
 
 import httpx
 
-__all__ = ["DEADLINE", "PROJECT", "Running", "environment", "settled"]
-
 PROJECT = Path(__file__).parents[2]
 DEADLINE = 40.0
 

@@ -17,8 +17,6 @@ from tests.support.cluster import GuardedCluster
 from tests.support.kafka import KafkaBroker
 from tests.support.three_brokers import ThreeBrokers
 
-__all__ = ["SharedKafka", "alone", "begin_run", "end_run", "shared_kafka", "shared_three_brokers"]
-
 RUN_DIRECTORY = "AIOSHARD_TEST_RUN"
 """Environment variable by which the leading process tells its workers where the run keeps its state."""
 RUN_LEADER = "AIOSHARD_TEST_LEADER"

@@ -11,8 +11,6 @@ from tests.support.kafka_libs import PROJECT
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["spark_session"]
-
 
 @contextmanager
 def spark_session(modules: Path) -> "Iterator[SparkSession]":

@@ -42,8 +42,6 @@ from tests.support.cluster import DEADLINE, KafkaCluster
 from tests.support.kafka import KafkaBroker
 from tests.support.proxies import Proxies
 
-__all__ = ["OFFSETS_TOPIC", "ThreeBrokers", "offsets_partition"]
-
 NODES = (1, 2, 3)
 START_TIMEOUT = 90.0
 ANSWER_TIMEOUT_MS = 3_000

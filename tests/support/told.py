@@ -18,7 +18,6 @@ PARTITION = PartitionStatistics(
     buffered_bytes=9_000,
     paused=None,
     oldest_incomplete_age=2.5,
-    noted=0.25,
 )
 HANDLER = HandlerStatistics(
     name="on_order",

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, BatchContext, Record, Retry
+from aioshard.engine.current_record import current_record
 from aioshard.errors import SettingsError
 from aioshard.records import TopicPartition
-from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, _Aggregating, configure, configure_from, current_record
+from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, _Aggregating, configure, configure_from
 from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.telemetry.traces import Spans, span_id
@@ -193,7 +194,7 @@ def consume(app: App, *values: str, until_settled: float = 60.0) -> None:
 USERS = logging.getLogger("shop")
 
 
-@pytest.mark.parametrize("kind", ["async", "plain", "task group", "gather", "to_thread", "nested"])
+@pytest.mark.parametrize("kind", ["async", "plain", "task group", "gather", "nested"])
 def test_a_line_of_a_handler_says_which_record_it_is_for(configured: Configure, kind: str) -> None:
     """Also in what the handler starts and waits for, and although many run at once."""
     stream = configured("info", "json")
@@ -215,8 +216,6 @@ def test_a_line_of_a_handler_says_which_record_it_is_for(configured: Configure, 
                     group.create_task(say_soon(record))
             case "gather":
                 await asyncio.gather(say_soon(record), asyncio.sleep(0.02))
-            case "to_thread":
-                await asyncio.to_thread(say, record)
             case "nested":
                 await asyncio.wait_for(asyncio.gather(asyncio.create_task(say_soon(record))), 5)
 
@@ -433,7 +432,7 @@ def test_a_line_of_the_engine_says_what_happened_and_to_what(configured: Configu
 
     run(scenario())
 
-    (line,) = logged(stream, "committed offset 50 of orders/0 is outside its log; going on at 0")
+    (line,) = logged(stream, "committed offset 50 of orders/0 is outside its log; resuming at 0")
     assert line == {"event": "out_of_range", "topic": "orders", "partition": 0, "offset": 50, "position": 0}
 
 
@@ -458,7 +457,7 @@ def test_the_users_own_file_configures_everything(tmp_path: Path, name: str) -> 
     file = tmp_path / name
     file.write_text(json.dumps(given) if name.endswith("json") else ini)
     script = (
-        "import logging, sys, aioshard.lifecycle\nfrom aioshard.telemetry.logs import configure_from\n"
+        "import logging, sys, aioshard.app\nfrom aioshard.telemetry.logs import configure_from\n"
         "configure_from(sys.argv[1])\n"
         "logging.getLogger('aioshard.engine').info('quiet')\nlogging.getLogger('aioshard.engine').warning('heard')\n"
     )

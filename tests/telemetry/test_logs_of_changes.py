@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, DeadLetter, Park, Record, Retry
-from aioshard.engine.notes import Notes
+from aioshard.engine.committer import Committer
 from aioshard.errors import CommitError
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, TestClient, run
@@ -145,7 +145,7 @@ def test_a_record_that_is_tried_again_halts_and_is_released(world: World) -> Non
         await client.publish("orders", "{}", partition=1, key="alice")
         await until(lambda: world.lines("stuck"))
         world.app.skip("orders", 1, 0)
-        await until(lambda: world.lines("goes_on"))
+        await until(lambda: world.lines("advances_again"))
         await client.settle(60)
 
     world.run(act)
@@ -156,7 +156,7 @@ def test_a_record_that_is_tried_again_halts_and_is_released(world: World) -> Non
     assert key.startswith("#")
     assert world.lines("retry") == [record | ours | {"attempt": 1, "error": "LookupError"}]
     assert world.lines("halted") == [record | ours | {"attempt": 2, "error": "LookupError"}]
-    assert world.lines("stuck") == world.lines("released") == world.lines("goes_on") == [record]
+    assert world.lines("stuck") == world.lines("released") == world.lines("advances_again") == [record]
 
 
 def test_a_record_that_is_diverted(world: World) -> None:
@@ -278,7 +278,7 @@ def test_a_committed_offset_that_is_not_in_the_log(world: World) -> None:
 
 def test_a_broker_that_stores_no_long_texts(caplog: pytest.LogCaptureFixture) -> None:
     world = World(caplog)
-    Notes().refused(3000)
+    Committer(1.0, 5.0, lambda: 0.0)._shorten(3000)
 
     (line,) = world.lines("note_shortened")
     assert (line["refused"], line["tried"]) == (3000, 1500)

@@ -19,16 +19,13 @@ from aioshard.observe import (
     RebalanceKindStatistics,
     TopicStatistics,
 )
-from aioshard.telemetry.exposition import encode
-from aioshard.telemetry.metrics import METRICS, AppCollector
+from aioshard.telemetry.metrics import METRICS, AppCollector, encode
 from aioshard.telemetry.versions import version
 from tests.support import told
 from tests.support.told import Told
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SUFFIXES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
-OF_A_SUPERVISOR = {"aioshard_worker_up", "aioshard_worker_restarts_total"}
-"""Tested where it answers, in tests/web/test_supervised.py and tests/cli/test_workers.py."""
 PARTITION = dataclasses.replace(
     told.PARTITION, paused="max_buffered_records=10000 is reached", fetched=119, in_flight=5, queued=13
 )
@@ -308,7 +305,7 @@ def test_what_we_ship_asks_for_metrics_and_labels_that_exist(file: str) -> None:
     shown = {f"{name}{suffix}" for name, info in METRICS.items() for suffix in SUFFIXES.get(info.kind, ("",))}
     asked = set(re.findall(r"\baioshard_\w+", text))
     assert asked
-    assert asked <= shown | OF_A_SUPERVISOR
+    assert asked <= shown
 
 
 def test_the_dashboard_can_be_imported() -> None:

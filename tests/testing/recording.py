@@ -35,10 +35,15 @@ class RecordingListener:
         self._transport = transport
         self._opening = opening
 
-    async def revoked(self, partitions: Collection[TopicPartition], *, lost: bool) -> None:
-        event = Revoked(tuple(sorted(partitions)), lost)
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        self._record(Revoked(tuple(sorted(partitions)), lost=True))
+
+    def _record(self, event: Revoked) -> None:
         self.events.append(event)
         self.revocations.put_nowait(event)
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
+        self._record(Revoked(tuple(sorted(partitions)), lost=False))
         if self.on_revoked is not None:
             await self.on_revoked()
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from aioshard.errors import CommitError, CommitRefusedError, ConnectError
+from aioshard.errors import CommitError, ConnectError
 from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker
-from aioshard.testing.group import Subscription
+from aioshard.testing.broker import Subscription
 
 ONE = TopicPartition("orders", 0)
 
@@ -20,7 +20,7 @@ def broker() -> InMemoryBroker:
 
 def member(broker: InMemoryBroker) -> Membership:
     group = broker.group("billing")
-    return group.adopt(group.join(Subscription(frozenset(["orders"])), lambda: None))
+    return group.adopt(group.join(Subscription(frozenset(["orders"]))))
 
 
 def test_a_topic_appears_on_first_use(broker: InMemoryBroker) -> None:
@@ -44,12 +44,10 @@ def test_a_partition_that_does_not_exist_is_refused(broker: InMemoryBroker) -> N
 
     with pytest.raises(LookupError, match="partitions 0 to 1 and not 2"):
         broker.publish("orders", b"x", partition=2)
-    with pytest.raises(LookupError, match="no topic 'order'"):
-        broker.revoke("order", 0)
+    with pytest.raises(LookupError, match="unknown topic 'order'"):
+        broker.existing_log(TopicPartition("order", 0))
     with pytest.raises(ValueError, match="exists already with 2 partitions"):
         broker.create_topic("orders", 2)
-    with pytest.raises(ValueError, match="at least 1"):
-        broker.create_topic("clicks", 0)
 
 
 def test_records_are_listed_in_the_order_of_their_timestamps(broker: InMemoryBroker) -> None:
@@ -65,16 +63,20 @@ def test_holes_are_made_at_the_broker_and_who_waits_hears_of_them(broker: InMemo
     heard: list[int] = []
     for _ in range(4):
         broker.publish("orders", b"x", key=b"k", partition=0)
-    unwatch = broker.watch(lambda: heard.append(broker.log("orders", 0).end))
 
-    broker.delete("orders", 0, 1)
-    broker.truncate_before("orders", 0, 1)
-    broker.begin_transaction("orders", 0)
+    def hear() -> None:
+        heard.append(broker.log("orders", 0).end)
+
+    broker.watch(hear)
+
+    broker.log("orders", 0).delete(1)
+    broker.log("orders", 0).truncate_before(1)
+    broker.log("orders", 0).begin_transaction()
     broker.publish("orders", b"x", partition=0)
-    broker.end_transaction("orders", 0, commit=False)
-    broker.compact("orders", 0)
-    unwatch()
-    broker.skip("orders", 0, 1)
+    broker.log("orders", 0).end_transaction(commit=False)
+    broker.log("orders", 0).compact()
+    broker.unwatch(hear)
+    broker.log("orders", 0).skip(1)
 
     assert [record.offset for record in broker.records("orders", 0)] == [3]
     assert heard == [4, 4, 5, 6, 6]
@@ -98,7 +100,7 @@ def test_a_topic_made_anew_begins_at_0_and_forgets_commits_if_told(broker: InMem
 def test_new_partitions_and_matching_topics_make_the_group_rebalance(broker: InMemoryBroker) -> None:
     broker.create_topic("orders", 1)
     group = broker.group("billing")
-    member_id = group.join(Subscription(frozenset(), "orders.*"), lambda: None)
+    member_id = group.join(Subscription(frozenset(), "orders.*"))
     group.adopt(member_id)
     broker.add_partitions("orders", 1)
     group.rejoin(member_id)
@@ -125,8 +127,6 @@ def test_a_commit_can_fail_and_still_be_applied(broker: InMemoryBroker) -> None:
     assert after_the_first is None
     assert broker.committed("billing", "orders", 0) == 2
     assert [request.applied for request in broker.commits] == [False, True]
-    with pytest.raises(ValueError, match="never applied"):
-        broker.fail_next_commit(CommitRefusedError("no"), applied=True)
 
 
 def test_the_history_says_whether_a_commit_was_for_owned_partitions(broker: InMemoryBroker) -> None:

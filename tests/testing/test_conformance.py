@@ -12,8 +12,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
 
 from aioshard.errors import ClientLostError, CommitRefusedError, OffsetOutOfRangeError, StateError
-from aioshard.kafka.client import AiokafkaTransport
-from aioshard.kafka.confluent.client import ConfluentTransport
+from aioshard.kafka.aiokafka.transport import AiokafkaTransport
+from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import (
     NOT_A_MEMBER,
     Allowance,
@@ -73,13 +73,13 @@ class InMemoryHarness:
             self.broker.publish(partition.topic, value, partition=partition.partition)
 
     async def leave_hole(self, partition: TopicPartition, count: int) -> None:
-        self.broker.skip(*partition, count)
+        self.broker.log(*partition).skip(count)
 
     async def rebalance(self) -> None:
-        self.broker.rebalance()
+        self.broker.group("billing").rebalance()
 
     async def forget(self, member_id: str) -> None:
-        self.broker.group("billing").lose(member_id)
+        self.broker.group("billing").leave(member_id)
 
     async def aclose(self) -> None:
         for client in self.clients:
@@ -210,7 +210,7 @@ async def test_a_partition_cannot_go_on_before_it_has_a_position(harness: Harnes
     client, _, _ = await started(harness, opening=False)
 
     assert client.position(harness.one) is None
-    with pytest.raises(StateError, match="before it was seeked"):
+    with pytest.raises(StateError, match="has no position"):
         client.resume([harness.one])
 
 
@@ -317,7 +317,7 @@ async def test_every_partition_has_its_turn(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b", b"c")
     await harness.publish(harness.two, b"d", b"e", b"f")
     client, _, _ = await started(harness)
-    await client.poll(nothing, 0.5)  # what a client fetches of several partitions may come one after the other
+    await client.poll(nothing, 2.0)  # what a client fetches of several partitions may come one after the other
 
     turns = [await poll_batches(client, lambda _: Allowance(1, 1 << 20)) for _ in range(3)]
 
@@ -585,20 +585,12 @@ async def test_an_old_generation_is_refused_after_a_rebalance(harness: Harness) 
 
 async def test_a_lost_membership_is_told_and_nothing_can_be_committed(harness: Harness) -> None:
     client, listener, before = await started(harness)
-    refusals: list[CommitRefusedError] = []
-
-    async def try_to_commit() -> None:
-        try:
-            await client.commit({harness.one: Committed(0, "")}, before)
-        except CommitRefusedError as error:
-            refusals.append(error)
-
-    listener.on_revoked = try_to_commit
     await harness.forget(before.member_id)
-    after = await listener.assignments.get()
 
-    assert listener.events[1] == Revoked((harness.one, harness.two), lost=True)
-    assert len(refusals) == 1
+    assert await listener.revocations.get() == Revoked((harness.one, harness.two), lost=True)
+    with pytest.raises(CommitRefusedError):
+        await client.commit({harness.one: Committed(0, "")}, before)
+    after = await listener.assignments.get()
     assert after.membership.member_id != before.member_id
     assert client.membership() == after.membership
 

@@ -1,14 +1,12 @@
 """The group coordinator, step by step and without an event loop."""
 
-from collections.abc import Callable
-
 import pytest
 
 from aioshard.errors import CommitRefusedError
-from aioshard.ports import NOT_A_MEMBER, Committed, Membership
+from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import ConsumerGroup
-from aioshard.testing.group import Subscription
+from aioshard.testing.broker import Subscription
 
 ORDERS = [TopicPartition("orders", number) for number in range(4)]
 
@@ -18,8 +16,8 @@ def group() -> ConsumerGroup:
     return ConsumerGroup("billing", lambda: {"orders": 4, "clicks": 1}, lambda: None)
 
 
-def join(group: ConsumerGroup, *, topic: str = "orders", stir: Callable[[], None] = lambda: None) -> str:
-    return group.join(Subscription(frozenset([topic])), stir)
+def join(group: ConsumerGroup, *, topic: str = "orders") -> str:
+    return group.join(Subscription(frozenset([topic])))
 
 
 def complete(group: ConsumerGroup) -> None:
@@ -34,9 +32,9 @@ def test_the_first_member_gets_everything_that_it_reads(group: ConsumerGroup) ->
     member_id = join(group)
 
     assert group.assignment(member_id) == tuple(ORDERS)
-    assert group.duty(Membership(member_id, -1)) == "adopt"
+    assert group.duty(member_id) == "adopt"
     assert group.adopt(member_id) == Membership(member_id, 1)
-    assert group.duty(Membership(member_id, 1)) == "nothing"
+    assert group.duty(member_id) == "nothing"
 
 
 def test_a_second_member_waits_until_the_first_has_given_back(group: ConsumerGroup) -> None:
@@ -44,7 +42,7 @@ def test_a_second_member_waits_until_the_first_has_given_back(group: ConsumerGro
     group.adopt(first)
 
     second = join(group)
-    duties = group.duty(Membership(first, 1)), group.duty(Membership(second, -1))
+    duties = group.duty(first), group.duty(second)
     generation_while_preparing = group.generation
     group.rejoin(first)
 
@@ -84,7 +82,7 @@ def test_a_rebalance_while_another_is_adopted_skips_a_generation_for_the_late_me
 
     group.rebalance()
 
-    assert group.duty(Membership(first, before)) == "rejoin"
+    assert group.duty(first) == "rejoin"
     complete(group)
     assert group.generation == before + 2
 
@@ -114,16 +112,12 @@ def test_a_partition_can_be_given_to_a_chosen_member(group: ConsumerGroup) -> No
 
 
 def test_a_lost_member_is_unknown_and_comes_back_under_another_id(group: ConsumerGroup) -> None:
-    stirred: list[str] = []
-    member_id = join(group, stir=lambda: stirred.append("stirred"))
+    member_id = join(group)
     membership = group.adopt(member_id)
-    stirred.clear()
 
-    group.lose(member_id)
+    group.leave(member_id)
 
-    assert stirred
-    assert group.duty(membership) == "join anew"
-    assert group.adopt(member_id) == NOT_A_MEMBER
+    assert group.duty(member_id) == "join anew"
     assert join(group) != member_id
     assert group.generation > membership.generation
 
@@ -135,11 +129,8 @@ def test_a_member_that_holds_on_for_too_long_is_removed_and_the_rest_goes_on(gro
     group.rebalance()
     group.rejoin(quick)
 
-    group.leave_unless_rejoined(slow, generation - 1)
-    still_there = group.members
-    group.leave_unless_rejoined(slow, generation)
+    group.leave(slow)
 
-    assert still_there == (slow, quick)
     assert group.members == (quick,)
     assert group.generation == generation + 1
     assert group.assignment(quick) == tuple(ORDERS)

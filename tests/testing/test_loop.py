@@ -239,7 +239,7 @@ def test_a_deadlock_names_every_task_and_where_it_waits() -> None:
         run(scenario())
 
     message = str(caught.value)
-    assert message.startswith("nothing can go on: no callback is ready and no timer is set")
+    assert message.startswith("nothing can proceed: no callback is ready and no timer is set")
     assert "testing/test_loop.py" in message
     assert " in scenario > asyncio/tasks.py" in message
     assert "task 'second owner' waits at asyncio/locks.py" in message
@@ -256,7 +256,7 @@ def test_a_periodic_task_does_not_hide_that_the_test_never_ends() -> None:
         await never()
         beating.cancel()
 
-    with pytest.raises(DeadlockError, match=r"did not come within 60 s of virtual time(?s:.*)task 'heart' waits at"):
+    with pytest.raises(DeadlockError, match=r"is still waiting after 60 s of virtual time(?s:.*)task 'heart' waits at"):
         run(scenario(), time_limit=60.0)
 
 
@@ -269,7 +269,7 @@ def test_a_program_that_never_rests_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("hash_seed", "named"),
-    [("5", "seed=7 and PYTHONHASHSEED=5"), ("random", "seed=7 .*which was random")],
+    [("5", "seed=7 and PYTHONHASHSEED=5"), ("random", "seed=7 and PYTHONHASHSEED=random")],
 )
 def test_a_failure_carries_its_seed(monkeypatch: pytest.MonkeyPatch, hash_seed: str, named: str) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", hash_seed)

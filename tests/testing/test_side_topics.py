@@ -9,7 +9,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from aioshard.errors import ClientLostError, ConnectError, CorruptRecordError, SideTopicError, TransportError
-from aioshard.kafka.side_topics import KafkaSideTopics
+from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
 from aioshard.ports import SideTopics
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
@@ -59,17 +59,17 @@ class InMemoryHarness:
             self.broker.publish(partition.topic, value, key=value, partition=partition.partition)
 
     async def leave_hole(self, partition: TopicPartition, count: int) -> None:
-        self.broker.skip(*partition, count)
+        self.broker.log(*partition).skip(count)
 
     async def delete_before(self, partition: TopicPartition, offset: int) -> None:
-        self.broker.truncate_before(*partition, offset)
+        self.broker.log(*partition).truncate_before(offset)
 
     async def begin_transaction(self, partition: TopicPartition, value: bytes) -> Commit:
-        self.broker.begin_transaction(*partition)
+        self.broker.log(*partition).begin_transaction()
         await self.publish(partition, value)
 
         async def commit() -> None:
-            self.broker.end_transaction(*partition, commit=True)
+            self.broker.log(*partition).end_transaction(commit=True)
 
         return commit
 
@@ -517,8 +517,8 @@ async def test_a_compacted_topic_is_read_over_its_holes() -> None:
     broker, side_topics = make_side_topics()
     for value in (b"old", b"new"):
         broker.publish("parked", value, key=b"k")
-    broker.skip("parked", 0, 1)
-    broker.compact("parked", 0)
+    broker.log("parked", 0).skip(1)
+    broker.log("parked", 0).compact()
 
     assert [record.value for record in await side_topics.poll(1.0)] == [b"new"]
     assert side_topics.position(PARKED) == await side_topics.end(PARKED) == 3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiokafka import errors as kafka
 
-from aioshard.kafka.answers import IncompleteAnswerError, stored_offsets
+from aioshard.kafka.aiokafka.answers import IncompleteAnswerError, stored_offsets
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 

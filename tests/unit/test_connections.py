@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiokafka import errors as kafka
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.group import HeartbeatRequest
 
-from aioshard.kafka.connecting import CONNECT_TIMEOUT
-from aioshard.kafka.connections import refuse_useless_connections
+from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, refuse_useless_connections
 from aioshard.testing import run
 
 PATIENCE = 4.0
@@ -22,10 +22,12 @@ class Connection:
 
     def __init__(self) -> None:
         self._versions = {1: 1}
-        self._writer = SimpleNamespace(transport=None, drain=None, close=None)
         self.closed = False
+        self.failure: Exception | None = None
 
     def send(self, request: Any, expect_response: bool = True) -> "asyncio.Future[None]":  # noqa: ARG002 - as theirs
+        if self.failure is not None:
+            raise self.failure
         return asyncio.get_running_loop().create_future()
 
     def close(self, reason: object) -> None:  # noqa: ARG002 - as theirs
@@ -39,7 +41,7 @@ class Client(SimpleNamespace):
     """Makes connections as aiokafka's does: under its lock, in 50 ms, and never to the broker that hangs."""
 
     def __init__(self) -> None:
-        super().__init__(_conns={}, bootstrap=None, get_random_node=lambda: HUNG)
+        super().__init__(_conns={}, _sync_task=None, bootstrap=None, get_random_node=lambda: HUNG)
         self._get_conn_lock_value: Any = asyncio.Lock()
         self.looked_up = 0
         refuse_useless_connections(self, PATIENCE)
@@ -103,5 +105,30 @@ def test_a_heartbeat_that_is_not_answered_ends_the_connection_and_a_commit_does_
             await connection.send(HeartbeatRequest("billing", 1, "me"))
         assert asyncio.get_running_loop().time() - began == pytest.approx(PATIENCE)
         assert not connection.connected()
+
+    scenario(test)
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "connected"),
+    [
+        (RuntimeError("the handler is closed"), kafka.KafkaConnectionError, False),
+        (kafka.IncompatibleBrokerVersion("not supported"), kafka.IncompatibleBrokerVersion, True),
+        (NotImplementedError("no such version"), NotImplementedError, True),
+    ],
+    ids=["lost, as uvloop reports it", "unknown request", "unknown version"],
+)
+def test_a_request_that_the_broker_does_not_support_is_not_a_lost_connection(
+    failure: Exception, raised: type[Exception], connected: bool
+) -> None:
+    """aiokafka's own errors are RuntimeErrors too."""
+
+    async def test(client: Client) -> None:
+        connection = await client._get_conn(2)
+        connection.failure = failure
+        with pytest.raises(raised) as error:
+            connection.send(HeartbeatRequest("billing", 1, "me"))
+        assert type(error.value) is raised
+        assert connection.connected() is connected
 
     scenario(test)

@@ -2,29 +2,27 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.producer.message_accumulator import BatchBuilder, MessageBatch
 from aiokafka.protocol.commit import OffsetCommitResponse_v3
 from aiokafka.protocol.fetch import FetchResponse_v11
 from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.protocol.offset import OffsetResponse_v3
 from aiokafka.protocol.produce import ProduceResponse_v7
-from aiokafka.structs import TopicPartition as TheirTopicPartition
 
 from aioshard.errors import CommitError, TransportError
-from aioshard.kafka import administration, compacted, memberless, sending
-from aioshard.kafka.answers import IncompleteAnswerError
-from aioshard.kafka.groups import GroupBrokers
-from aioshard.kafka.history import HistoryBrokers
-from aioshard.kafka.internals import Internals
-from aioshard.kafka.reading import ReadingClient
-from aioshard.kafka.topic_reader import TopicReader
-from aioshard.ports import Committed, GroupHasMembersError
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.answers import IncompleteAnswerError
+from aioshard.kafka.aiokafka.client import END, BareClient
+from aioshard.kafka.aiokafka.internals import Internals
+from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.transport import commit_without_member
+from aioshard.ports import Committed, GroupHasMembersError, Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -43,7 +41,10 @@ class Client:
     def get_random_node(self) -> int:
         return 1
 
-    async def add_topic(self, topic: str) -> None: ...
+    cluster = SimpleNamespace(controller=SimpleNamespace(nodeId=1))
+
+    async def force_metadata_update(self) -> bool:
+        return True
 
     async def coordinator_lookup(self, *_: object) -> int:
         return 1
@@ -103,36 +104,23 @@ def internals(answer: Any, **member: Any) -> Any:
 
 
 def brokers(**answers: Any) -> Any:
-    made: Any = HistoryBrokers(Settings(bootstrap_servers="localhost:9092"))
+    made: Any = KafkaAdmin(Settings(bootstrap_servers="localhost:9092"), patience=0.0)
     made._client = Client(**answers)
     return made
-
-
-def groups(**answers: Any) -> Any:
-    made: Any = GroupBrokers(Settings(bootstrap_servers="localhost:9092"))
-    made._client = Client(**answers)
-    return made
-
-
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask once."""
-    monkeypatch.setattr(administration, "_PATIENCE", 0.0)
 
 
 # Commits --------------------------------------------------------------------------------
 
 COMMITS: dict[str, Callable[[Any], Awaitable[None]]] = {
     "a member": lambda answer: internals(answer).commit_once(BOTH),
-    "manual assignment": lambda answer: memberless.commit_by_hand(internals(answer, generation=-1, member_id=""), BOTH),
+    "manual assignment": lambda answer: commit_without_member(internals(answer, generation=-1, member_id=""), BOTH),
     "a command": lambda answer: brokers(OffsetCommitRequest=answer).commit_without_member("billing", BOTH),
-    "dead letters": lambda answer: brokers(OffsetCommitRequest=answer).commit(
-        "billing", "orders", {name.partition: due for name, due in BOTH.items()}, retention=1.0
+    "dead letters": lambda answer: brokers(OffsetCommitRequest=answer).commit_without_member(
+        "billing", BOTH, retry=True
     ),
 }
 
 
-@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("commit", COMMITS.values(), ids=COMMITS)
 async def test_a_partition_that_a_commit_answer_leaves_out_is_not_acknowledged(
     commit: Callable[[Any], Awaitable[None]],
@@ -158,7 +146,7 @@ async def test_a_member_whose_commit_is_refused_looks_for_its_group_again(code: 
 
 async def test_members_beside_a_manual_assignment_are_named_before_a_topic_that_is_denied() -> None:
     with pytest.raises(GroupHasMembersError):
-        await memberless.commit_by_hand(internals(stored((0, 29), (1, 82)), generation=-1, member_id=""), BOTH)
+        await commit_without_member(internals(stored((0, 29), (1, 82)), generation=-1, member_id=""), BOTH)
 
 
 # Topics ---------------------------------------------------------------------------------
@@ -178,7 +166,7 @@ def asking(**answers: Any) -> Any:
 
 
 def reading(**answers: Any) -> Any:
-    made: Any = object.__new__(ReadingClient)
+    made: Any = object.__new__(BareClient)
     client = Client(**answers)
     made.send, made.get_random_node = client.send, client.get_random_node
     return made
@@ -186,12 +174,11 @@ def reading(**answers: Any) -> Any:
 
 PARTITIONS: dict[str, Callable[[Any], Awaitable[Any]]] = {
     "a transport": lambda answer: asking(MetadataRequest=answer).look_up_topic("orders"),
-    "side topics": lambda answer: reading(MetadataRequest=answer).partition_count("orders"),
+    "side topics": lambda answer: brokers(MetadataRequest=answer)._partition_count("orders"),
     "a command": lambda answer: brokers(MetadataRequest=answer).partitions("orders"),
 }
 
 
-@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("partitions", PARTITIONS.values(), ids=PARTITIONS)
 @pytest.mark.parametrize("answer", [topics((5, "orders", False, [])), topics(), NO_BROKERS])
 async def test_a_topic_that_a_broker_cannot_tell_of_now_is_not_taken_for_missing(
@@ -216,7 +203,6 @@ TOPICS: dict[str, Callable[[Any], Awaitable[Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("found", TOPICS.values(), ids=TOPICS)
 async def test_a_broker_without_brokers_does_not_tell_that_there_are_no_topics(
     found: Callable[[Any], Awaitable[Any]],
@@ -228,54 +214,28 @@ async def test_a_broker_without_brokers_does_not_tell_that_there_are_no_topics(
     assert await found(some) == {"orders", "moving"}
 
 
-class Admin:
-    """Answers an administrator's requests, each with the same answer."""
-
-    created: Any = Answer(topic_errors=[("orders", 36, None)])
-    described: Any = Answer(resources=[])
-
-    def __init__(self, **_options: Any) -> None: ...
-
-    async def describe_cluster(self) -> Any:
-        return {"controller_id": 1, "brokers": [{"node_id": 1}]}
-
-    async def create_topics(self, _topics: Any) -> Any:
-        return self.created
-
-    async def describe_configs(self, _wanted: Any) -> Any:
-        return [self.described]
-
-
-async def _nothing(_admin: Any) -> None: ...
+EXISTS = Answer(topic_errors=[("orders", 36, None)])
+LED = topics((0, "orders", False, [(0, 0, 1, [], [], [])]))
 
 
 @pytest.mark.parametrize(
     ("metadata", "created", "described"),
     [
-        pytest.param(topics(NO_TOPIC), Admin.created, Admin.described, id="just created by somebody else"),
-        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Admin.described, id="not told whether created"),
-        pytest.param(topics((5, "orders", False, [])), Admin.created, Admin.described, id="no leaders yet"),
-        pytest.param(topics((0, "orders", False, [(0, 0, 1, [], [], [])])), None, Admin.described, id="no settings"),
-        pytest.param(
-            topics((0, "orders", False, [(0, 0, 1, [], [], [])])),
-            None,
-            Answer(resources=[(0, None, 2, "orders", [])]),
-            id="no policy",
-        ),
+        pytest.param(topics(NO_TOPIC), EXISTS, Answer(resources=[]), id="just created by somebody else"),
+        pytest.param(topics(NO_TOPIC), Answer(topic_errors=[]), Answer(resources=[]), id="not told whether created"),
+        pytest.param(topics((5, "orders", False, [])), EXISTS, Answer(resources=[]), id="no leaders yet"),
+        pytest.param(LED, None, Answer(resources=[]), id="no settings"),
+        pytest.param(LED, None, Answer(resources=[(0, None, 2, "orders", [])]), id="no policy"),
     ],
 )
 async def test_a_side_topic_that_is_not_told_of_may_be_asked_for_again(
-    metadata: Any, created: Any, described: Any, monkeypatch: pytest.MonkeyPatch
+    metadata: Any, created: Any, described: Any
 ) -> None:
     """It is neither too small nor kept by age, as the app would end with."""
-    monkeypatch.setattr(Admin, "created", created)
-    monkeypatch.setattr(Admin, "described", described)
-    monkeypatch.setattr(compacted, "AIOKafkaAdminClient", Admin)
-    monkeypatch.setattr(compacted, "start_administrator", _nothing)
-    monkeypatch.setattr(compacted, "close_administrator", _nothing)
+    asked = brokers(MetadataRequest=metadata, CreateTopicsRequest=created, DescribeConfigsRequest=described)
 
     with pytest.raises(TransportError) as raised:
-        await compacted.ensure_compacted(reading(MetadataRequest=metadata), {}, "orders", 1)
+        await asked.ensure_compacted("orders", 1)
 
     assert type(raised.value) is TransportError
     assert raised.value.retriable
@@ -288,7 +248,6 @@ def offset_of(*partitions: tuple[int, int, int, int]) -> OffsetResponse_v3:
     return OffsetResponse_v3(0, [("orders", list(partitions))] if partitions else [])
 
 
-@pytest.mark.usefixtures("patience")
 async def test_a_log_that_is_missing_in_an_answer_has_no_bounds() -> None:
     led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (0, 1, 1, [1], [1], [])]))
     answer = offset_of((0, 0, -1, 5))
@@ -296,10 +255,9 @@ async def test_a_log_that_is_missing_in_an_answer_has_no_bounds() -> None:
     with pytest.raises(TransportError, match="missing"):
         await brokers(MetadataRequest=led, OffsetRequest=answer).bounds([ONE, TWO])
     with pytest.raises(IncompleteAnswerError):
-        await reading(OffsetRequest=answer).end_offset(1, TWO)
+        await reading(OffsetRequest=answer).log_offset(1, TWO, END)
 
 
-@pytest.mark.usefixtures("patience")
 async def test_a_partition_without_a_leader_is_named() -> None:
     led = topics((0, "orders", False, [(0, 0, 1, [1], [1], []), (5, 1, -1, [1], [1], [])]))
 
@@ -327,19 +285,6 @@ async def test_a_fetch_that_failed_as_a_whole_is_an_error() -> None:
         await reading(FetchRequest=FetchResponse_v11(0, 71, 0, [])).fetch(1, {ONE: 5}, 0.0)
 
 
-async def test_a_reader_of_a_topic_needs_the_bounds_of_every_partition() -> None:
-    class Consumer:
-        async def beginning_offsets(self, partitions: Any) -> Any:
-            return dict.fromkeys(partitions, 0)
-
-        async def end_offsets(self, partitions: Any) -> Any:
-            return dict.fromkeys(partitions[:1], 5)
-
-    one: Any = Answer(client=Client(), consumer=Consumer())
-    with pytest.raises(TransportError, match="missing"):
-        await TopicReader(Settings(bootstrap_servers="localhost:9092"), "orders", [0, 1])._take_note_of_ends(one)
-
-
 # Members ----------------------------------------------------------------------------------
 
 
@@ -363,16 +308,34 @@ async def test_a_broker_that_refuses_to_let_us_leave_is_heard() -> None:
 
 async def test_a_batch_that_a_produce_answer_leaves_out_is_sent_again() -> None:
     """With the same sequence numbers, so it is stored once whatever became of it."""
-    builder = BatchBuilder(16_384, 0)
-    batches = {TheirTopicPartition(*name): MessageBatch(name, builder, 30.0, 0.0) for name in (ONE, TWO)}
-    sender: Any = Answer(client=None, _retry_backoff=0.1, _txn_manager=None)
-    request = sending._Request(sender, batches)
+    sent: list[Any] = []
 
-    request.handle_response(ProduceResponse_v7([("orders", [(0, 0, 5, -1, 0)])], 0))
+    class Leader(Client):
+        lost = None
+        updated_at = 0.0
 
-    assert request._to_reenqueue == [batches[TheirTopicPartition(*TWO)]]
-    assert batches[TheirTopicPartition(*ONE)].future.done()
-    assert not batches[TheirTopicPartition(*TWO)].future.done()
+        async def send(self, _node: int, request: Any, **_group: object) -> Any:
+            parts = dict(request._topics)["orders"]
+            sent.append(parts)
+            return ProduceResponse_v7([("orders", [(parts[0][0], 0, 5, -1, 0)])], 0)
+
+        async def look_up(self, *_topics: str) -> bool:
+            return True
+
+        async def tear_down(self) -> None:
+            return
+
+        partition_count = staticmethod(lambda _topic: 2)
+        leader = staticmethod(lambda _partition: 1)
+
+    producer = KafkaProducer(Settings(bootstrap_servers="localhost:9092"))
+    producer._client, producer._identity = cast(Any, Leader()), (7, 0)
+
+    offsets = await asyncio.gather(*(producer.publish(Message("orders", b"v", partition=one)) for one in (0, 1)))
+
+    assert offsets == [5, 5]
+    assert sent[1:] == [[sent[0][1]]]
+    await producer.close()
 
 
 # Single questions -----------------------------------------------------------------------
@@ -382,12 +345,11 @@ QUESTIONS: dict[str, Callable[[], Awaitable[Any]]] = {
     "one setting": lambda: brokers(
         DescribeConfigsRequest=Answer(resources=[(0, None, 2, "orders", [])])
     ).topic_settings("orders", ["retention.ms"]),
-    "group": lambda: brokers(DescribeGroup=Answer(groups=[])).describe_group("billing"),
-    "member": lambda: groups(RemoveMember=Answer(error_code=0, members=[])).remove_member("billing", "gone"),
+    "group": lambda: brokers(DescribeConsumerGroup=Answer(groups=[])).group("billing"),
+    "member": lambda: brokers(RemoveMember=Answer(error_code=0, members=[])).remove_member("billing", "gone"),
 }
 
 
-@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 async def test_an_answer_without_what_was_asked_for_is_a_sentence(question: Callable[[], Awaitable[Any]]) -> None:
     with pytest.raises(TransportError, match="missing in the answer"):

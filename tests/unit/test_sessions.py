@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from aiokafka import errors as kafka
 
-from aioshard.kafka.internals import Internals
+from aioshard.kafka.aiokafka.internals import Internals
+from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.testing import run
@@ -26,7 +27,6 @@ class Coordinator:
         self.member_id = "me"
         self.rejoins = 0
         self.asked: list[int] = []
-        self._assignors = ()
         self._coordinator_dead_fut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -55,7 +55,7 @@ class Member:
         self.coordinator = Coordinator()
         client = SimpleNamespace(_get_conn=None, bootstrap=None, get_random_node=None, _conns={})
         consumer: Any = SimpleNamespace(_client=client, _subscription=None, _coordinator=self.coordinator)
-        self.internals = Internals(consumer, "billing")
+        self.internals = Internals(consumer, ConsumerAssignor("range"), "billing")
         self.lost: list[float] = []
         self.internals.watch_session(SESSION, lambda: self.lost.append(asyncio.get_running_loop().time()))
 

@@ -12,10 +12,9 @@ import pytest
 
 from aioshard import App
 from aioshard.errors import HandlerError, SettingsError, StateError
-from aioshard.web import guard
-from aioshard.web.actions import Action, RefusedError, parse, perform
-from aioshard.web.guard import LARGEST_BODY, Guard, check_token
-from aioshard.web.page import dashboard
+from aioshard.web import actions
+from aioshard.web.actions import LARGEST_BODY, Action, RefusedError, check_token, parse, perform
+from aioshard.web.dashboard import dashboard
 
 TOKEN = "correct-horse-battery"
 CHECK = b'{"action": "check"}'
@@ -196,7 +195,6 @@ async def test_one_of_two_origins_is_not_enough(client: httpx.AsyncClient, app: 
         ("app:8080", "http://app:8080"),
         ("app:8080", "HTTP://APP:8080"),
         ("ops.example", "https://ops.example"),  # TLS ends at a proxy
-        ("ops.example", "http://ops.example:80"),
         ("[::1]:8080", "http://[::1]:8080"),
         ("app:8080", None),
     ],
@@ -214,7 +212,7 @@ async def test_without_a_token_there_are_no_actions(app: FakeApp) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
         assert (await post(client, PAUSE)).status_code == 404
         assert (await post(client, PAUSE, authorization="Bearer ")).status_code == 404
-        assert (await client.get("/processes.json")).json()["actions"] is False
+        assert (await client.get("/dashboard.json")).json()["actions"] is False
     assert app.told == []
 
 
@@ -222,7 +220,7 @@ async def test_without_a_token_there_are_no_actions(app: FakeApp) -> None:
     "token", ["", "  ", "short", "x" * 15, " " + "x" * 15 + "\n", "a token with spaces", "schlüssel-schlüssel"]
 )
 def test_a_token_that_is_easily_guessed_or_cannot_be_sent_is_refused(app: FakeApp, token: str) -> None:
-    with pytest.raises(SettingsError, match="token of the page"):
+    with pytest.raises(SettingsError, match="token of the dashboard"):
         dashboard(app, token=token)
 
 
@@ -278,10 +276,9 @@ async def test_each_action_reaches_the_app(
         (b'{"action": "pause", "topic": "t", "partition": -1}', 422),
         (b'{"action": "pause", "topic": ["t"], "partition": 0}', 422),
         (b'{"action": "pause", "topic": "t", "partition": 0, "why": "x"}', 422),
-        (rb'{"action": "pause", "topic": "\ud800", "partition": 0}', 422),
-        (rb'{"action": "check", "worker": "\udfff"}', 422),
-        (b'{"action": "check", "worker": 0}', 422),
-        (b'{"action": "check", "worker": "0"}', 409),
+        (b'{"action": "check", "why": "x"}', 422),
+        (rb'{"action": "pause", "topic": "\ud800", "partition": 0}', 400),
+        (rb'{"action": "check", "\udfff": 0}', 400),
     ],
     ids=str,
 )
@@ -316,7 +313,7 @@ def test_an_app_that_does_not_answer_is_told_of(app: FakeApp) -> None:
     app.refuses = TimeoutError()
 
     with pytest.raises(RefusedError, match="did not answer in time") as refused:
-        perform(app, Action("pause", {"topic": "orders", "partition": 3}))
+        perform(app, Action(action="pause", topic="orders", partition=3))
     assert refused.value.status == 504
 
 
@@ -346,7 +343,7 @@ async def test_a_body_that_breaks_off_is_refused_and_no_error(app: FakeApp, audi
         return {"type": "http.disconnect"}
 
     assert await begun(app, disconnect) == 400
-    assert "the connection was closed before the whole body had come" in audit()[0]
+    assert "the connection was closed before the whole body had arrived" in audit()[0]
     assert app.told == []
 
 
@@ -355,7 +352,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(app: FakeApp, monkeyp
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(guard, "_BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(actions, "_BODY_TIMEOUT", 0.05)
     async with asyncio.timeout(10):
         assert await begun(app, never) == 408
     assert app.told == []
@@ -378,21 +375,6 @@ async def test_a_body_is_bounded_whether_it_says_its_size_or_not(client: httpx.A
     assert chunked.headers["connection"] == "close"
     assert pulled <= LARGEST_BODY // 1024 + 2
     assert (await post(client, PAUSE | {"topic": "x" * 3900})).status_code == 200
-
-
-async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncClient) -> None:
-    pulled = 0
-
-    async def small() -> AsyncIterator[bytes]:
-        nonlocal pulled
-        pulled += 1
-        yield b"{}"
-
-    declared = {"content-length": str(LARGEST_BODY + 1), "content-type": "application/json"}
-    headers = {"authorization": f"Bearer {TOKEN}", **declared}
-    answer = await client.post("/actions", content=small(), headers=headers)
-
-    assert (answer.status_code, pulled) == (413, 0)
 
 
 async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, app: FakeApp) -> None:
@@ -460,23 +442,17 @@ async def test_nobody_fills_the_log(client: httpx.AsyncClient, audit: Callable[[
     assert len(audit()) == 20
 
 
-async def test_how_many_were_not_logged_is_told_later(audit: Callable[[], list[str]]) -> None:
-    now = 0.0
-    guard = Guard(TOKEN, clock=lambda: now)
-    request: Any = type("Request", (), {"client": None})()
-    for _ in range(25):
-        guard.refused(request, None, RefusedError(401, "no"))
-    now = 61.0
-    guard.refused(request, None, RefusedError(401, "no"))
+async def test_a_refused_request_cannot_write_a_line_of_the_log(
+    client: httpx.AsyncClient, audit: Callable[[], list[str]]
+) -> None:
+    for body in (b'{"action": "a\\nb"}', b'{"action": "check", "a\\nb": 1}'):
+        assert (await post(client, body)).status_code == 422
 
-    assert audit()[-2:] == [
-        "5 more refused request(s) are not in the log",
-        "a request by an unknown address was refused (401): no",
-    ]
+    assert len(audit()) == 2
+    assert not any("\n" in line for line in audit())
 
 
-def test_an_action_reads_its_own_line() -> None:
-    action = parse(b'{"action": "set_concurrency", "handler": "on_order", "concurrency": 8, "worker": "1"}')
+def test_an_action_reads_as_one_line() -> None:
+    action = parse(b'{"action": "set_concurrency", "handler": "on_order", "concurrency": 8}')
 
-    assert action == Action("set_concurrency", {"handler": "on_order", "concurrency": 8}, "1")
-    assert str(action) == 'set_concurrency handler="on_order" concurrency=8 worker="1"'
+    assert str(action) == 'set_concurrency handler="on_order" concurrency=8'

@@ -12,8 +12,7 @@ from starlette.applications import Starlette
 from aioshard import App, Record
 from aioshard.errors import NotDrainedError
 from aioshard.testing import TestClient
-from aioshard.web.draining import drain_route
-from aioshard.web.health import health_routes, serve_health
+from aioshard.web.health import drain_route, health_routes, serve_health
 
 
 class Shop:
@@ -104,7 +103,7 @@ async def test_a_wait_that_is_none_is_refused_and_drains_nothing(shop: Shop, wai
     answer = await shop.http.get("/drain", params={"wait": wait})
 
     assert answer.status_code == 400
-    assert answer.json()["reasons"] == [f"wait={wait!r}: seconds were expected, from 0 to 600"]
+    assert answer.json()["reasons"] == [f"wait={wait!r} is not a number of seconds from 0 to 600"]
     assert shop.app.statistics().state == "running"
 
 

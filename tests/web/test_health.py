@@ -18,7 +18,7 @@ from aioshard.observe import (
     Diagnosis,
     Finding,
     Frame,
-    HeadOfLine,
+    IncompleteRecord,
     PartitionDiagnosis,
     Stack,
     Statistics,
@@ -28,7 +28,8 @@ from aioshard.testing import TestClient, run
 from aioshard.web.health import findings, health_routes
 from tests.support.told import HANDLER, STATISTICS, Told
 
-HEAD = HeadOfLine(
+HEAD = IncompleteRecord(
+    handler="on_order",
     topic="orders",
     partition=3,
     offset=101,
@@ -43,13 +44,16 @@ HEAD = HeadOfLine(
     what_to_do="see why",
     stack=Stack(
         frames=(Frame("/shop/handlers.py", 7, "on_order", own=True),),
+        place=Frame("/shop/handlers.py", 7, "on_order", own=True),
         waits_in="asyncio.Future",
         executing=False,
-        name=None,
         thread=None,
-        tasks=(),
-        more_tasks=0,
     ),
+    due=None,
+    error=None,
+    waiting=0,
+    worker="on_order worker 0",
+    records=1,
 )
 DIAGNOSED = PartitionDiagnosis(
     topic="orders",
@@ -89,7 +93,8 @@ def client_of(app: App) -> httpx.AsyncClient:
     ],
 )
 async def test_status_of_each_state(state: AppState, live: int, ready: int) -> None:
-    async with client_of(told(dataclasses.replace(STATISTICS, state=state))) as client:
+    cures = ("the app has failed: the brokers are away",) if state == "failed" else ()
+    async with client_of(told(dataclasses.replace(STATISTICS, state=state, restart_cures=cures))) as client:
         for path, expected in (("/livez", live), ("/readyz", ready)):
             response = await client.get(path)
             assert response.status_code == expected, path
@@ -231,8 +236,8 @@ def test_findings_name_partition_record_limit_and_handler() -> None:
         "access refused",
         "orders/3 has not advanced for 61.0 s: it has been running",
         "orders/3: nothing more is taken in for 4.0 s: the buffer is full",
-        "handler on_order has 2 halted record(s); /explain names them",
-        "handler on_order still runs for orders/3/101 although the run was cancelled or its partition is gone",
+        "handler on_order has 2 halted records; /explain names them",
+        "handler on_order still runs for orders/3/101 although the run was cancelled or its partition was revoked",
     ]
 
 

@@ -4,10 +4,8 @@ import asyncio
 import logging
 import signal
 import socket
-import stat
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,8 +16,8 @@ from starlette.routing import Route
 from aioshard import App
 from aioshard.errors import AioshardError
 from aioshard.observe import Statistics
-from aioshard.web.answers import SAFE
-from aioshard.web.health import PortError, serve_health
+from aioshard.web.health import serve_health
+from aioshard.web.server import SAFE, PortError
 
 LOCAL = "127.0.0.1"
 THREAD = "health server"
@@ -174,7 +172,7 @@ async def test_more_routes_are_served_in_front_of_its_own() -> None:
 async def test_a_request_that_hangs_does_not_keep_the_app_from_ending(
     where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioshard.web.serving._ENDS_WITHIN", 1.5)
+    monkeypatch.setattr("aioshard.web.server._THREAD_TIMEOUT", 1.5)
     hanging, released, asked = Idle(), threading.Event(), threading.Event()
 
     def hang() -> str:
@@ -191,7 +189,7 @@ async def test_a_request_that_hangs_does_not_keep_the_app_from_ending(
         async with asyncio.timeout(10), serve_health(hanging, routes=routes) as (host, port):
             asking = asyncio.create_task(client.get(f"http://{host}:{port}/explain"))
             await asyncio.to_thread(asked.wait, 10.0)
-        assert ("the health server has not ended within 1.5 s" in caplog.text) == bool(routes)
+        assert ("the health server did not stop within 1.5 s" in caplog.text) == bool(routes)
         released.set()
         asking.cancel()
         await asyncio.wait([asking])
@@ -212,7 +210,7 @@ async def test_a_server_that_ends_by_itself_is_told(
     (told,) = [record for record in caplog.records if record.name == "aioshard.web"]
     assert (told.levelno, told.getMessage()) == (
         logging.CRITICAL,
-        "the health server has ended, and no probe is answered any more",
+        "the health server has failed; probes are not answered",
     )
 
 
@@ -226,49 +224,37 @@ def kept_out(answer: httpx.Response) -> bool:
     return SAFE.items() <= dict(answer.headers).items()
 
 
-async def test_on_this_machine_alone_nothing_is_told_to_who_asks_by_another_name() -> None:
+async def test_on_this_machine_only_requests_for_other_names_are_refused() -> None:
     """A page of another site can have its own name lead to 127.0.0.1."""
     async with serve_health(Idle()) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
         for path in (*PATHS, "/", "/nothing"):
-            assert (await client.get(path)).status_code != 403
+            assert (await client.get(path)).status_code != 400
             refused = await client.get(path, headers={"host": f"elsewhere.example:{port}"})
-            assert (path, refused.status_code) == (path, 403)
-            assert "http://localhost" in refused.json()["error"]
-            assert kept_out(refused)
+            assert (path, refused.status_code, refused.text) == (path, 400, "Invalid host header")
 
 
 NAMES = {
-    "elsewhere.example:8080": 403,
-    "localhost.elsewhere.example": 403,
-    "127.0.0.1.elsewhere.example:1": 403,
-    "elsewhere.example:[::1]": 403,
-    "2130706433": 403,
-    "": 403,
+    "elsewhere.example:8080": 400,
+    "localhost.elsewhere.example": 400,
+    "127.0.0.1.elsewhere.example:1": 400,
+    "elsewhere.example:[::1]": 400,
+    "2130706433": 400,
+    "": 400,
     "localhost:8080": 200,
     "LOCALHOST": 200,
     "127.0.0.1:1": 200,
     "[::1]:8080": 200,
     "[::1]": 200,
-    "10.0.0.7:8080": 200,
 }
 
 
-async def test_a_name_of_this_machine_or_an_address_is_taken() -> None:
+async def test_its_own_names_are_accepted() -> None:
     async with serve_health(Idle()) as (host, port), httpx.AsyncClient() as client:
         found = {
             name: (await client.get(f"http://{host}:{port}/livez", headers={"host": name})).status_code
             for name in NAMES
         }
     assert found == NAMES
-
-
-async def test_a_probe_that_names_nobody_is_answered() -> None:
-    """In HTTP 1.0 it need not; a browser always does."""
-    async with serve_health(Idle()) as (host, port):
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /livez HTTP/1.0\r\n\r\n")
-        assert b" 200 " in await reader.readline()
-        writer.close()
 
 
 async def test_a_server_on_all_addresses_is_asked_by_any_name() -> None:
@@ -285,49 +271,6 @@ async def test_every_answer_has_the_headers_that_keep_pages_of_other_sites_out()
             answer = await client.get(f"http://{host}:{port}{path}")
             assert kept_out(answer), path
             if path in nothing:
-                assert (answer.status_code, answer.json()) == (404, {"error": "there is nothing at this path"})
+                assert (answer.status_code, answer.json()) == (404, {"error": "nothing is at this path"})
         posted = await client.post(f"http://{host}:{port}/metrics")
     assert (posted.status_code, "allow" in posted.headers, kept_out(posted)) == (405, True, True)
-
-
-# On a Unix socket
-
-
-async def test_a_unix_socket_in_place_of_a_port(tmp_path: Path) -> None:
-    path = tmp_path / "worker.sock"
-    async with serve_health(Idle(), uds=str(path)) as bound:
-        assert bound == (str(path), 0)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))) as client:
-            assert (await client.get("http://worker/livez")).status_code == 200
-    assert not path.exists()
-    assert threads() == []
-
-
-async def test_a_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "worker.sock"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
-    async with serve_health(Idle(), uds=str(path)):
-        pass
-    assert not path.exists()
-
-
-async def test_a_socket_that_another_process_listens_on_is_left_to_it(tmp_path: Path) -> None:
-    path = tmp_path / "worker.sock"
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(path))
-        other.listen()
-        with pytest.raises(PortError, match=r"cannot listen on the socket .*worker.sock: Address already in use"):
-            async with serve_health(Idle(), uds=str(path)):
-                pytest.fail("the socket belongs to somebody else")
-    assert path.exists()
-
-
-@pytest.mark.parametrize("name", ["a file", "missing/directory.sock", "x" * 120], ids=["file", "directory", "length"])
-async def test_a_path_that_cannot_be_a_socket_is_a_sentence(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a file").write_text("precious")
-    with pytest.raises(PortError, match=r"cannot listen on the socket .*at most 100 characters"):
-        async with serve_health(Idle(), uds=str(tmp_path / name)):
-            pytest.fail("there can be no socket")
-    assert (tmp_path / "a file").read_text() == "precious"

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from playwright.async_api import Browser, expect
 
 from aioshard import App, Park, Record, Retry
-from aioshard.web.page import dashboard
+from aioshard.web.dashboard import dashboard
 from tests.support.browsing import Watched, served
 from tests.support.shared_kafka import SharedKafka
 
@@ -134,7 +134,7 @@ async def act_with_the_token_alone(watched: Watched, app: App, shop: Shop, topic
     await row.get_by_role("button", name=f"Pause {topic}/{SLOW}").click()
     await expect(page.locator("#toast")).to_have_text(f"{topic}/{SLOW} is paused.")
     await expect(row).to_contain_text("paused")
-    assert app.statistics().partitions[SLOW].paused == "an operator asked for it on the page"
+    assert app.statistics().partitions[SLOW].paused == "requested by an operator on the dashboard"
     await row.get_by_role("button", name="Resume").click()
     await expect(row).not_to_contain_text("paused")
 
@@ -163,11 +163,11 @@ async def act_with_the_token_alone(watched: Watched, app: App, shop: Shop, topic
 async def see_that_it_is_of_then(watched: Watched) -> None:
     """When the server does not answer, the page says so and since when, and goes on when it does."""
     page = watched.page
-    await page.route("**/processes.json", lambda route: route.abort())
+    await page.route("**/dashboard.json", lambda route: route.abort())
     await expect(page.locator("#stale")).to_contain_text("cannot be reached")
     await expect(page.locator("#stale")).to_contain_text(" ago.")
     await expect(page.locator("#connection")).to_have_text("no answer")
-    await page.unroute("**/processes.json")
+    await page.unroute("**/dashboard.json")
     await expect(page.locator("#stale")).to_be_hidden()
     await expect(page.locator("#connection")).to_have_text("live")
 

@@ -3,12 +3,10 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
-from aioshard.kafka.options import partition_share
+from aioshard.kafka.aiokafka.options import partition_share
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
-
-__all__ = ["consumer_options", "is_incremental", "quiet_log", "share_of_buffer"]
 
 _ASSIGNORS = {"sticky": "cooperative-sticky", "range": "range", "roundrobin": "roundrobin"}
 """Assignor names in the settings, and the client's names for them."""
@@ -22,7 +20,8 @@ _FETCH_PAUSE_MS = 10
 _LEAST_SOCKET_TIMEOUT = 10.0
 """Seconds without a response after which a broker counts as gone."""
 
-_PROTOCOL = logging.getLogger("aioshard.kafka.confluent.librdkafka")
+_LOGGER = logging.getLogger("aioshard.kafka.confluent.librdkafka")
+"""Receives librdkafka's own log lines; without `debug`, they never show what is committed."""
 
 
 def is_incremental(settings: "Settings") -> bool:
@@ -45,7 +44,7 @@ def _connection_options(settings: "Settings") -> dict[str, Any]:
         # without a pause: 20 times a second, with an error in the log each time.
         "reconnect.backoff.max.ms": 1000,
         "metadata.recovery.strategy": "none",
-        "logger": quiet_log(),
+        "logger": _LOGGER,
     }
     optional = {
         "ssl.ca.location": settings.ssl_cafile,
@@ -88,18 +87,11 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         options["group.instance.id"] = settings.group_instance_id
     if settings.group_protocol == "consumer":
         options["group.protocol"] = "consumer"
-        if settings.remote_assignor is not None:
-            options["group.remote.assignor"] = settings.remote_assignor
     else:
         options["session.timeout.ms"] = _milliseconds(settings.session_timeout)
         options["heartbeat.interval.ms"] = _milliseconds(settings.heartbeat_interval)
         options["partition.assignment.strategy"] = _ASSIGNORS[settings.assignor]
     return options | settings.client_options
-
-
-def quiet_log() -> logging.Logger:
-    """Return the logger for librdkafka's own log lines; without `debug`, they never show what is committed."""
-    return _PROTOCOL
 
 
 def _milliseconds(seconds: float) -> int:

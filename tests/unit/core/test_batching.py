@@ -60,7 +60,7 @@ def test_a_batch_error_keeps_the_error_of_each_record_it_names() -> None:
     error = BatchError({record(1): first, record(2): second})
 
     assert error.errors == {record(1): first, record(2): second}
-    assert str(error) == "2 record(s) of the batch failed: clicks/0/1 (ValueError), clicks/0/2 (KeyError)"
+    assert str(error) == "2 records of the batch failed: clicks/0/1 (ValueError), clicks/0/2 (KeyError)"
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_a_batch_error_that_says_nothing_is_refused(errors: Any) -> None:
 def test_the_message_of_a_large_batch_error_stays_readable() -> None:
     text = str(BatchError({record(offset): ValueError() for offset in range(500)}))
 
-    assert text.startswith("500 record(s)")
+    assert text.startswith("500 records")
     assert len(text) < 500

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aioshard.core.assignment import Member
-from aioshard.core.assignment.delay import DelayedReassignment
+from aioshard.core.assignment import DelayedReassignment, Member
 from aioshard.records import TopicPartition
 
 TOPIC = frozenset({"t"})

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.key_hash import key_hash, shard_of_hash
-from aioshard.core.sharding import shard_number
+from aioshard.core.sharding import key_hash, shard_number, shard_of_hash
 
 KEYS = st.one_of(st.binary(), st.text(), st.integers(), st.tuples(st.text(), st.binary()))
 
@@ -44,7 +43,7 @@ def test_no_key_has_no_hash() -> None:
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_every_process_finds_the_same_hash(seed: str) -> None:
     script = (
-        "from aioshard.core.key_hash import key_hash; print(key_hash('alice'), key_hash(('t', b'k')), key_hash(1.5))"
+        "from aioshard.core.sharding import key_hash; print(key_hash('alice'), key_hash(('t', b'k')), key_hash(1.5))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from aioshard.core.pace import KeyedTokenBuckets, RateLimit, TokenBucket
+from aioshard.core.pace import RateLimit, TokenBucket
 from aioshard.errors import HandlerError
 
 
@@ -73,34 +73,3 @@ def test_a_timer_that_fires_a_little_early_leads_to_another_one() -> None:
     assert not bucket.take(now)
     assert 0 < bucket.due(now) < 1e-8
     assert bucket.take(now + bucket.due(now))
-
-
-def test_keys_do_not_share_their_tokens() -> None:
-    buckets = KeyedTokenBuckets(RateLimit(1.0, burst=1))
-
-    assert buckets.take("a", 0.0)
-    assert not buckets.take("a", 0.5)
-    assert buckets.take("b", 0.5)
-    assert buckets.due("a", 0.5) == 0.5
-    assert buckets.due("never used", 0.5) == 0.0
-
-
-def test_a_million_keys_that_are_used_once_leave_few_buckets() -> None:
-    """10,000 keys a second, each full again after a tenth of a second."""
-    buckets = KeyedTokenBuckets(RateLimit(10.0, burst=1))
-    most = 0
-    for number in range(1_000_000):
-        assert buckets.take(number, number / 10_000)
-        most = max(most, len(buckets))
-
-    assert most <= 2_000
-
-
-def test_a_key_that_is_still_limited_is_not_forgotten_for_new_ones() -> None:
-    buckets = KeyedTokenBuckets(RateLimit(0.001, burst=1))
-    buckets.take("hot", 0.0)
-    for number in range(10_000):
-        buckets.take(number, 500.0)
-
-    assert not buckets.take("hot", 999.0)
-    assert buckets.take("hot", 1000.0)

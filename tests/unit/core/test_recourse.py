@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshard import Budget, DeadLetter, Park
-from aioshard.core.recourse import BudgetAccount
+from aioshard.core.on_failure import BudgetAccount
 from aioshard.errors import HandlerError
 
 

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import datetime as dt
 import enum
-import functools
 import uuid
 from collections.abc import Callable
 from decimal import Decimal
@@ -17,8 +16,7 @@ from typing_extensions import TypeAliasType, TypedDict
 
 from aioshard.errors import DecodeError, HandlerError
 from aioshard.records import Record
-from aioshard.serde.annotations import shown
-from aioshard.serde.payloads import decoded_by, payload_of
+from aioshard.serde.payloads import decoded_by, payload_of, shown
 
 
 class Model(pydantic.BaseModel):
@@ -206,8 +204,8 @@ def test_a_value_becomes_what_the_annotation_says(annotation: Any, value: bytes 
 @pytest.mark.parametrize(
     ("annotation", "value", "said"),
     [
-        (Model, b'{"customer": "a"}', "orders/3/41 is no Model: total: Field required"),
-        (Model, b"not json", "orders/3/41 is no Model: Invalid JSON: expected ident at line 1 column 2"),
+        (Model, b'{"customer": "a"}', "orders/3/41 is not a valid Model: total: Field required"),
+        (Model, b"not json", "orders/3/41 is not a valid Model: Invalid JSON: expected ident at line 1 column 2"),
         (
             Model,
             None,
@@ -215,30 +213,34 @@ def test_a_value_becomes_what_the_annotation_says(annotation: Any, value: bytes 
         ),
         (bytes, None, "annotate bytes | None"),
         (Annotated[int, pydantic.Field(gt=0)], b"0", "Input should be greater than 0"),
-        (Struct, b'{"customer": "a", "total": "x"}', "orders/3/41 is no Struct: Expected `int`, got `str`"),
-        (Struct, b"{", "orders/3/41 is no Struct: Input data was truncated"),
-        (str, b"ab\xff", "orders/3/41 is no str: it is not UTF-8 from byte 2 on"),
-        (Struct, b'{"customer": "\xff", "total": 7}', "orders/3/41 is no Struct: a text in it is not UTF-8"),
-        (Nested, b'{"within":' * 10_000, "orders/3/41 is no Nested: it is nested too deeply"),
+        (Struct, b'{"customer": "a", "total": "x"}', "orders/3/41 is not a valid Struct: Expected `int`, got `str`"),
+        (Struct, b"{", "orders/3/41 is not a valid Struct: Input data was truncated"),
+        (str, b"ab\xff", "orders/3/41 is not a valid str: it is not UTF-8 from byte 2 on"),
+        (Struct, b'{"customer": "\xff", "total": 7}', "orders/3/41 is not a valid Struct: a text in it is not UTF-8"),
+        (Nested, b'{"within":' * 10_000, "orders/3/41 is not a valid Nested: it is nested too deeply"),
         (dict[str, Any], b'{"within":' * 10_000, "recursion limit exceeded"),
         (int, b"9" * 5000, "number out of range"),
-        (MayBeModel | int, b"", "orders/3/41 is no MayBeModel | int: "),
-        (dict[str, Annotated[int, pydantic.Field(gt=0)]], b"", "orders/3/41 is no dict[str, int]: "),
-        (Optional[Page[int]], b"{}", "orders/3/41 is no Page[int] | None: items: Field required"),  # noqa: UP045
-        (Annotated[str, pydantic.Field(max_length=3)], b"four", "orders/3/41 is no str: String should have at most 3"),
+        (MayBeModel | int, b"", "orders/3/41 is not a valid MayBeModel | int: "),
+        (dict[str, Annotated[int, pydantic.Field(gt=0)]], b"", "orders/3/41 is not a valid dict[str, int]: "),
+        (Optional[Page[int]], b"{}", "orders/3/41 is not a valid Page[int] | None: items: Field required"),  # noqa: UP045
+        (
+            Annotated[str, pydantic.Field(max_length=3)],
+            b"four",
+            "orders/3/41 is not a valid str: String should have at most 3",
+        ),
         (
             Annotated[bytes, pydantic.Field(max_length=3)] | None,
             b"four",
-            "is no bytes | None: Data should have at most 3",
+            "is not a valid bytes | None: Data should have at most 3",
         ),
-        (Annotated[str, msgspec.Meta(max_length=3)], b"four", "is no str: Expected `str` of length <= 3"),
-        (Annotated[int, msgspec.Meta(gt=0)], b"0", "is no int: Expected `int` >= 1"),
+        (Annotated[str, msgspec.Meta(max_length=3)], b"four", "is not a valid str: Expected `str` of length <= 3"),
+        (Annotated[int, msgspec.Meta(gt=0)], b"0", "is not a valid int: Expected `int` >= 1"),
         (
             TypeAliasType("Short", Annotated[str, pydantic.Field(max_length=3)]),
             b"four",
-            "is no Short: String should have",
+            "is not a valid Short: String should have",
         ),
-        (type(None), b"0", "orders/3/41 is no None: Input should be null"),
+        (type(None), b"0", "orders/3/41 is not a valid None: Input should be null"),
         (Checked, b'{"number": 1}', "number: Value error, an even number was expected"),
         (list[int], b'["a", "b", "c"]', "unable to parse string as an integer"),
     ],
@@ -263,7 +265,7 @@ def test_what_is_said_does_not_show_the_value() -> None:
 @pytest.mark.parametrize(
     ("annotation", "value", "said"),
     [
-        (Pet, b'{"kind": "4711"}', "Input should have one of the tags 'cat', 'dog' in 'kind'"),
+        (Pet, b'{"kind": "4711"}', "union_tag_invalid"),
         (Color, b'"4711"', "Input should be 'red'"),
         (Colored, b'{"color": "4711"}', "Invalid enum value - at `$.color`"),
         (Colored, b'{"color": "a - at `$.4711` b"}', "Invalid enum value - at `$.color`"),
@@ -271,9 +273,13 @@ def test_what_is_said_does_not_show_the_value() -> None:
         (
             Asks,
             b'{"number": 4711}',
-            "orders/3/41 is no Asks: LookupError was raised, by __post_init__() in test_payloads.py",
+            "orders/3/41 is not a valid Asks: LookupError was raised, by __post_init__() in test_payloads.py",
         ),
-        (AsksToo, b'{"number": 4711}', "is no AsksToo: LookupError was raised, by __post_init__() in test_payloads.py"),
+        (
+            AsksToo,
+            b'{"number": 4711}',
+            "is not a valid AsksToo: LookupError was raised, by __post_init__() in",
+        ),
     ],
     ids=str,
 )
@@ -286,7 +292,7 @@ def test_not_even_where_the_library_or_the_type_itself_would(annotation: Any, va
 
 
 def test_not_a_character_of_what_is_no_uuid_is_said() -> None:
-    with pytest.raises(DecodeError, match=r"orders/3/41 is no UUID: Input should be a valid UUID$"):
+    with pytest.raises(DecodeError, match=r"orders/3/41 is not a valid UUID: uuid_parsing$"):
         read(uuid.UUID, b'"4711secret"')
 
 
@@ -336,9 +342,7 @@ class Deferred(pydantic.BaseModel):
 
 @pytest.mark.parametrize("annotation", [Later, LaterData, LaterStruct, list[Later]], ids=str)
 def test_a_type_with_a_name_that_is_not_there_is_refused_before_the_first_record(annotation: Any) -> None:
-    with pytest.raises(
-        HandlerError, match=r"'NowhereDefined' is not defined\): import or define it before the handler"
-    ):
+    with pytest.raises(HandlerError, match=r"'NowhereDefined' is not defined\): .* defined before the handler"):
         payload_of(annotation, "handler 'h'")
 
 
@@ -389,14 +393,6 @@ def test_what_a_validator_says_in_a_function_does_not_show_the_value_either(deco
         decoded_by(decode, is_async=False).read(record(b'{"customer": 4711, "total": "4711"}'))
 
     assert "4711" not in told(refused.value)
-
-
-def test_a_function_that_only_made_a_coroutine_is_told_so() -> None:
-    async def decode(of: Record) -> object:
-        return of
-
-    with pytest.raises(HandlerError, match=r"returned the coroutine .*decode, which nobody awaits"):
-        decoded_by(functools.partial(decode), is_async=False).read(record(b""))
 
 
 class Exotic(BaseException):

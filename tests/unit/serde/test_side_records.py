@@ -16,7 +16,6 @@ from aioshard.serde.side_records import (
     Failure,
     ParkedRecord,
     Place,
-    ReleaseEnded,
     ReleaseRequest,
     Removed,
     dead_letter,
@@ -24,7 +23,6 @@ from aioshard.serde.side_records import (
     read_dead_letter,
     read_parked,
     release,
-    released,
     replay,
     tombstone,
 )
@@ -255,7 +253,9 @@ def test_a_tombstone_and_a_request_say_whom_they_mean(record: Record) -> None:
 
     assert read_parked(stored(tombstone("parked", Place(coordinates, 3)))) == Removed(Place(coordinates, 3))
     assert read_parked(stored(release("parked", coordinates))) == ReleaseRequest(coordinates)
-    assert read_parked(stored(released("parked", coordinates))) == ReleaseEnded(coordinates)
+    assert read_parked(stored(release("parked", coordinates, answered=True))) == ReleaseRequest(
+        coordinates, answered=True
+    )
 
 
 @given(records, failures)
@@ -264,7 +264,7 @@ def test_compaction_keeps_the_last_word_on_a_record_and_on_a_request(record: Rec
     coordinates = Coordinates.of(record)
 
     assert tombstone("parked", Place(coordinates, 3)).key == park("parked", record, failure, generation=3, due=1.0).key
-    assert released("parked", coordinates).key == release("parked", coordinates).key
+    assert release("parked", coordinates, answered=True).key == release("parked", coordinates).key
     assert release("parked", coordinates).key != tombstone("parked", Place(coordinates, 3)).key
 
 

@@ -1,0 +1,191 @@
+"""Output of the commands: JSON, tables, safe text, progress and exit codes."""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import click
+
+from aioshard.errors import (
+    AioshardError,
+    DataLossError,
+    GroupBusyError,
+    GroupMovedError,
+    HaltedError,
+    HandlerError,
+    MissingExtraError,
+    NotDrainedError,
+    NotVerifiedError,
+    PlanError,
+    SettingsError,
+)
+
+CRASHED: Final = 1
+REFUSED: Final = 2
+UNHEALTHY: Final = 3
+NOT_DRAINED: Final = 4
+DATA_LOST: Final = 5
+INTERRUPTED: Final = 130
+
+_LONGEST = 60
+_PROGRESS_INTERVAL = 3.0
+
+
+def exit_code(error: AioshardError) -> int:
+    """Return the exit code for an error.
+
+    | code | meaning |
+    | --- | --- |
+    | 0 | success |
+    | 1 | crashed: no broker answers, or an unexpected error |
+    | 2 | wrong usage: invalid options, an unknown module or app, or a rejected setting, handler or plan |
+    | 3 | unhealthy: halted records, failed dead letters, an app that is not ready, or a failed verification |
+    | 4 | not drained in time, or the group is busy or has moved |
+    | 5 | data loss: records to be read are no longer in the log |
+    | 130 | interrupted, or ended by a second signal |
+    """
+    match error:
+        case SettingsError() | HandlerError() | MissingExtraError() | PlanError():
+            return REFUSED
+        case HaltedError() | NotVerifiedError():
+            return UNHEALTHY
+        case NotDrainedError() | GroupBusyError() | GroupMovedError():
+            return NOT_DRAINED
+        case DataLossError():
+            return DATA_LOST
+        case _:
+            return CRASHED
+
+
+# JSON ---------------------------------------------------------------------------------
+
+
+def print_json(content: Any, *, indent: int | None = None) -> None:
+    """Print *content* on standard output, with named tuples and dataclasses as objects."""
+    click.echo(json.dumps(_plain(content), indent=indent))
+
+
+def _plain(content: Any) -> Any:
+    if hasattr(content, "_asdict"):
+        content = content._asdict()
+    elif dataclasses.is_dataclass(content):
+        content = {field.name: getattr(content, field.name) for field in dataclasses.fields(content)}
+    if isinstance(content, dict):
+        return {name: _plain(value) for name, value in content.items()}
+    return [_plain(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def as_json_value(content: bytes | None) -> Any:
+    """Return a key or value for JSON: a string if it is UTF-8, otherwise `{"base64": "…"}`."""
+    if content is None:
+        return None
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode()}
+
+
+# Text ---------------------------------------------------------------------------------
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows on standard output in aligned columns.
+
+    Args:
+        headings: One for each column.
+        rows: Cells that are safe to show; see `as_text`.
+    """
+    lines = [tuple(headings), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def as_text(text: str) -> str:
+    """Return *text* on one line with unprintable characters escaped: a record must not control the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def bytes_as_text(content: bytes | None) -> str:
+    """Return a key or value as text: as it is if it is UTF-8, otherwise in hexadecimal after `0x`; `-` for null."""
+    if content is None:
+        return "-"
+    try:
+        return as_text(content.decode())
+    except UnicodeDecodeError:
+        return f"0x{content.hex()}"
+
+
+def moment_as_text(seconds: float) -> str:
+    """Return a time, to the second, in the local time zone."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep=" ", timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s"
+
+
+def duration_as_text(seconds: float) -> str:
+    """Return a duration in the largest unit of which there are at least two.
+
+    Example:
+        >>> duration_as_text(90), duration_as_text(150), duration_as_text(200_000)
+        ('90 s', '2 min', '2 d')
+    """
+    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def cut(text: str, longest: int = _LONGEST) -> str:
+    """Return at most *longest* characters of *text*."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+# Progress -----------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def progress(
+    label: str, done: Callable[[], int], *, total: int | None = None, note: Callable[[], str] = str
+) -> AsyncIterator[None]:
+    """Show a growing number on standard error every few seconds, and at the end if the total is known.
+
+    Args:
+        label: Name of the task.
+        done: Returns the number of records; called from the event loop.
+        total: The final number; None if unknown.
+        note: Returns additional text.
+
+    Example:
+        ```python
+        async with progress("publishing", lambda: publisher.acknowledged, total=336_776):
+            ...
+        ```
+    """
+    began = time.perf_counter()
+
+    def show() -> None:
+        count = done()
+        of = "" if total is None else f" of {total:,} ({100 * count // max(total, 1)} %)"
+        rate = f"{count / max(time.perf_counter() - began, 0.001):,.0f} records/s"
+        click.echo(", ".join(filter(None, [f"{label}: {count:,}{of} records", rate, note()])), err=True)
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL)
+            show()
+
+    ticking = asyncio.create_task(tick(), name=f"progress of {label}")
+    try:
+        yield
+    finally:
+        ticking.cancel()
+        if total is not None:
+            show()

@@ -1,0 +1,80 @@
+"""Signals of a command that runs until it is asked to end: the first one drains, the second one exits."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+from aioshard.cli.output import INTERRUPTED
+
+logger = logging.getLogger("aioshard.cli")
+
+
+class Signals:
+    """Handles SIGINT and SIGTERM while the context is open: the first requests a drain, the second exits.
+
+    Until a drain is possible, while the app is imported, the first one exits with 0. The handlers are Python's, not the
+    event loop's, so they also run while a handler blocks the loop.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        """Name of the first signal; empty if the drain was requested without a signal, None before the request."""
+        self.before_exit: Callable[[], object] = lambda: None
+        """Called at the second signal."""
+        self._signalled = False
+        self._drain: Callable[[], object] | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def on_first(self, action: Callable[[], None]) -> None:
+        """Call *action* in the running loop at the first signal."""
+        self._drain = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, action)
+
+    def request_drain(self) -> None:
+        """Act as for a first signal, from any thread; a real signal that follows does not count as the second."""
+        if self.received is None:
+            logger.info("draining and committing: requested by the parent process, or it has ended")
+            self._request("")
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        # Neither logging nor print: the signal may have interrupted one of them.
+        if self._signalled:
+            os.write(2, f"{name} again: exiting now; unfinished records are not committed\n".encode())
+            self.before_exit()
+            exit_now(INTERRUPTED)
+        self._signalled = True
+        if self.received is None:
+            os.write(2, f"{name}: draining and committing; a second signal exits without a drain\n".encode())
+            self._request(name)
+
+    def _request(self, received: str) -> None:
+        self.received = received
+        if self._drain is None:
+            exit_now(0)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has already ended
+            self._drain()
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without waiting for anything that is still running in it."""
+    for stream in (sys.stdout, sys.stderr):
+        # A signal may have interrupted a write to the same stream.
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
+            stream.flush()
+    os._exit(code)

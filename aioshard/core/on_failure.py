@@ -1,0 +1,135 @@
+"""User options for records whose attempts are exhausted, and the budget for diversions."""
+
+import dataclasses
+from typing import Literal
+
+from aioshard.errors import HandlerError
+from aioshard.records import TOPIC_NAME
+
+
+def _refuse(option: str, name: str, value: object, expected: str) -> None:
+    raise HandlerError(f"{option}({name}={value!r}) was refused: expected {expected}")
+
+
+def _check_topic(option: str, topic: object) -> None:
+    if not isinstance(topic, str) or not TOPIC_NAME.fullmatch(topic):
+        _refuse(option, "topic", topic, "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """A limit on diverted records: successes pay for each diversion.
+
+    An exhausted budget is taken as a sign that a dependency of the handler is down, not that the records are bad. The
+    partition then pauses and probes with one record at a time until one succeeds.
+
+    Attributes:
+        per_success: Credit for each processed record; 0.01 is one diversion per hundred successes.
+        burst: Diversions available at the start, and the most that can be saved up.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+    """
+
+    per_success: float = 0.01
+    burst: int = 50
+
+    def __post_init__(self) -> None:
+        if type(self.per_success) not in (int, float) or not 0 < self.per_success <= 1:
+            _refuse("Budget", "per_success", self.per_success, "a share above 0, at most 1")
+        if type(self.burst) is not int or self.burst < 1:
+            _refuse("Budget", "burst", self.burst, "a whole number of at least 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Send a record whose attempts are exhausted to a dead-letter topic, and continue.
+
+    The record is complete once the brokers have acknowledged the dead letter; its offset is not committed before.
+
+    Attributes:
+        topic: Topic for the dead letters.
+        budget: Limit on their number; None means no limit.
+
+    Raises:
+        HandlerError: If *topic* is not a valid topic name, or *budget* is not a `Budget`.
+
+    Example:
+        >>> DeadLetter("orders.dlt", budget=Budget(per_success=0.05, burst=10)).topic
+        'orders.dlt'
+    """
+
+    topic: str
+    budget: Budget | None = dataclasses.field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        _check_topic("DeadLetter", self.topic)
+        if self.budget is not None and not isinstance(self.budget, Budget):
+            _refuse("DeadLetter", "budget", self.budget, "Budget(per_success=…, burst=…), or None for no limit")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Park:
+    """Set aside a record whose attempts are exhausted, with every later record of its key, and continue with the rest.
+
+    Parked records wait, in order, in a compacted side topic, while commits continue. When the delay has passed, or an
+    operator releases the key, they are processed in order, before newer records of the key.
+
+    Attributes:
+        topic: Topic for parked records. It needs at least as many partitions as each topic of the handler; if it does
+            not exist, it is created, compacted.
+        delay: Seconds until a parked key is retried.
+        attempts: Maximum number of retries; a key that fails once more stays parked until an operator releases or
+            drops it. None means unlimited.
+
+    Raises:
+        HandlerError: If a value is outside its range.
+    """
+
+    topic: str
+    delay: float = 60.0
+    attempts: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_topic("Park", self.topic)
+        if type(self.delay) not in (int, float) or not 0 < self.delay < float("inf"):
+            _refuse("Park", "delay", self.delay, "a number of seconds above 0")
+        if self.attempts is not None and (type(self.attempts) is not int or self.attempts < 1):
+            _refuse("Park", "attempts", self.attempts, "a whole number of at least 1, or None")
+
+
+OnFailure = Literal["halt", "skip"] | DeadLetter | Park
+
+
+class BudgetAccount:
+    """The remaining diversions of a handler.
+
+    Credit is derived from an existing count of successes, so a success costs nothing.
+
+    Example:
+        >>> account = BudgetAccount(Budget(per_success=0.5, burst=2))
+        >>> [account.spend(successes=0) for _ in range(3)]
+        [True, True, False]
+        >>> account.spend(successes=1), account.spend(successes=2)
+        (False, True)
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._left = float(budget.burst)
+        self._credited = 0
+
+    def left(self, successes: int) -> int:
+        """Return the number of diversions available after *successes* in total."""
+        earned = (successes - self._credited) * self.budget.per_success
+        self._left = min(self._left + earned, float(self.budget.burst))
+        self._credited = successes
+        # Rounding: a hundred times 0.01 must be 1.
+        return int(self._left + 1e-9)
+
+    def spend(self, successes: int) -> bool:
+        """Pay for one diversion; return whether one was left."""
+        if self.left(successes) < 1:
+            return False
+        self._left = max(self._left - 1, 0.0)
+        return True

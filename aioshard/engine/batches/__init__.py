@@ -1,1 +1,0 @@
-"""Handlers that take lists of records."""

@@ -1,1 +1,0 @@
-"""Failure handling: records whose attempts fail are retried, skipped, dead-lettered, parked or halted."""

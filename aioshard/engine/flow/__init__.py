@@ -1,1 +1,0 @@
-"""Flow control: rate limits, and numbers of workers that change at run time."""

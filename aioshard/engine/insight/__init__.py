@@ -1,1 +1,0 @@
-"""Insight into a running engine: statistics, and explanations of partitions that do not advance."""

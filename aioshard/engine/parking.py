@@ -1,0 +1,620 @@
+"""`on_failure=Park(...)`: failed records, and later records of the same key, wait in a side topic."""
+
+import asyncio
+import functools
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+
+import anyio
+
+from aioshard.core.finished_offsets import holds
+from aioshard.core.on_failure import Park
+from aioshard.core.parking import NEVER, ParkedEntry, ParkedKeys
+from aioshard.core.sharding import ShardKey, fixed_shard, identity
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Epoch, Gate
+from aioshard.engine.failures import Decision, Publish, failure_of
+from aioshard.engine.log_fields import partition_fields
+from aioshard.engine.outcomes import Outcome, Recovery
+from aioshard.engine.shards import Shards
+from aioshard.errors import SideTopicError, TransportError
+from aioshard.ports import FetchedBatch, Message, SideTopics, record_size
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    ParkedRecord,
+    Place,
+    ReleaseRequest,
+    Removed,
+    park,
+    read_parked,
+    release,
+    tombstone,
+)
+
+logger = logging.getLogger("aioshard.engine.parking")
+
+_POLL_TIMEOUT = 1.0
+_BACKOFF = 1.0
+_LONGEST_WAIT = 60.0
+_MOST_PARKED = 100_000
+"""Maximum parked records of one partition; each costs memory, so more are refused until some are gone."""
+
+
+class Replay(Delivery):
+    """A parked record that runs again."""
+
+    __slots__ = ("entry", "parked")
+
+    def __init__(
+        self, record: Record, key: ShardKey, size: int, *, parked: "ParkedPartition", entry: ParkedEntry, now: float
+    ) -> None:
+        super().__init__(record, parked, key, size, now)
+        self.offset = parked.tracker.position
+        self.parked = parked
+        self.entry = entry
+
+
+class ParkedPartition(Epoch):
+    """Parked records of one partition, for as long as we own it, and the epoch of those that run again.
+
+    A replay is a delivery like any other, but it is not part of the partition's own epoch: its offset was committed
+    long ago. This epoch opens, closes and ends together with the partition's. So a drain waits for a replay, and a
+    late result changes nothing.
+
+    Invariants:
+        * The side topic determines which records are parked. A record parked by this process counts once its write
+          is acknowledged.
+        * A record that the partition delivers again is not parked: it arrives anyway, in order.
+    """
+
+    def __init__(
+        self, source: Epoch, topic: str, generation: int, *, buffer: Buffer, identity: Callable[[Record], ShardKey]
+    ) -> None:
+        """Start without known parked records.
+
+        Args:
+            source: Epoch of the partition.
+            topic: Side topic; its partition with the same number stores the parked records.
+            generation: Group generation in which we got the partition; records parked here are stored under it.
+            buffer: Buffer shared by all partitions.
+            identity: Returns the shard key of a record; None if it has none and is parked alone.
+        """
+        stored_in = TopicPartition(topic, source.topic_partition.partition)
+        super().__init__(stored_in, source.number, 0, buffer, source.counts)
+        self.source = source
+        self.generation = generation
+        self.identity = identity
+        self.keys = ParkedKeys()
+        self.failures: dict[Hashable, Failure] = {}
+        """Failure of the first record of each key."""
+        self.unread: dict[int, str] = {}
+        """Parked records that could not be read when they were due, by offset, each with the reason."""
+        self.read_to = math.inf
+        """Next offset to follow the side topic from; infinite until all that it held before was read."""
+        self._start = source.tracker.position
+        self._stored: dict[Place, tuple[ParkedEntry, Failure]] = {}
+        """Records that were in the side topic when we got the partition, until it is clear whether they are parked."""
+        self._unacknowledged: set[int] = set()
+        """Offsets seen in the side topic as parked by us, but not acknowledged to us."""
+        self._stored_keys: dict[int, Hashable] = {}
+        """During the initial read: the key of each offset that was ever parked."""
+        self._requested: dict[Coordinates, None] = {}
+        """During the initial read: unanswered release requests."""
+        self._releasing: dict[Hashable, list[Coordinates]] = {}
+        """Release requests in progress, by key; the next owner must repeat them unless they are answered."""
+        self._outgoing: list[Message] = []
+
+    # Reading the side topic ---------------------------------------------------------
+
+    def restore(self, record: Record) -> str | None:
+        """Process a record that was in the side topic when we got the partition.
+
+        Returns:
+            The group that parked the record; None if this is not a parked record.
+        """
+        match decoded := read_parked(record):
+            case ParkedRecord() if self._is_ours(decoded):
+                entry = self.entry(decoded.original, decoded.generation, record.offset, decoded.due, decoded.replays)
+                self._stored[decoded.place] = entry, decoded.failure
+                self._stored_keys[entry.offset] = entry.key
+            case Removed() if self._is_ours(decoded):
+                self._stored.pop(decoded.place, None)
+            case ReleaseRequest(answered=True):
+                self._requested.pop(decoded.coordinates, None)
+            case ReleaseRequest() if self._is_ours(decoded):
+                self._requested[decoded.coordinates] = None
+        return decoded.failure.group if isinstance(decoded, ParkedRecord) else None
+
+    def finish_restoring(self, newest: float) -> None:
+        """Decide which of the stored records are parked, and handle release requests.
+
+        A record stored under several generations is parked once, under the latest one. A stale member, which had lost
+        the partition without knowing it, wrote the other copies. If they stayed, a later owner would consider them
+        parked and run them again, after later records of their key were processed.
+
+        Args:
+            newest: Generation up to which records are ours; the others stay undecided.
+        """
+        stored, self._stored = self._stored, {}
+        for place, (entry, failure) in sorted(stored.items(), key=lambda item: item[0].generation, reverse=True):
+            comes_again = entry.offset >= self._start and not holds(self.source.finished_ahead, entry.offset)
+            if entry.generation > newest:
+                self._stored[place] = entry, failure
+            elif comes_again or self.keys.get(entry.offset) is not None:
+                self._remove_copy(place)
+            else:
+                self.add(entry, failure)
+        for coordinates in self._requested:
+            # The previous owner may have run the record that was named, and not those behind it.
+            self._release(coordinates, self._stored_keys.get(coordinates.offset))
+        self._stored_keys, self._requested = {}, {}
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether records are parked under a later generation than ours: the group moved on, or was recreated."""
+        return bool(self._stored)
+
+    def read(self, record: Record) -> None:
+        """Process a record of the side topic that was written after we got the partition."""
+        decoded = read_parked(record)
+        if record.offset < self.read_to or not self._is_ours(decoded):
+            return
+        self.read_to = record.offset + 1
+        match decoded:
+            case ParkedRecord():
+                self._parked(decoded, record.offset)
+            case Removed() if decoded.by is None or decoded.by <= self.generation:
+                # A later owner is unknown to us still: if it removed the record, later ones of its key must not run.
+                self._stored.pop(decoded.place, None)
+                entry = self.keys.get(decoded.coordinates.offset)
+                # Anything that we have parked since comes later in the side topic.
+                is_same = entry is not None and entry.generation == decoded.place.generation
+                if entry is not None and is_same and entry.stored_at < record.offset:
+                    self.remove(entry.offset)
+            case ReleaseRequest(answered=False):
+                entry = self.keys.get(decoded.coordinates.offset)
+                self._release(decoded.coordinates, None if entry is None else entry.key)
+
+    def _is_ours(self, decoded: ParkedRecord | Removed | ReleaseRequest | None) -> bool:
+        return decoded is not None and decoded.coordinates[:2] == self.source.topic_partition
+
+    def _parked(self, parked: ParkedRecord, stored_at: int) -> None:
+        """Process a record parked after we got the partition; remove it again if a stale member parked it."""
+        offset, generation = parked.coordinates.offset, parked.generation
+        known = self.keys.get(offset)
+        if known is not None and known.generation == generation:
+            known.stored_at = max(known.stored_at, stored_at)
+        elif generation == self.generation:
+            self._unacknowledged.add(offset)
+        elif generation < self.generation:  # a later one belongs to the next owner of the partition
+            self._remove_copy(parked.place)
+
+    def _release(self, coordinates: Coordinates, key: Hashable) -> None:
+        if key in self.keys:
+            self.keys.release(key)
+            self._releasing.setdefault(key, []).append(coordinates)
+        else:
+            self._answer([coordinates])
+
+    def _answer(self, requests: Iterable[Coordinates]) -> None:
+        topic = self.topic_partition.topic
+        self._outgoing += [release(topic, coordinates, answered=True) for coordinates in requests]
+
+    def outgoing(self) -> list[Message]:
+        """Return what is to be written: replies to release requests, and tombstones for copies that must not run."""
+        for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker]:
+            self._unacknowledged.discard(offset)
+            if self.keys.get(offset) is None:  # stored but not acknowledged, and the record ended otherwise
+                self._remove_copy(self.place(offset, self.generation))
+        messages, self._outgoing = self._outgoing, []
+        return messages
+
+    def _remove_copy(self, place: Place) -> None:
+        self._outgoing.append(self.tombstone(place))
+
+    def entry(self, record: Record, generation: int, stored_at: int, due: float, replays: int) -> ParkedEntry:
+        """Return the in-memory entry for a parked record."""
+        key = self.identity(record)
+        return ParkedEntry(record.offset, key, generation=generation, stored_at=stored_at, due=due, replays=replays)
+
+    def place(self, offset: int, generation: int) -> Place:
+        """Return the place of a parked record; it is stored under that key."""
+        return Place(Coordinates(*self.source.topic_partition, offset), generation)
+
+    def tombstone(self, place: Place) -> Message:
+        """Return the message that removes a parked record, in our name."""
+        return tombstone(self.topic_partition.topic, place, by=self.generation)
+
+    # Parked records -----------------------------------------------------------------
+
+    def add(self, entry: ParkedEntry, failure: Failure) -> None:
+        """Add a record that is parked and acknowledged."""
+        if self.keys.add(entry):
+            self.failures[entry.key] = failure
+
+    def remove(self, offset: int) -> None:
+        """Remove a record that is no longer parked."""
+        entry = self.keys.remove(offset)
+        self.unread.pop(offset, None)
+        if entry is not None and entry.key not in self.keys:
+            self.failures.pop(entry.key, None)
+            self._answer(self._releasing.pop(entry.key, ()))
+
+    def failed_again(self, entry: ParkedEntry, failure: Failure) -> None:
+        """Make a key whose replay failed wait until its first record is due."""
+        self.failures[entry.key] = failure
+        self.keys.postpone(entry.key, entry.due)
+        self._answer(self._releasing.pop(entry.key, ()))
+
+    # Replays ------------------------------------------------------------------------
+
+    @property
+    def may_replay(self) -> bool:
+        """Whether due records may be replayed now."""
+        return self.source.gate is Gate.OPEN and self.gate is Gate.OPEN
+
+    def replay(self, entry: ParkedEntry, record: Record, key: ShardKey, now: float) -> Replay:
+        """Create the delivery of a parked record."""
+        size = record_size(record.key, record.value, record.headers)
+        replay = Replay(record, key, size, parked=self, entry=entry, now=now)
+        self.take_in(FetchedBatch(self.topic_partition, [record], [size], replay.offset + 1), [replay])
+        return replay
+
+    def close(self, running: Collection[Delivery] = ()) -> None:
+        """See `Epoch.close`; a drain does not wait for replays that are only queued."""
+        self.gate = Gate.PAUSED
+        super().close(running)
+
+
+class Parking:
+    """Parked records of one handler, over all partitions that we own.
+
+    Workers call `divert` before they start a delivery, and the failure handler calls `decide` when its attempts are
+    exhausted. The feed reports when a partition arrives, closes, opens and ends. Two tasks run: `read` follows the side
+    topic, and `replay` runs due records again. Owned by the event loop.
+
+    Invariants:
+        * While a key is parked, only its first parked record may start (I4).
+        * A parked record completes when the brokers have acknowledged it (I2). A record that succeeded in a replay is
+          removed from the side topic before the next one of its key starts.
+    """
+
+    def __init__(
+        self,
+        policy: Park,
+        *,
+        group: str,
+        handler: str,
+        shards: Sequence[Shards],
+        shard_key: Callable[[Record], ShardKey],
+        fixed: bool,
+        workers: int,
+        publish: Publish,
+        side_topics: SideTopics,
+        buffer: Buffer,
+        clock: Callable[[], float],
+    ) -> None:
+        """Create the parking of one handler; `read` and `replay` are its tasks.
+
+        Args:
+            policy: Topic, delay and attempts.
+            group: Consumer group, for the headers of parked records.
+            handler: Name of the handler, for the headers of parked records.
+            shards: Shards of the handler.
+            shard_key: Maps a record to its shard key.
+            fixed: Whether the shards are fixed; if so, deliveries carry the number of their shard as key.
+            workers: Number of workers that serve the shards.
+            publish: Writes to the side topic.
+            side_topics: Reads the side topic; the caller closes it.
+            buffer: Buffer shared by all partitions.
+            clock: Returns the loop time.
+        """
+        self.policy = policy
+        self._group = group
+        self._handler = handler
+        self._shards = shards
+        self._identity = functools.partial(identity, shard_key, shards=len(shards) if fixed else None)
+        self._fixed = fixed
+        self._at_once = max(2 * workers, 16)
+        self._publish = publish
+        self._side = side_topics
+        self._buffer = buffer
+        self._clock = clock
+        self._partitions: dict[Epoch, ParkedPartition] = {}
+        self._ensured = 0
+        self._cached: dict[tuple[TopicPartition, int], Record] = {}
+        """Records of the latest read that are not taken yet: due records often have their neighbours due too."""
+        self._unreadable: str | None = None
+        """Why the side topic cannot be followed now."""
+        self._refused: dict[Message, str] = {}
+        """Replies that could not be written and are being retried, each with the reason."""
+        self._due = asyncio.Event()
+        self._epoch_time = time.time() - clock()
+        topic = policy.topic
+        self._behind = Recovery(f"its key is parked, and it is written to {topic} behind it", self._park)
+        self._first = Recovery(f"it is parked in {topic}", self._park)
+        self._again = Recovery(f"it is parked in {topic} again", self._park_again)
+        self.drop = Recovery(f"it is removed from {topic} without being processed", self._drop)
+        """Recovery for giving up a record that was halted in a replay."""
+        self._finished = Recovery(f"its run succeeded, and it is removed from {topic}", self._remove)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the side topic cannot be read or answered now; None if it can."""
+        unread = (why for parked in tuple(self.partitions) for why in parked.unread.copy().values())
+        return next(itertools.chain(self._refused.copy().values(), unread), self._unreadable)
+
+    def _now(self) -> float:
+        """Return the Unix time by the loop's clock, which virtual time moves too."""
+        return self._epoch_time + self._clock()
+
+    @property
+    def partitions(self) -> Collection[ParkedPartition]:
+        """Parked records of each partition that we own."""
+        return self._partitions.values()
+
+    # Workers ------------------------------------------------------------------------
+
+    def divert(self, delivery: Delivery) -> None:
+        """Assign a recovery to a delivery whose key is parked, and withdraw it once the key is no longer parked."""
+        parked = self._partitions.get(delivery.epoch)
+        if parked is None or isinstance(delivery, Replay):
+            return
+        if delivery.recovery is self._behind:
+            if parked.identity(delivery.record) not in parked.keys:
+                delivery.recovery = None
+        elif delivery.recovery is None and parked.keys.keys and parked.identity(delivery.record) in parked.keys:
+            delivery.divert(self._behind)
+
+    def decide(self, delivery: Delivery) -> Decision:
+        """See `FailurePolicy`."""
+        return self._again if isinstance(delivery, Replay) else self._first
+
+    def release(self, topic_partition: TopicPartition, offset: int) -> bool:
+        """Replay the key of a parked record now, unless it is already running; return whether the record exists.
+
+        Nothing is written: if we lose the partition before that, the request is lost.
+        """
+        for parked in self.partitions:
+            entry = parked.keys.get(offset) if parked.source.topic_partition == topic_partition else None
+            if entry is not None:
+                parked.keys.release(entry.key)
+                self._due.set()
+                return True
+        return False
+
+    async def _park(self, delivery: Delivery) -> Outcome:
+        parked, record = self._partitions[delivery.epoch], delivery.record
+        if delivery.recovery is self._behind:
+            failure = parked.failures[parked.identity(record)]
+        else:
+            failure = failure_of(delivery, self._group, self._handler)
+        if len(parked.keys) >= _MOST_PARKED:
+            raise SideTopicError(
+                f"{len(parked.keys)} records of {delivery.epoch.topic_partition} are parked, the most that a process "
+                "keeps track of: release or drop some"
+            )
+        due = self._now() + self.policy.delay
+        stored_at = await self._write(record, failure, parked.generation, due, 0)
+        parked.add(parked.entry(record, parked.generation, stored_at, due, 0), failure)
+        self._due.set()
+        return Outcome.PARKED
+
+    async def _park_again(self, delivery: Delivery) -> Outcome:
+        assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery
+        parked, entry = delivery.parked, delivery.entry
+        replays = entry.replays + 1
+        exhausted = self.policy.attempts is not None and replays >= self.policy.attempts
+        due = NEVER if exhausted else self._now() + self.policy.delay
+        failure = failure_of(delivery, self._group, self._handler)
+        if parked.keys.get(entry.offset) is entry:
+            entry.stored_at = await self._write(delivery.record, failure, entry.generation, due, replays)
+            entry.replays, entry.due = replays, due
+        if parked.keys.get(entry.offset) is entry:  # not dropped in the meantime
+            parked.failed_again(entry, failure)
+        self._due.set()
+        return Outcome.RETURNED
+
+    async def _write(self, record: Record, failure: Failure, generation: int, due: float, replays: int) -> int:
+        """Write a record to the side topic; return the offset at which it is stored."""
+        message = park(self.policy.topic, record, failure, generation=generation, due=due, replays=replays)
+        return await self._publish(message)
+
+    async def _remove(self, delivery: Delivery) -> Outcome:
+        assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery
+        parked, entry = delivery.parked, delivery.entry
+        await self._publish(parked.tombstone(parked.place(entry.offset, entry.generation)))
+        parked.remove(entry.offset)
+        self._due.set()
+        return Outcome.PROCESSED
+
+    async def _drop(self, delivery: Delivery) -> Outcome:
+        await self._remove(delivery)
+        return Outcome.SKIPPED
+
+    # Partitions ---------------------------------------------------------------------
+
+    async def restore(self, epoch: Epoch, partitions: int, generation: int) -> bool:
+        """Find out which records of a partition are parked, before any of its records starts.
+
+        Args:
+            epoch: A new, closed epoch.
+            partitions: Number of partitions of the topic.
+            generation: Group generation in which we got the partition.
+
+        Returns:
+            Whether records are parked under a later generation; they are left alone until `believe`.
+
+        Raises:
+            TransportError: If the side topic cannot be read or written now.
+        """
+        if partitions > self._ensured:
+            await self._side.ensure(self.policy.topic, partitions)
+            self._ensured = partitions
+        parked = ParkedPartition(epoch, self.policy.topic, generation, buffer=self._buffer, identity=self._identity)
+        self._partitions[epoch] = epoch.replays = parked
+        self._watch()
+        await self._read_all(parked)
+        parked.finish_restoring(newest=generation)
+        await asyncio.gather(*(self._publish(message) for message in parked.outgoing()))
+        if parked.keys.keys:
+            fields = partition_fields("parked", epoch.topic_partition, records=len(parked.keys), keys=parked.keys.keys)
+            values = (epoch.topic_partition, self.policy.topic, len(parked.keys), parked.keys.keys)
+            logger.info("%s: %s holds %d parked records of %d keys", *values, extra=fields)
+        return parked.in_doubt
+
+    def believe(self, epoch: Epoch) -> None:
+        """Accept our generation: the brokers accepted a commit since `restore`, so nobody owned the partition later."""
+        parked = self._partitions.get(epoch)
+        if parked is not None and parked.in_doubt:
+            message = (
+                "%s: %d records in %s were parked under a later generation than the current one of group %r, which was "
+                "recreated since (it was deleted, or its offsets expired): they are parked here now"
+            )
+            before = len(parked.keys)
+            parked.finish_restoring(newest=math.inf)
+            records = len(parked.keys) - before
+            fields = partition_fields("parked", epoch.topic_partition, records=records, group=self._group)
+            logger.warning(message, epoch.topic_partition, records, self.policy.topic, self._group, extra=fields)
+
+    def _watch(self) -> None:
+        self._side.watch(list(dict.fromkeys(parked.topic_partition for parked in self.partitions)))
+
+    async def _read_all(self, parked: ParkedPartition) -> None:
+        """Read a side partition from its start, without a gap to the position from which `read` follows it."""
+        position = 0
+        while True:
+            end = await self._side.end(parked.topic_partition)
+            while position < end and (records := await self._side.read(parked.topic_partition, position)):
+                for record in records:
+                    group = parked.restore(record)
+                    if group not in (None, self._group):
+                        raise SideTopicError(
+                            f"{parked.topic_partition} holds records that group {group!r} has parked, and group "
+                            f"{self._group!r} would overwrite them: give each group a topic of its own"
+                        )
+                position = records[-1].offset + 1
+            if self._side.position(parked.topic_partition) <= max(position, end):
+                parked.read_to = max(position, end)
+                return
+
+    def forget(self, epoch: Epoch) -> None:
+        """End the replays of a partition whose epoch has ended; the side topic keeps its parked records."""
+        parked = self._partitions.pop(epoch, None)
+        if parked is not None:
+            parked.end()
+            self._watch()
+            self.wake()
+
+    def wake(self) -> None:
+        """Look for due records now: something has changed."""
+        self._due.set()
+
+    # Tasks --------------------------------------------------------------------------
+
+    async def read(self) -> None:
+        """Follow the side topic until cancelled: parked and dropped records, and release requests."""
+        async with asyncio.TaskGroup() as writing:
+            while True:
+                try:
+                    for record in await self._side.poll(_POLL_TIMEOUT):
+                        self._read(record)
+                    for parked in self.partitions:
+                        for message in parked.outgoing():
+                            # A partition that cannot be written must not keep us from following the others.
+                            writing.create_task(self._send(parked, message), name=f"write to {parked.topic_partition}")
+                    self._unreadable = None
+                except TransportError as error:
+                    if self._unreadable is None:
+                        fields = {"event": "trouble", "topic": self.policy.topic}
+                        logger.error("topic %s cannot be read: %s", self.policy.topic, error, extra=fields)  # noqa: TRY400
+                    self._unreadable = str(error)
+                    await asyncio.sleep(_BACKOFF)
+
+    def _read(self, record: Record) -> None:
+        for parked in self.partitions:
+            if parked.topic_partition == record.topic_partition:
+                parked.read(record)
+        self._due.set()
+
+    async def _send(self, parked: ParkedPartition, message: Message) -> None:
+        try:
+            while parked.gate is not Gate.ENDED:
+                try:
+                    await self._publish(message)
+                except TransportError as error:
+                    self._refused[message] = str(error)
+                    await asyncio.sleep(_BACKOFF)
+                else:
+                    return
+        finally:
+            self._refused.pop(message, None)
+
+    async def replay(self) -> None:
+        """Replay due records until cancelled."""
+        while True:
+            self._due.clear()
+            for parked in list(self.partitions):
+                await self._replay_due(parked)
+            with anyio.move_on_after(self._until_due()):
+                await self._due.wait()
+
+    @property
+    def _running(self) -> int:
+        return sum(len(parked.tracker) for parked in self.partitions)
+
+    def _until_due(self) -> float:
+        due_times = [p.keys.next_due for p in self.partitions if p.may_replay and p.keys.next_due is not None]
+        if not due_times or self._running >= self._at_once:
+            return _LONGEST_WAIT  # a replay that ends wakes us
+        return min(max(min(due_times) - self._now(), 0.01), _LONGEST_WAIT)
+
+    async def _replay_due(self, parked: ParkedPartition) -> None:
+        while parked.may_replay and self._running < self._at_once:
+            entry = parked.keys.take_due(self._now())
+            if entry is None:
+                return
+            record = await self._fetch(parked, entry)
+            if parked.keys.get(entry.offset) is not entry:
+                parked.unread.pop(entry.offset, None)
+                continue
+            if record is None or not parked.is_open or not self._fits(record):
+                parked.keys.postpone(entry.key, self._now() + _BACKOFF)
+                return  # each of its keys may take as long; other partitions must not wait for all of them
+            key = parked.identity(record)
+            number = fixed_shard(key, len(self._shards), entry.offset) if self._fixed else 0
+            replay = parked.replay(entry, record, number if self._fixed else key, self._clock())
+            replay.then, replay.aside = self._finished, True
+            self._shards[number].put_first([replay])
+
+    async def _fetch(self, parked: ParkedPartition, entry: ParkedEntry) -> Record | None:
+        """Return the original of a parked record; None if it cannot be read now or was replaced by another."""
+        place = parked.topic_partition, entry.stored_at
+        if place not in self._cached:
+            try:
+                records = await self._side.read(*place)
+            except TransportError as error:
+                parked.unread[entry.offset] = str(error)
+                return None
+            self._cached = {(parked.topic_partition, record.offset): record for record in records}
+        stored = self._cached.pop(place, None)
+        decoded = None if stored is None else read_parked(stored)
+        if not isinstance(decoded, ParkedRecord):
+            parked.unread[entry.offset] = (
+                f"parked record {parked.source.topic_partition}/{entry.offset} is not in {parked.topic_partition} at "
+                f"offset {entry.stored_at}: something other than compaction deleted it. Its key waits; 'aioshard park "
+                "drop' gives the record up"
+            )
+            return None
+        parked.unread.pop(entry.offset, None)
+        return decoded.original
+
+    def _fits(self, record: Record) -> bool:
+        """Return whether there is room for a record, or no running replay that it could wait for."""
+        size = record_size(record.key, record.value, record.headers)
+        return self._buffer.bytes + size <= self._buffer.bounds.bytes or not self._running

@@ -1,0 +1,1 @@
+"""The aiokafka client: all uses of its private attributes are in this package."""

@@ -1,0 +1,490 @@
+"""Admin requests: topics, logs and groups."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from io import BytesIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+
+from aiokafka import errors as kafka
+from aiokafka.admin.config_resource import ConfigResourceType
+from aiokafka.client import CoordinationType
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.offset import OffsetRequest
+
+from aioshard.errors import (
+    AuthorizationError,
+    CommitError,
+    CommitRefusedError,
+    SideTopicError,
+    TransportError,
+)
+from aioshard.kafka.aiokafka.answers import (
+    by_topic,
+    cause_of,
+    error_for,
+    existing_topics,
+    log_offsets,
+    only_part,
+    raise_for,
+    refused_offsets,
+    removed_member,
+    stored_offsets,
+    topic_leaders,
+    topic_settings,
+)
+from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.connections import connected
+from aioshard.kafka.aiokafka.internals import RETENTION_MS
+from aioshard.kafka.aiokafka.options import client_options
+from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
+from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+T = TypeVar("T")
+
+_PATIENCE = 30.0
+"""Seconds to retry transient errors, such as a leader election or a coordinator that is still loading."""
+_PAUSE = 0.2
+_COMMIT_TIMEOUT = 5.0
+_CREATE_TIMEOUT_MS = 30_000
+_EARLIEST, _LATEST = -2, -1
+_ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
+_NO_SUCH_GROUP, _NOT_SERVED = 69, 35
+"""Errors for a group of the classic protocol, and for brokers that do not have the KIP-848 protocol enabled."""
+_TOPIC_EXISTS = 36
+_POLICY = "cleanup.policy"
+_COMPACTED = {_POLICY: "compact", "segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
+"""Compact soon: a segment closes after at most an hour, and is cleaned once a tenth of the log is superseded."""
+
+
+class LogBounds(NamedTuple):
+    """The bounds of a partition's log."""
+
+    start: int
+    stable: int
+    """The last stable offset: the end for readers of committed records."""
+    end: int
+    """The offset after the last record."""
+
+
+class Coordinator(NamedTuple):
+    """The broker that coordinates a group."""
+
+    broker: int
+    host: str
+    port: int
+
+
+class GroupMember(NamedTuple):
+    """A member of a group, as the brokers describe it."""
+
+    member_id: str
+    client_id: str
+    host: str
+    instance_id: str | None
+    """None for a dynamic member."""
+    partitions: tuple[TopicPartition, ...] = ()
+
+    def __str__(self) -> str:
+        """Describe the member for an error message."""
+        static = f"static member {self.instance_id!r}" if self.instance_id else f"member {self.member_id!r}"
+        return f"{static} (client {self.client_id!r} at {self.host.lstrip('/')})"
+
+
+class Group(NamedTuple):
+    """The brokers' description of a group."""
+
+    state: str
+    """The brokers' name for it, in lower case: stable, empty, dead, preparingrebalance, assigning, reconciling, …"""
+    protocol: str
+    """`classic`, or `consumer` (KIP-848)."""
+    assignor: str
+    """Empty if there is none."""
+    members: tuple[GroupMember, ...]
+
+    @property
+    def owners(self) -> dict[TopicPartition, GroupMember]:
+        """Map each assigned partition to its member."""
+        return {partition: member for member in self.members for partition in member.partitions}
+
+
+class KafkaAdmin:
+    """A connection for admin requests. Owned by one event loop.
+
+    Unless a method says otherwise, it retries transient errors for up to *patience* seconds. It raises
+    `AuthorizationError` if this user lacks a permission, and `TransportError` if the brokers do not answer.
+
+    Example:
+        ```python
+        async with KafkaAdmin(settings) as admin:
+            partitions = await admin.partitions("orders.dlt")
+        ```
+    """
+
+    def __init__(self, settings: "Settings", *, patience: float = _PATIENCE) -> None:
+        """Create an admin client; connects to nothing yet.
+
+        Args:
+            settings: The brokers, TLS and SASL.
+            patience: Seconds to retry transient errors.
+
+        Raises:
+            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+        """
+        self._settings = settings
+        self._patience = patience
+        self._options = client_options(settings, request_timeout=_PATIENCE)
+        self._client: Any = None
+
+    async def __aenter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            TransportError: No broker answers within 10 s, or a broker refuses the connection.
+        """
+        self._client = await connected(self._settings, self._options, BareClient)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self._client.tear_down()
+
+    # Topics ---------------------------------------------------------------------------
+
+    async def topics(self) -> frozenset[str]:
+        """Return every topic that this user may see, without internal topics."""
+
+        async def ask() -> frozenset[str]:
+            return existing_topics(await self._client.send(self._client.get_random_node(), MetadataRequest(None)))
+
+        return await self._patiently(ask, "list the topics")
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """Return the partitions of a topic without creating it.
+
+        Raises:
+            TransportError: The topic does not exist.
+        """
+        leaders = await self._leaders(topic)
+        if not leaders:
+            raise TransportError(f"topic {topic!r} does not exist: create it, or check its name")
+        return frozenset(leaders)
+
+    async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
+        """Return settings of a topic; the broker's default where the topic does not override it."""
+
+        async def ask() -> dict[str, str]:
+            resource = (ConfigResourceType.TOPIC, topic, sorted(names))
+            node = self._client.get_random_node()
+            return topic_settings(await self._client.send(node, DescribeConfigsRequest([resource])), topic, names)
+
+        try:
+            return await self._patiently(ask, f"return the settings of topic {topic!r}")
+        except AuthorizationError as error:
+            raise AuthorizationError(
+                f"the brokers do not allow this user to see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS "
+                "on it"
+            ) from error
+
+    async def ensure_compacted(self, topic: str, partitions: int) -> None:
+        """Create a compacted topic, or check that an existing one is compacted and has enough partitions.
+
+        Raises:
+            SideTopicError: The topic is not compacted, or has too few partitions.
+        """
+        count = await self._partition_count(topic)
+        if not count and await self._create_compacted(topic, partitions):
+            return
+        count = count or await self._partition_count(topic)
+        if not count:
+            raise TransportError(f"topic {topic!r} was just created, and not every broker knows it yet")
+        if count < partitions:
+            raise SideTopicError(
+                f"topic {topic!r} has {count} partitions and needs {partitions}, as many as the topic whose records it "
+                f"keeps: add {partitions - count}"
+            )
+        policy = (await self.topic_settings(topic, [_POLICY]))[_POLICY]
+        if policy.strip() != "compact":
+            raise SideTopicError(
+                f"topic {topic!r} has cleanup.policy={policy}, so old entries would be deleted: set "
+                "cleanup.policy=compact on it, without delete, or name another topic"
+            )
+
+    async def _partition_count(self, topic: str) -> int:
+        """Return the number of partitions; 0 if the topic does not exist or this user may not see it."""
+        try:
+            return len(await self._leaders(topic))
+        except AuthorizationError:
+            return 0
+
+    async def _create_compacted(self, topic: str, partitions: int) -> bool:
+        """Create a topic with the broker's default replication factor; false if somebody else just created it."""
+
+        async def ask() -> tuple[int, str | None]:
+            await self._client.force_metadata_update()
+            controller = self._client.cluster.controller
+            if controller is None:
+                raise TransportError(
+                    f"topic {topic!r} does not exist and cannot be created now, because the cluster has no controller. "
+                    "An election ends by itself; the embedded broker never has one, so use TestClient or a real broker"
+                )
+            wanted: Any = (topic, partitions, -1, [], list(_COMPACTED.items()))
+            request = CreateTopicsRequest([wanted], _CREATE_TIMEOUT_MS, validate_only=False)
+            answer = await self._client.send(controller.nodeId, request)
+            _, code, *messages = only_part(answer.topic_errors, f"topic {topic!r}")
+            return code, messages[0] if messages else None
+
+        code, message = await self._patiently(ask, f"create topic {topic!r}")
+        if code in (0, _TOPIC_EXISTS):
+            return not code
+        if code in (TOPIC_DENIED, CLUSTER_DENIED):
+            raise AuthorizationError(
+                f"topic {topic!r} does not exist, as far as this user may see, and the brokers do not allow this user "
+                f"to create it: grant CREATE on it, or create it with {partitions} partitions and "
+                "cleanup.policy=compact and grant READ, WRITE and DESCRIBE_CONFIGS"
+            )
+        cause = cause_of(error_for(code))
+        raise TransportError(
+            f"topic {topic!r} could not be created: {message or cause.reason}", retriable=cause.retriable
+        )
+
+    async def _leaders(self, topic: str) -> dict[int, int]:
+        """Return the leader of each partition, -1 without one; empty if the topic does not exist."""
+
+        async def ask() -> dict[int, int]:
+            request = MetadataRequest([topic], allow_auto_topic_creation=False)
+            return topic_leaders(await self._client.send(self._client.get_random_node(), request), topic)
+
+        return await self._patiently(ask, f"return the partitions of topic {topic!r}")
+
+    # Logs -----------------------------------------------------------------------------
+
+    async def bounds(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
+        """Fetch the current bounds of each partition's log."""
+        # In this order, so that each bound is at or after the ones requested before it.
+        starts = await self._offsets(dict.fromkeys(partitions, _EARLIEST), "read_uncommitted")
+        stable = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_committed")
+        ends = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_uncommitted")
+        return {partition: LogBounds(starts[partition], stable[partition], ends[partition]) for partition in partitions}
+
+    async def offsets_at(
+        self,
+        partitions: Collection[TopicPartition],
+        timestamp: float,
+        isolation: Literal["read_committed", "read_uncommitted"],
+    ) -> dict[TopicPartition, int | None]:
+        """Return the first offset of each partition whose record is not older than a time; None if there is none.
+
+        Args:
+            partitions: The partitions to search.
+            timestamp: Seconds since the epoch; not negative.
+            isolation: Whether records of open transactions count.
+        """
+        offsets = await self._offsets(dict.fromkeys(partitions, round(timestamp * 1000)), isolation)
+        return {partition: offset if offset >= 0 else None for partition, offset in offsets.items()}
+
+    async def _offsets(self, times: Mapping[TopicPartition, int], isolation: str) -> dict[TopicPartition, int]:
+        async def ask() -> dict[TopicPartition, int]:
+            leaders = {topic: await self._leaders(topic) for topic in {partition.topic for partition in times}}
+            wanted: dict[int, dict[TopicPartition, tuple[int, int]]] = {}
+            for (topic, number), time in times.items():
+                count, leader = len(leaders[topic]), leaders[topic].get(number)
+                if leader is None:
+                    raise TransportError(f"{topic}/{number} does not exist: topic {topic!r} has {count} partitions")
+                if leader < 0:
+                    raise kafka.StaleMetadata(f"no broker is the leader of {topic}/{number} now")
+                wanted.setdefault(leader, {})[TopicPartition(topic, number)] = number, time
+            offsets: dict[TopicPartition, int] = {}
+            for leader, partitions in wanted.items():
+                request = OffsetRequest(-1, _ISOLATION[isolation], by_topic(partitions))
+                offsets |= log_offsets(await self._client.send(leader, request), partitions)
+            return offsets
+
+        return await self._patiently(ask, f"return the offsets of {named(sorted(times))}")
+
+    # Groups ---------------------------------------------------------------------------
+
+    async def coordinator(self, group_id: str) -> Coordinator:
+        """Return the broker that coordinates a group, whether or not the group exists."""
+
+        async def ask() -> Coordinator:
+            node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+            broker = self._client.cluster.broker_metadata(node)
+            return Coordinator(node, broker.host, broker.port)
+
+        return await self._patiently(ask, f"name the coordinator of group {group_id!r}", group_id)
+
+    async def group(self, group_id: str) -> Group:
+        """Describe a group of either protocol; a group that does not exist is "dead"."""
+
+        async def ask() -> Group:
+            return await self._kip848_group(group_id) or await self._classic_group(group_id)
+
+        return await self._patiently(ask, f"describe group {group_id!r}", group_id)
+
+    async def _kip848_group(self, group_id: str) -> Group | None:
+        """Describe a KIP-848 group; None if it is not one, or the brokers do not support KIP-848."""
+        try:
+            answer = await self._ask_coordinator(group_id, DescribeConsumerGroup(group_id))
+        except (kafka.IncompatibleBrokerVersion, NotImplementedError):
+            return None
+        group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
+        if group["error_code"] in (_NO_SUCH_GROUP, _NOT_SERVED):
+            return None
+        raise_for(group["error_code"])
+        members = []
+        for member in group["members"]:
+            partitions = sorted(
+                TopicPartition(topic["topic_name"], number)
+                for topic in member["assignment"]["topic_partitions"]
+                for number in topic["partitions"]
+            )
+            identity = member["member_id"], member["client_id"], member["client_host"], member["instance_id"]
+            members.append(GroupMember(*identity, tuple(partitions)))
+        return Group(group["group_state"].lower(), "consumer", group["assignor_name"] or "", tuple(sorted(members)))
+
+    async def _classic_group(self, group_id: str) -> Group:
+        answer = await self._ask_coordinator(group_id, DescribeGroup(group_id))
+        group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
+        raise_for(group["error_code"])
+        members = []
+        for member in group["members"]:
+            identity = member["member_id"], member["client_id"], member["client_host"], member.get("group_instance_id")
+            members.append(GroupMember(*identity, _assigned(member["member_assignment"])))
+        return Group(group["state"].lower(), "classic", group["protocol"] or "", tuple(sorted(members)))
+
+    async def remove_member(self, group_id: str, member_id: str = "", *, instance_id: str | None = None) -> bool:
+        """Remove a dead member, or a static one, from its group; others get its partitions immediately.
+
+        Returns:
+            Whether the group had it.
+        """
+        request = RemoveMember(group_id, member_id=member_id, instance_id=instance_id)
+
+        async def ask() -> bool:
+            return removed_member(await self._ask_coordinator(group_id, request))
+
+        return await self._patiently(ask, f"remove member {member_id or instance_id!r} of group {group_id!r}", group_id)
+
+    # Offsets of a group ---------------------------------------------------------------
+
+    async def group_commits(
+        self, group_id: str, partitions: Collection[TopicPartition]
+    ) -> dict[TopicPartition, Committed | None]:
+        """Return the group's committed offset of each of *partitions*, or None."""
+        commits = await self.all_commits(group_id, partitions) if partitions else {}
+        return {partition: commits.get(partition) for partition in partitions}
+
+    async def all_commits(
+        self, group_id: str, partitions: Collection[TopicPartition] | None = None
+    ) -> dict[TopicPartition, Committed]:
+        """Return all committed offsets of a group, or all of *partitions*."""
+
+        async def ask() -> dict[TopicPartition, Committed]:
+            wanted = partitions and by_topic({partition: partition.partition for partition in partitions})
+            answer = await self._ask_coordinator(group_id, OffsetFetchRequest(group_id, wanted))
+            return stored_offsets(answer, partitions or ())
+
+        return await self._patiently(ask, f"return the committed offsets of group {group_id!r}", group_id)
+
+    async def commit_without_member(
+        self, group_id: str, offsets: Mapping[TopicPartition, Committed], *, retry: bool = False
+    ) -> None:
+        """Commit for a group that has no members.
+
+        Brokers refuse it if the group has a member of any kind; no other check is reliable. They keep the offsets for
+        ten years, although the group has no members; see `RETENTION_MS`.
+
+        Args:
+            group_id: The group.
+            offsets: The offsets and metadata.
+            retry: Whether to retry transient errors; otherwise sends one request.
+
+        Raises:
+            CommitRefusedError: The group has a member, or a dead one that has not expired. Nothing was stored.
+            AuthorizationError: This user may not read with the group or may not see a topic; offsets of other topics
+                may have been stored.
+            CommitError: The commit was not acknowledged; all or part of it may have been stored. If the error is
+                retriable, the cause is transient.
+        """
+
+        async def send() -> dict[TopicPartition, kafka.KafkaError]:
+            commits = by_topic(
+                {partition: (partition.partition, *committed) for partition, committed in offsets.items()}
+            )
+            request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, commits)
+            refused = refused_offsets(await self._ask_coordinator(group_id, request), offsets)
+            for error in refused.values():
+                if retry and error.retriable:
+                    raise error
+            return refused
+
+        if retry:
+            refused = await self._patiently(send, f"store the offsets of group {group_id!r}", group_id)
+        else:
+            try:
+                async with asyncio.timeout(_COMMIT_TIMEOUT):
+                    refused = await send()
+            except (kafka.KafkaError, TimeoutError) as error:
+                raise _not_stored(error, group_id) from error
+        for refusal in refused.values():
+            if (reason := GROUP_CHANGED.get(cause_of(refusal).code)) is not None:
+                raise CommitRefusedError(
+                    f"the broker refused a commit of group {group_id!r}: it has members ({reason})"
+                )
+            raise _not_stored(refusal, group_id, refused)
+
+    # Requests -------------------------------------------------------------------------
+
+    async def _ask_coordinator(self, group_id: str, request: Any) -> Any:
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
+        return await self._client.send(node, request)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "") -> T:
+        """Send a request with *ask*, and retry transient errors; *what* is for the error message."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await ask()
+            except (kafka.IncompatibleBrokerVersion, NotImplementedError) as error:
+                raise TransportError(
+                    f"the brokers cannot {what}: they do not support that request, like the embedded broker"
+                ) from error
+            except (kafka.KafkaError, TimeoutError) as error:
+                if not getattr(error, "retriable", False) or loop.time() + _PAUSE > deadline:
+                    raise request_error(cause_of(error), what, group_id) from error
+            await asyncio.sleep(_PAUSE)
+
+
+def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPartition] = ()) -> TransportError:
+    cause = cause_of(error)
+    where = f" of {named(refused)}" if refused else ""
+    return denied(cause, group_id) or CommitError(
+        f"the offsets of group {group_id!r}{where} were not stored: {cause.reason}",
+        retriable=cause.retriable or isinstance(error, TimeoutError),
+    )
+
+
+def _assigned(content: bytes | None) -> tuple[TopicPartition, ...]:
+    """Decode a classic member's partitions; empty if the member is not a consumer, or the group rebalances."""
+    if not content:
+        return ()
+    try:
+        assignment = ConsumerProtocolMemberAssignment.decode(BytesIO(content))
+        return tuple(
+            sorted(TopicPartition(topic, number) for topic, numbers in assignment.assignment for number in numbers)
+        )
+    except (ValueError, TypeError, UnicodeDecodeError):
+        return ()

@@ -1,0 +1,250 @@
+"""Parse broker responses, and translate aiokafka's errors."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from aiokafka import errors as kafka
+
+from aioshard.errors import CorruptRecordError
+from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_DENIED, TOPIC_DENIED, Cause, corrupt_batch
+from aioshard.ports import Committed
+from aioshard.records import TopicPartition
+
+_PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
+"""Error codes that Kafka calls retriable, but aiokafka treats as final or does not know."""
+_INVALID_RECORD = 87
+_DENIED = {"GroupAuth": GROUP_DENIED, "TopicAuth": TOPIC_DENIED, "ClusterAuth": CLUSTER_DENIED}
+"""aiokafka wraps unexpected refusals in a KafkaError that contains only their repr."""
+
+
+def error_for(code: int, *what: str) -> kafka.KafkaError:
+    """Turn an error code into an error about *what*; retriable if Kafka's own clients retry."""
+    error = kafka.for_code(code)(*what)
+    error.retriable = error.retriable or code in _PASSES
+    if code not in kafka.kafka_errors:
+        error.errno, error.message, error.description = code, f"ERROR {code}", "the client has no name for it"
+    if code == _INVALID_RECORD:
+        error.message = "INVALID_RECORD"
+        error.description = "The record itself is not taken; a topic that is compacted takes none without a key"
+    return error
+
+
+def raise_for(code: int, *what: str) -> None:
+    """Raise the error of an error code; 0 means no error."""
+    if code:
+        raise error_for(code, *what)
+
+
+def reason(error: BaseException) -> str:
+    """Return an error's text without the final full stop, or its class name if it has no text."""
+    text = str(error).strip().rstrip(".")
+    if isinstance(error, kafka.BrokerResponseError):
+        description = getattr(error, "description", "").split(".")[0].strip()
+        return f"{getattr(error, 'message', type(error).__name__)}: {description or text}"
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return text or "no answer in time"
+    return text or type(error).__name__
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Describe an error that aiokafka raised."""
+    text = repr(error)
+    code = next((code for name, code in _DENIED.items() if name in text), -1)
+    if code < 0 and isinstance(error, kafka.BrokerResponseError):
+        code = error.errno
+    topics = error.args[0] if isinstance(error, kafka.TopicAuthorizationFailedError) and error.args else ()
+    topics = (topics,) if isinstance(topics, str) else tuple(sorted(topics))
+    return Cause(code, reason(error), bool(getattr(error, "retriable", False)), topics)
+
+
+def corrupt_record(error: BaseException, topic_partition: TopicPartition, offset: int) -> CorruptRecordError:
+    """Return the error of a batch that cannot be decoded."""
+    if isinstance(error, kafka.UnsupportedCodecError):
+        return CorruptRecordError(
+            f"the batch at offset {offset} of {topic_partition} cannot be decompressed ({reason(error)}): "
+            "install the codec with  pip install 'aiokafka[all]'"
+        )
+    return corrupt_batch(reason(error), topic_partition, offset)
+
+
+T = TypeVar("T")
+
+_NO_TOPIC = frozenset({3, 17})
+"""Error codes for topics that do not exist and for invalid topic names."""
+_ABSENT = _NO_TOPIC | {29}
+"""The same, plus topics that this user may not see."""
+_UNKNOWN_MEMBER = 25
+
+
+class IncompleteAnswerError(kafka.KafkaError):  # type: ignore[misc]
+    """A broker's response leaves out something requested; a retry may succeed."""
+
+    retriable = True
+
+
+def by_topic(values: Mapping[TopicPartition, Any]) -> list[tuple[str, list[Any]]]:
+    """Group values of single partitions by topic, in the form and order that requests need."""
+    grouped: dict[str, list[Any]] = {}
+    for topic_partition in sorted(values):
+        grouped.setdefault(topic_partition.topic, []).append(values[topic_partition])
+    return list(grouped.items())
+
+
+def only_part(parts: Sequence[T], what: str) -> T:
+    """Return the only part of a response about one thing, which *what* names."""
+    if len(parts) != 1:
+        raise IncompleteAnswerError(f"{what} is missing in the answer")
+    return parts[0]
+
+
+def _refuse_missing(asked: Collection[TopicPartition], answered: Collection[TopicPartition], what: str) -> None:
+    missing = set(asked).difference(answered)
+    if missing:
+        raise IncompleteAnswerError(f"the {what} of {min(missing)} is missing in the answer")
+
+
+# Offsets of a group ---------------------------------------------------------------------
+
+
+def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
+    """Parse an OffsetFetch response, versions 1 to 3: the committed offsets, without partitions that have none.
+
+    A broker that does not coordinate the group reports it at the top level of the response and lists no partitions.
+
+    Raises:
+        IncompleteAnswerError: A partition of *asked* is missing.
+        KafkaError: The response or one of its partitions has an error code.
+    """
+    raise_for(getattr(answer, "error_code", 0))  # missing in version 1
+    commits = {}
+    for topic, partitions in answer.topics:
+        for partition, offset, metadata, code in partitions:
+            raise_for(code)
+            commits[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+    _refuse_missing(asked, commits, "committed offset")
+    return {topic_partition: committed for topic_partition, committed in commits.items() if committed.offset >= 0}
+
+
+def refused_offsets(answer: Any, sent: Collection[TopicPartition]) -> dict[TopicPartition, kafka.KafkaError]:
+    """Parse an OffsetCommit response: the error of each partition of *sent* that is not acknowledged.
+
+    Errors of a single topic come after those that affect the whole group.
+    """
+    refused = {
+        topic_partition: IncompleteAnswerError(f"the acknowledgement of {topic_partition} is missing in the answer")
+        for topic_partition in sorted(sent)
+    }
+    for topic, partitions in answer.topics:
+        for partition, code in partitions:
+            topic_partition = TopicPartition(topic, partition)
+            if code:
+                refused[topic_partition] = error_for(code, topic)
+            else:
+                refused.pop(topic_partition, None)
+    return dict(sorted(refused.items(), key=lambda item: getattr(item[1], "errno", 0) in _ABSENT))
+
+
+def produced(answer: Any) -> dict[TopicPartition, tuple[int, kafka.KafkaError | None]]:
+    """Parse a Produce response, up to version 7: the offset of each stored batch, or the error of the others."""
+    return {
+        TopicPartition(topic, partition): (offset, error_for(code, topic) if code else None)
+        for topic, partitions in answer.topics
+        for partition, code, offset, *_ in partitions
+    }
+
+
+# Logs -------------------------------------------------------------------------------------
+
+
+def log_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+    """Parse a ListOffsets response, versions 1 to 3: an offset per partition; -1 if no record is that recent.
+
+    Raises:
+        IncompleteAnswerError: A partition of *asked* is missing, or has a retriable error.
+        KafkaError: A partition has an error that is not retriable.
+    """
+    offsets = led_offsets(answer)
+    _refuse_missing(asked, offsets, "offset")
+    return offsets
+
+
+def led_offsets(answer: Any) -> dict[TopicPartition, int]:
+    """Parse a ListOffsets response, versions 1 to 3: an offset per partition that the broker leads now.
+
+    A partition with a retriable error is left out, so that it does not hold up the others.
+
+    Raises:
+        KafkaError: A partition has an error that is not retriable.
+    """
+    offsets = {}
+    for topic, partitions in answer.topics:
+        for partition, code, _, offset in partitions:
+            if not code:
+                offsets[TopicPartition(topic, partition)] = int(offset)
+            elif not (error := error_for(code, f"{topic}/{partition}")).retriable:
+                raise error
+    return offsets
+
+
+# Topics -----------------------------------------------------------------------------------
+
+
+def topic_leaders(answer: Any, topic: str) -> dict[int, int]:
+    """Parse a Metadata response: the leader of each partition, -1 without one; empty if the topic does not exist.
+
+    Raises:
+        IncompleteAnswerError: The topic is missing, or the broker lists no brokers, as while it starts.
+        KafkaError: The topic has an error code other than "does not exist".
+    """
+    for code, name, *_, partitions in answer.topics if answer.brokers else ():
+        if name == topic:
+            if code not in _NO_TOPIC:
+                raise_for(code, topic)
+            return {partition: leader for _, partition, leader, *_ in partitions}
+    raise IncompleteAnswerError(f"topic {topic!r} is missing in the answer")
+
+
+def existing_topics(answer: Any) -> frozenset[str]:
+    """Parse a Metadata response: the topics that exist and that this user may see, without internal topics.
+
+    Raises:
+        IncompleteAnswerError: The broker lists no brokers, as while it starts.
+    """
+    if not answer.brokers:
+        raise IncompleteAnswerError("the brokers are missing in the answer")
+    return frozenset(
+        name for code, name, *rest in answer.topics if code not in _ABSENT and not (len(rest) > 1 and rest[0])
+    )
+
+
+def topic_settings(answer: Any, topic: str, names: Collection[str]) -> dict[str, str]:
+    """Parse a DescribeConfigs response about one topic: the settings *names*.
+
+    Raises:
+        IncompleteAnswerError: The topic or one of its settings is missing.
+        KafkaError: The topic has an error code.
+    """
+    code, _, _, _, entries = only_part(answer.resources, f"topic {topic!r}")
+    raise_for(code, topic)
+    settings = {name: value for name, value, *_ in entries if name in names}
+    if missing := set(names).difference(settings):
+        raise IncompleteAnswerError(f"{min(missing)} of topic {topic!r} is missing in the answer")
+    return settings
+
+
+# Members ----------------------------------------------------------------------------------
+
+
+def removed_member(answer: Any) -> bool:
+    """Parse a LeaveGroup response about one member: whether the group had this member.
+
+    Raises:
+        IncompleteAnswerError: The member is missing.
+        KafkaError: The response or the member has an error code other than "unknown member".
+    """
+    raise_for(answer.error_code)
+    *_, code = only_part(answer.members, "the member")
+    if code != _UNKNOWN_MEMBER:
+        raise_for(code)
+    return bool(code != _UNKNOWN_MEMBER)

@@ -1,0 +1,321 @@
+"""The records that aiokafka has fetched: which partition is next, how much of it, and which errors to report."""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiokafka import errors as kafka
+from aiokafka.consumer.fetcher import FetchResult
+
+from aioshard.errors import StateError, TransportError
+from aioshard.kafka.aiokafka.answers import cause_of, corrupt_record
+from aioshard.kafka.aiokafka.decoder import Chunk
+from aioshard.kafka.aiokafka.internals import Internals
+from aioshard.kafka.errors import fetch_error
+from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Oversized
+from aioshard.records import TopicPartition
+
+_RECORDS_PER_POLL = 500
+"""Maximum records per poll. If more records are alive than the garbage collector's first threshold of 700, each
+record costs a quarter more."""
+_HURRIED_WAIT_MS = 10
+_IDLE_WAIT_MS = 500
+"""Kafka's default of `fetch.max.wait.ms`."""
+_ACTIVE = 1.0
+"""Seconds after a take during which we expect to take more from the same partition."""
+_FAULT_INTERVAL = 1.0
+"""Seconds until an unreadable partition is tried, and reported, again."""
+
+
+@dataclass(slots=True)
+class Found:
+    """The result of one pass over the client's buffer."""
+
+    at: float
+    new: list[FetchedBatch | Fault | Oversized] = field(default_factory=list)
+    repeated: list[FetchedBatch | Fault | Oversized] = field(default_factory=list)
+    """Reported records that still do not fit."""
+    records: int = 0
+    bytes: int = 0
+    most: int = 0
+    """The largest record limit of any partition."""
+    left_over: bool = False
+    """Whether fetched records stay behind that will probably be taken soon."""
+
+
+@dataclass(slots=True)
+class _Partition:
+    """One assigned partition."""
+
+    name: TopicPartition
+    state: Any
+    placed: bool = False
+    """Whether the engine has set a position."""
+    chunk: Chunk | None = None
+    taken_at: float = 0.0
+    """When something was last taken, or the engine last set the position; loop time."""
+    reported: Any = None
+    """The fetch error that was reported last."""
+
+
+class FetchBuffer:
+    """The positions of our partitions and the records fetched for them.
+
+    Owned by the transport. Has partitions only between `begin` and `end`; for others, every method is a no-op.
+    """
+
+    _internals: Internals
+    """The client, from the first `begin` on."""
+
+    def __init__(self, *, read_committed: bool, may_wait_longer: bool = False) -> None:
+        """Make a buffer without partitions; *may_wait_longer* allows longer waits in fetches of idle partitions."""
+        self._may_wait_longer = may_wait_longer
+        self._fetched_at = 0.0
+        """When something was last fetched; loop time."""
+        self._read_committed = read_committed
+        self._assignment: Any = None
+        self._partitions: dict[TopicPartition, _Partition] = {}
+        self._retries: set[asyncio.TimerHandle] = set()
+
+    @property
+    def partitions(self) -> tuple[TopicPartition, ...]:
+        """The assigned partitions."""
+        return tuple(self._partitions)
+
+    def __contains__(self, topic_partition: object) -> bool:
+        return topic_partition in self._partitions
+
+    # The assignment -------------------------------------------------------------------
+
+    def begin(self, internals: Internals, assignment: Any) -> None:
+        """Start an assignment: pause every partition until it gets its position."""
+        self.end()
+        self._internals, self._assignment = internals, assignment
+        for topic_partition, state in internals.states(assignment).items():
+            # The client neither fetches nor resets a partition that is paused and has a position, even a dummy one.
+            state.pause()
+            state.seek(0)
+            self._discard(topic_partition)
+            self._partitions[topic_partition] = _Partition(topic_partition, state)
+        self._hold_fetches()
+
+    def end(self) -> None:
+        """Forget the assignment."""
+        self._assignment = None
+        self._partitions.clear()
+        for retry in self._retries:
+            retry.cancel()
+        self._retries.clear()
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """The next offset to return; None before the first `seek`."""
+        partition = self._partitions.get(topic_partition)
+        return int(partition.state.position) if partition is not None and partition.placed else None
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """The end of the log according to the latest fetch."""
+        partition = self._partitions.get(topic_partition)
+        if partition is None:
+            return None
+        end: int | None = partition.state.lso if self._read_committed else partition.state.highwater
+        return end
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """Stop fetching and returning these partitions."""
+        for topic_partition in self._partitions.keys() & partitions:
+            self._partitions[topic_partition].state.pause()
+            self._hold_fetches()
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """Resume these partitions.
+
+        Raises:
+            StateError: A partition has no position yet.
+        """
+        for topic_partition in self._partitions.keys() & partitions:
+            partition = self._partitions[topic_partition]
+            if not partition.placed:
+                raise StateError(f"{topic_partition} was resumed before it was seeked: it has no position yet")
+            partition.state.resume()
+            self._nudge_fetcher()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """Set a position."""
+        partition = self._partitions.get(topic_partition)
+        if partition is not None:
+            partition.placed = True
+            partition.taken_at = asyncio.get_running_loop().time()
+            partition.state.seek(offset)
+            self._drop(partition)
+
+    # Records --------------------------------------------------------------------------
+
+    def take(self, allowance_of: AllowanceOf) -> Found:
+        """Take fetched records, as many as the allowances permit, and advance the positions in the same step.
+
+        Allowances are those at the start of this call: records taken from one partition count against the others.
+        """
+        poll_result = Found(asyncio.get_running_loop().time())
+        assignment = self._assignment
+        if assignment is None or not assignment.active or self._internals.rebalancing:
+            return poll_result
+        internals = self._internals
+        for key, result in list(internals.buffered.items()):
+            partition = self._partitions.get(key)
+            if partition is None or partition.state.paused:
+                continue
+            if type(result) is FetchResult:
+                chunk = partition.chunk
+                if chunk is None or chunk.result is not result:
+                    if result._assignment is not assignment:
+                        continue
+                    chunk = partition.chunk = Chunk(partition.name, result)
+                self._take_from(partition, chunk, allowance_of, poll_result)
+                if poll_result.records and poll_result.records >= poll_result.most:
+                    break  # The limit is reached for all; calling `allowance_of` costs more than a record.
+            elif partition.reported is not result:
+                self._report_error(partition, result, poll_result)
+        if poll_result.new or internals.buffered:
+            self._fetched_at = poll_result.at
+        self._hold_fetches(
+            left_over=poll_result.left_over,
+            idle=self._may_wait_longer and self._is_idle(poll_result.at),
+        )
+        return poll_result
+
+    def _is_idle(self, now: float) -> bool:
+        """Whether all partitions are being fetched, and had no records for a while."""
+        return self._fetched_at < now - _ACTIVE and not any(
+            partition.state.paused for partition in self._partitions.values()
+        )
+
+    def _take_from(self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, poll_result: Found) -> None:
+        state = partition.state
+        if state.position != chunk.next_offset:
+            self._drop(partition)
+            return
+        if chunk.error is not None:
+            self._report_corrupt(partition, chunk, poll_result)
+            return
+        limit, room, alone = allowance_of(partition.name)
+        if limit <= 0:
+            self._release_broker(chunk.result)
+            poll_result.left_over |= partition.taken_at > poll_result.at - _ACTIVE
+            return
+        limit = min(limit, _RECORDS_PER_POLL)
+        poll_result.most = max(poll_result.most, limit)
+        limit -= poll_result.records
+        if limit <= 0:
+            return
+        decoded = chunk.take(limit, room - poll_result.bytes, alone=alone and not poll_result.records)
+        next_offset = chunk.next_offset
+        if next_offset != state.position:
+            partition.taken_at = poll_result.at
+            state.consumed_to(next_offset)
+            poll_result.new.append(FetchedBatch(partition.name, decoded.records, decoded.sizes, next_offset))
+            poll_result.records += len(decoded.records)
+            poll_result.bytes += sum(decoded.sizes)
+        if chunk.drained:
+            self._drop(partition)
+        elif decoded.oversized > room:
+            self._release_broker(chunk.result)
+            (poll_result.repeated if chunk.reported else poll_result.new).append(
+                Oversized(partition.name, decoded.oversized)
+            )
+            chunk.reported = True
+        elif chunk.error is not None and not decoded.records:
+            self._report_corrupt(partition, chunk, poll_result)
+        else:
+            poll_result.left_over = True
+            self._internals.fetcher._records.move_to_end(partition.name)  # so that each one gets its turn
+
+    def _drop(self, partition: _Partition) -> None:
+        partition.chunk = None
+        partition.reported = None
+        self._discard(partition.name)
+
+    # The client's fetches -------------------------------------------------------------
+
+    def _hold_fetches(self, *, left_over: bool = False, idle: bool = False) -> None:
+        """Set how long brokers may hold a fetch that has nothing to return; see `fetch_wait`."""
+        usual: int = self._internals.consumer._fetch_max_wait_ms
+        wait = fetch_wait(usual, len(self._partitions), left_over=left_over, idle=idle)
+        self._internals.fetcher._fetch_max_wait_ms = wait
+
+    def _nudge_fetcher(self) -> None:
+        """Make the fetcher check again which partitions it may fetch."""
+        fetcher = self._internals.fetcher
+        fetcher._notify(fetcher._wait_consume_future)
+
+    def _release_broker(self, result: Any) -> None:
+        """Let the client fetch other partitions of the same broker although nobody takes *result*."""
+        if result._backoff:
+            result._backoff = 0
+            self._nudge_fetcher()
+
+    def _discard(self, topic_partition: TopicPartition) -> None:
+        """Drop the fetched records of a partition; the client fetches it again from its position."""
+        if self._internals.buffered.pop(topic_partition, None) is not None:
+            self._nudge_fetcher()
+
+    # Read errors ----------------------------------------------------------------------
+
+    def _report_corrupt(self, partition: _Partition, chunk: Chunk, poll_result: Found) -> None:
+        if chunk.reported or chunk.error is None:
+            return
+        chunk.reported = True
+        poll_result.new.append(Fault(partition.name, corrupt_record(chunk.error, partition.name, chunk.next_offset)))
+        self._retry_later(partition, chunk.result)
+
+    def _report_error(self, partition: _Partition, entry: Any, poll_result: Found) -> None:
+        partition.reported = entry
+        poll_result.new.append(Fault(partition.name, self._fault(partition, entry._error)))
+        self._retry_later(partition, entry)
+
+    def _fault(self, partition: _Partition, error: Exception) -> TransportError:
+        topic_partition = partition.name
+        if isinstance(error, kafka.RecordTooLargeError):
+            offset = error.args[2]
+            partition.state.seek(offset)  # aiokafka has stepped over the record; without this it would be lost.
+            return TransportError(
+                f"the record at offset {offset} of {topic_partition} is larger than the broker returns in one fetch: "
+                "raise max_buffered_bytes, or the broker's limits for a fetch"
+            )
+        return fetch_error(cause_of(error), topic_partition, partition.state.position)
+
+    def _retry_later(self, partition: _Partition, entry: Any) -> None:
+        """Keep a failed entry for a while: until it is dropped, the client does not fetch the partition."""
+
+        def retry() -> None:
+            self._retries.discard(timer)
+            if self._internals.buffered.get(partition.name) is entry:
+                self._drop(partition)
+
+        timer = asyncio.get_running_loop().call_later(_FAULT_INTERVAL, retry)
+        self._retries.add(timer)
+
+
+def fetch_wait(usual: int, partitions: int, *, left_over: bool, idle: bool) -> int:
+    """Return for how many milliseconds brokers may hold a fetch that has nothing to return.
+
+    A broker gets only one fetch at a time. A partition that is drained or resumed while the fetch of its idle
+    neighbours is held must wait for that fetch. So while a partition is being drained, fetches are held only briefly.
+    Each partition in a fetch costs 10 µs: if all partitions are idle, every fetch contains all of them, so with many
+    partitions the wait is longer. Arriving records end the wait.
+
+    Args:
+        usual: The setting `fetch_max_wait`.
+        partitions: The number of assigned partitions.
+        left_over: Whether a fetched partition is still being drained.
+        idle: Whether no partition is paused and none had records lately.
+
+    Example:
+        >>> [fetch_wait(100, 2_000, left_over=left_over, idle=not left_over) for left_over in (True, False)]
+        [100, 500]
+    """
+    if left_over:
+        return min(usual, max(_HURRIED_WAIT_MS, partitions // 10))
+    return max(usual, min(partitions // 4, _IDLE_WAIT_MS)) if idle else usual

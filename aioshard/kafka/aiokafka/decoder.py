@@ -1,0 +1,177 @@
+"""Decode records from one fetch response: the hot path of reading."""
+
+from itertools import islice
+from typing import Any
+
+from aiokafka.consumer.fetcher import READ_COMMITTED
+from aiokafka.errors import CorruptRecordException
+
+from aioshard.ports import RECORD_OVERHEAD
+from aioshard.records import Record, TopicPartition
+
+_new_record = tuple.__new__
+"""Builds a `Record` from a tuple in half the time of calling the class."""
+
+
+class Taken:
+    """The result of `Chunk.take`; plain attributes because one is made per partition and poll."""
+
+    __slots__ = ("oversized", "records", "sizes")
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.sizes: list[int] = []
+        self.oversized = 0
+        """Size of the next record if it did not fit, else 0."""
+
+
+class Chunk:
+    """The records of one partition from one fetch, decoded one at a time as they are taken.
+
+    Follows aiokafka's `PartitionRecords`, with aioshard's record class and limits. The position lives in aiokafka's
+    `next_fetch_offset`, so that aiokafka's own checks still hold. The first record that does not fit is kept
+    here, already decoded, and returned first by the next `take`.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_next_record",
+        "_next_size",
+        "_part",
+        "_raw",
+        "drained",
+        "error",
+        "reported",
+        "result",
+        "topic_partition",
+    )
+
+    def __init__(self, topic_partition: TopicPartition, result: Any) -> None:
+        self.topic_partition = topic_partition
+        self.result = result
+        self._part: Any = result._partition_records
+        self._batch: Any = None
+        self._raw: Any = None
+        self._next_record: Record | None = None
+        self._next_size = 0
+        self.drained = False
+        """Whether nothing is left, so the next fetch may be sent."""
+        self.error: Exception | None = None
+        """The error that stopped the decoding; the position is before it."""
+        self.reported = False
+        """Whether the record that did not fit, or the error, was reported."""
+
+    @property
+    def next_offset(self) -> int:
+        """The offset of the next record, if known."""
+        return int(self._part.next_fetch_offset)
+
+    def take(self, limit: int, room: int, *, alone: bool) -> Taken:
+        """Decode up to *limit* records with at most *room* bytes in total; with *alone* the first may be larger.
+
+        Never raises: a decoding error ends up in `error`.
+        """
+        decoded = Taken()
+        record = self._next_record
+        if record is not None:
+            size = self._next_size
+            if size > room and not alone:
+                decoded.oversized = size
+                return decoded
+            decoded.records.append(record)
+            decoded.sizes.append(size)
+            self._next_record = None
+            self.reported = False
+            self._part.next_fetch_offset = record[2] + 1
+            room -= size
+            limit -= 1
+            alone = False
+            if limit <= 0:
+                return decoded
+        try:
+            self._decode(decoded, limit, room, alone=alone)
+        except Exception as error:  # noqa: BLE001 - a broken batch can make the decoders raise anything
+            self.error = error
+        return decoded
+
+    def _decode(  # noqa: C901, PLR0912 - a call in this loop would cost more than anything else in it
+        self, decoded: Taken, limit: int, room: int, *, alone: bool
+    ) -> None:
+        part = self._part
+        topic, partition = self.topic_partition
+        add_record = decoded.records.append
+        add_size = decoded.sizes.append
+        while True:
+            batch = self._batch
+            if batch is None:
+                self._batch = batch = self._next_batch()
+                if batch is None:
+                    self.drained = True
+                    return
+                # A batch allows `iter` only once; this continues where it stopped.
+                self._raw = islice(batch, None)
+            next_offset = part.next_fetch_offset
+            try:
+                # The hot loop: each line costs about 3 % of the total reading time.
+                for raw in self._raw:
+                    offset = raw.offset
+                    if offset < next_offset:
+                        continue  # A broker always returns whole batches, even if the fetch starts in the middle.
+                    key = raw.key
+                    value = raw.value
+                    headers = raw.headers
+                    size = RECORD_OVERHEAD
+                    if key is not None:
+                        size += len(key)
+                    if value is not None:
+                        size += len(value)
+                    if headers:
+                        headers = tuple(headers)
+                        size += sum([len(name) + len(content or b"") for name, content in headers])
+                    else:
+                        headers = ()
+                    record = _new_record(Record, (topic, partition, offset, key, value, headers, raw.timestamp / 1000))
+                    if size > room:
+                        if not alone:
+                            self._next_record = record
+                            self._next_size = size
+                            next_offset = offset
+                            if not decoded.records:
+                                decoded.oversized = size
+                            return
+                        room = size
+                    alone = False
+                    room -= size
+                    add_record(record)
+                    add_size(size)
+                    next_offset = offset + 1
+                    limit -= 1
+                    if not limit:
+                        return
+            finally:
+                part.next_fetch_offset = next_offset
+            # A batch keeps its last offset even if compaction removed that record.
+            part.next_fetch_offset = batch.next_offset
+            self._batch = None
+
+    def _next_batch(self) -> Any:
+        """Return the next batch with records for us, to be iterated from its first; None at the end of the chunk."""
+        part = self._part
+        memory = part._records
+        while memory.has_next():
+            batch = memory.next_batch()
+            if part._check_crcs and not batch.validate_crc():
+                message = "its checksum is wrong"
+                raise CorruptRecordException(message)
+            if part._isolation_level == READ_COMMITTED and batch.producer_id is not None:
+                part._consume_aborted_up_to(batch.base_offset)
+                if batch.is_control_batch and part._contains_abort_marker(batch):
+                    part._aborted_producers.discard(batch.producer_id)
+                if batch.is_transactional and batch.producer_id in part._aborted_producers:
+                    part.next_fetch_offset = batch.next_offset
+                    continue
+            if batch.is_control_batch:
+                part.next_fetch_offset = batch.next_offset
+                continue
+            return batch
+        return None

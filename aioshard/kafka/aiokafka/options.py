@@ -1,0 +1,161 @@
+"""Translate settings into options of aiokafka's clients."""
+
+import importlib.util
+import inspect
+import logging
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from aiokafka.client import AIOKafkaClient
+
+from aioshard.errors import SettingsError
+from aioshard.kafka.assignors import ConsumerAssignor
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+
+_LEAST_PREFETCH = 16 * 1024
+_MOST_PREFETCH = 1024 * 1024
+_NEVER_MS = 10**15
+"""Disables a rule of the client: it leaves the group if nobody calls `getmany` for this long, and we never call it."""
+
+_REQUEST_TIMEOUT_MS = 30_000
+"""Milliseconds without a response after which a broker counts as gone; Kafka's own default."""
+
+
+def partition_share(partitions: int, max_bytes: int) -> int:
+    """Return the maximum bytes per partition in a fetch, for *max_bytes* over all partitions.
+
+    At least 16 KiB, because smaller fetches cost more than they save, and at most 1 MiB. A broker returns at
+    least one batch, of any size.
+    """
+    return min(max(max_bytes // max(partitions, 1), _LEAST_PREFETCH), _MOST_PREFETCH)
+
+
+def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
+    """Build all options of aiokafka's consumer. `Settings` has checked which of them users may override.
+
+    Raises:
+        SettingsError: Certificates or keys cannot be used, or the SASL mechanism needs a missing package.
+    """
+    half = settings.max_buffered_bytes // 2
+    return {
+        "bootstrap_servers": settings.require_bootstrap_servers(),
+        "client_id": settings.client_id or "aioshard",
+        "group_id": group_id,
+        "group_instance_id": settings.group_instance_id,
+        "enable_auto_commit": False,
+        "auto_offset_reset": "none",
+        "request_timeout_ms": _REQUEST_TIMEOUT_MS,
+        "isolation_level": settings.isolation_level,
+        "max_poll_interval_ms": _NEVER_MS,
+        "rebalance_timeout_ms": _milliseconds(settings.rebalance_timeout),
+        "session_timeout_ms": _milliseconds(settings.session_timeout),
+        "heartbeat_interval_ms": _milliseconds(settings.heartbeat_interval),
+        "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
+        "fetch_max_wait_ms": _milliseconds(settings.fetch_max_wait),
+        # While a response is decoded it is in memory twice, in addition to the rest of the previous response.
+        "fetch_max_bytes": max(half // 2, 1),
+        "max_partition_fetch_bytes": partition_share(1, half),
+        "partition_assignment_strategy": (
+            ConsumerAssignor(settings.assignor, settings.reassignment_delay, settings.group_instance_id),
+        ),
+        **security_options(settings),
+        **settings.client_options,
+    }
+
+
+def client_options(settings: "Settings", *, request_timeout: float) -> dict[str, Any]:
+    """Build all options of aiokafka's bare client.
+
+    Args:
+        settings: Options in `client_options` that this client does not know are ignored.
+        request_timeout: Seconds without a response after which a broker counts as gone.
+
+    Raises:
+        SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+    """
+    accepted = inspect.signature(AIOKafkaClient).parameters
+    return {
+        "bootstrap_servers": settings.require_bootstrap_servers(),
+        "client_id": settings.client_id or "aioshard",
+        "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
+        "request_timeout_ms": _milliseconds(request_timeout),
+        **security_options(settings),
+        # Consumer options, such as fetch_min_bytes, have no meaning here.
+        **{name: value for name, value in settings.client_options.items() if name in accepted},
+    }
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(round(seconds * 1000), 1)
+
+
+def security_options(settings: "Settings") -> dict[str, Any]:
+    """Build the TLS and SASL options that aiokafka's consumer, producer and admin client have in common.
+
+    `Settings` has checked their combination; this finds mistakes that only show when the files are used.
+
+    Raises:
+        SettingsError: A file is invalid, its password is wrong, or a package is missing.
+    """
+    options: dict[str, Any] = {"security_protocol": settings.security_protocol}
+    if settings.security_protocol.endswith("SSL"):
+        options["ssl_context"] = settings.client_options.get("ssl_context") or _tls_context(settings)
+    if settings.sasl_mechanism is not None:
+        keep_secrets_out_of_logs()
+        options["sasl_mechanism"] = settings.sasl_mechanism
+        if settings.sasl_mechanism == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
+            raise SettingsError(
+                "sasl_mechanism='GSSAPI' needs the package gssapi, which is not installed: install it with  "
+                "pip install gssapi"
+            )
+    if settings.sasl_username is not None and settings.sasl_password is not None:
+        options["sasl_plain_username"] = settings.sasl_username
+        options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
+    return options
+
+
+def _tls_context(settings: "Settings") -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.ssl_cafile)
+    except (ssl.SSLError, OSError) as error:
+        message = f"ssl_cafile={settings.ssl_cafile!r} cannot be used ({_short(error)}): it must hold PEM certificates"
+        raise SettingsError(message) from None
+    context.check_hostname = settings.ssl_check_hostname
+    if settings.ssl_certfile is not None:
+        password = settings.ssl_password
+
+        def key_password() -> str:
+            # Without this, OpenSSL asks for the password on the terminal and the process hangs.
+            return "" if password is None else password.get_secret_value()
+
+        try:
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=key_password)
+        except (ssl.SSLError, OSError, ValueError) as error:
+            key = settings.ssl_keyfile or settings.ssl_certfile
+            raise SettingsError(
+                f"ssl_certfile={settings.ssl_certfile!r} with the key in {key!r} cannot be used ({_short(error)}): "
+                "both must be PEM, belong together, and ssl_password must open the key if it is encrypted"
+            ) from None
+    return context
+
+
+def _short(error: Exception) -> str:
+    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _hide_credentials(record: logging.LogRecord) -> bool:
+    """Replace the bytes of a SASL exchange, which aiokafka logs at DEBUG level, with three dots."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            f"{type(argument).__name__}(…)" if "SaslAuthenticate" in type(argument).__name__ else argument
+            for argument in record.args
+        )
+    return True
+
+
+def keep_secrets_out_of_logs() -> None:
+    """Remove credentials from aiokafka's debug log; calling it again changes nothing."""
+    logging.getLogger("aiokafka.conn").addFilter(_hide_credentials)

@@ -1,0 +1,552 @@
+"""The aiokafka transport: group membership, records and commits of one consumer."""
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+from collections.abc import Awaitable, Collection, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
+from aiokafka import errors as kafka
+
+from aioshard.core.ownership import Losses
+from aioshard.errors import ClientLostError, CommitRefusedError, StateError, TransportError
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.answers import cause_of, reason
+from aioshard.kafka.aiokafka.backlog import backlogs
+from aioshard.kafka.aiokafka.buffer import FetchBuffer
+from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, connected, is_connected
+from aioshard.kafka.aiokafka.internals import Internals
+from aioshard.kafka.aiokafka.options import consumer_options, partition_share
+from aioshard.kafka.errors import GROUP_CHANGED, commit_error, group_error, named, request_error
+from aioshard.ports import (
+    NOT_A_MEMBER,
+    AllowanceOf,
+    Committed,
+    Fault,
+    FetchedBatch,
+    GroupHasMembersError,
+    GroupListener,
+    InstanceIdTakenError,
+    LogRange,
+    Membership,
+    Oversized,
+)
+from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+T = TypeVar("T")
+
+logger = logging.getLogger("aioshard.kafka.aiokafka")
+
+_LEAST_PATIENCE = 2.0
+"""Minimum seconds to wait for a response that brokers send without delay, even if the session is short."""
+_RETRY_BACKOFF = 0.1
+"""Seconds between two attempts of a query."""
+
+_LIVES = itertools.count()
+
+
+class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
+    """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
+
+    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. With manual
+    assignment (`assign`), it never joins the group: it takes its partitions at the start and keeps them until closed.
+
+    Invariants:
+        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while
+          the group rebalances.
+        * The client never chooses or resets a position, never commits on its own, and never leaves
+          the group because nobody polls.
+    """
+
+    def __init__(self, settings: "Settings", group_id: str) -> None:
+        """Check the options; connects to nothing yet.
+
+        Raises:
+            SettingsError: TLS and SASL settings cannot work.
+        """
+        self._settings = settings
+        self._group_id = group_id
+        self._options = consumer_options(settings, group_id)
+        self._topics: frozenset[str] = frozenset()
+        self._instance = _InstanceWatch(settings, group_id)
+        self._internals: Internals | None = None
+        self._buffer = FetchBuffer(
+            read_committed=settings.isolation_level == "read_committed",
+            may_wait_longer="fetch_max_wait" not in settings.model_fields_set,
+        )
+        self._closed = False
+        """Whether `close` was called: from then on, `poll` returns no records."""
+        self._left = False
+        """Whether all requests must stop, including the commits of a final drain."""
+        self._membership = NOT_A_MEMBER
+        self._listener: GroupListener | None = None
+        self._listener_failure: Exception | None = None
+        self._released = asyncio.Event()
+        self._released.set()
+        self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`. The group's coordinator counts only after `start`."""
+        internals = self._internals
+        if internals is None or self._closed:
+            return None
+        if not is_connected(internals.client):
+            return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client keeps trying"
+        known = internals.cluster.partitions_for_topic
+        if missing := [topic for topic in sorted(self._topics) if not known(topic)]:
+            return f"topics that do not exist, or that this user may not see: {named(missing)}"
+        if self._listener is not None and internals.coordinator.coordinator_id is None:
+            return f"group {self._group_id!r} has no coordinator now: nothing can be committed"
+        return None
+
+    # Lifecycle ------------------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        """See `Transport.start`; takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
+
+        Topics and a pattern may be combined; the pattern must match a whole topic name.
+        """
+        if self._listener is not None or self._closed:
+            raise StateError("this transport was started before: build a new one for each life of the client")
+        self._listener = listener
+        try:
+            internals = await self.connect(topics)
+            if self._settings.assign is not None:
+                internals.consumer.assign(await self.manual_assignment())
+        except BaseException:
+            await self.close()
+            raise
+        if self._settings.assign is not None:
+            self.on_partitions_assigned(())
+        else:
+            internals.watch_session(self._settings.session_timeout, self._lose)
+            chosen = {"topics": tuple(topics)} if pattern is None else {"pattern": _combined(topics, pattern)}
+            internals.consumer.subscribe(**chosen, listener=self)
+        self._watch_tasks(internals)
+
+    def _watch_tasks(self, internals: Internals) -> None:
+        for task in internals.background_tasks().values():
+            task.add_done_callback(self._look_again)
+
+    async def connect(self, topics: Collection[str]) -> Internals:
+        """Connect and look up *topics* without joining the group: enough for all queries. Afterwards, call `close`."""
+        self._topics = frozenset(topics)
+        internals = await self._connect()
+        denied = sorted(self._topics & internals.cluster.unauthorized_topics)
+        if denied:
+            raise group_error(cause_of(kafka.TopicAuthorizationFailedError(denied)), self._group_id)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await internals.look_up_group()
+        except kafka.GroupAuthorizationFailedError as error:
+            raise group_error(cause_of(error), self._group_id) from error
+        except (kafka.KafkaError, TimeoutError) as error:
+            logger.debug("the first look-up of the group failed, which may be transient: %s", reason(error))
+        return internals
+
+    async def _connect(self) -> Internals:
+        # If a member's coordinator hangs, it must find another one long before its session expires.
+        patience = max(self._settings.session_timeout / 5, _LEAST_PATIENCE)
+        (assignor,) = self._options["partition_assignment_strategy"]
+        internals = await connected(
+            self._settings,
+            self._options,
+            lambda options: Internals(AIOKafkaConsumer(**options), assignor, self._group_id, patience, self._topics),
+        )
+        self._internals = internals
+        return internals
+
+    async def close(self) -> None:
+        """See `Transport.close`. Waits for a drain in progress, and for the answer to our LeaveGroup request.
+
+        If a cancellation cuts this short, all tasks and connections still end.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._look_again()
+        internals = self._internals
+        if internals is None:
+            return
+        try:
+            # A drain in progress ends at its own deadline; cutting it short would lose its commit.
+            await self._released.wait()
+            self._left = True
+            if self._group_id:
+                await internals.leave()
+        except Exception as error:  # noqa: BLE001 - the group notices by itself after the session time-out
+            logger.info("leaving group %r failed: %s", self._group_id, reason(error))
+        finally:
+            self._left = True
+            self._end_assignment()
+            # A deadline may have ended the code above, and would also end every await that follows.
+            with anyio.CancelScope(shield=True):
+                await internals.tear_down()
+
+    def _running(self) -> Internals:
+        if self._internals is None or self._left:
+            raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
+        return self._internals
+
+    # Records --------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`. Does not suspend if records are ready.
+
+        Allowances are those at the start of the poll: records taken from one partition count against the others. An
+        `Oversized` record ends a poll only once; later polls repeat it when they end for another reason, including a
+        time-out or `wake`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            internals = self._running()
+            self._raise_loss(internals)
+            result = self._buffer.take(allowance)
+            remaining = deadline - loop.time()
+            if result.new or self._woken or remaining <= 0:
+                return result.new + result.repeated
+            waiter = self._waiter = internals.fetcher._create_fetch_waiter()
+            timer = loop.call_later(remaining, self._look_again)
+            try:
+                await waiter
+            except kafka.KafkaError as error:
+                internals.take_pending_error()
+                raise group_error(cause_of(error), self._group_id) from error
+            except Exception as error:
+                raise ClientLostError(f"the Kafka client failed ({reason(error)}); a new client is needed") from error
+            finally:
+                timer.cancel()
+                self._waiter = None
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._look_again()
+
+    def _look_again(self, _ended: object = None) -> None:
+        """Make a waiting poll look again; also usable as a task's callback."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _raise_loss(self, internals: Internals) -> None:
+        """Raise if this client can no longer be used, or the group refuses us."""
+        if self._closed:
+            raise ClientLostError("the Kafka client is closed")
+        if self._instance.taken is not None:
+            raise self._instance.taken
+        if (failure := self._listener_failure) is not None:
+            raise ClientLostError(f"the engine failed during a rebalance: {reason(failure)}") from failure
+        if (lost := internals.lost) is not None:
+            raise lost
+        if (pending := internals.take_pending_error()) is not None:
+            raise group_error(cause_of(pending), self._group_id) from pending
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        return self._buffer.position(topic_partition)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`."""
+        return self._buffer.end_offset(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        self._buffer.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`.
+
+        Raises:
+            StateError: A partition was not seeked since it was assigned, so it has no position.
+        """
+        self._buffer.resume(partitions)
+        self._look_again()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`."""
+        self._buffer.seek(topic_partition, offset)
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`; at least 16 KiB and at most 1 MiB per partition."""
+        if self._internals is not None:
+            self._internals.fetcher._max_partition_fetch_bytes = partition_share(partitions, max_bytes)
+
+    # The group ------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`. A generation counts once the engine has received its partitions."""
+        internals, manual = self._internals, self._settings.assign is not None
+        if internals is None or (internals.membership() != self._membership and not manual):
+            return NOT_A_MEMBER
+        return self._membership
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """See `Transport.commit`. Has no deadline; you can cancel it safely."""
+        if not offsets:
+            return
+        internals = self._running()
+        if self._settings.assign is not None:
+            check_ownership(self._group_id, offsets, self._buffer, membership, self.membership())
+            await commit_without_member(internals, offsets)
+            return
+        try:
+            await internals.find_coordinator()
+            # No await between this check and building the request.
+            check_ownership(self._group_id, offsets, self._buffer, membership, self.membership())
+            await internals.commit_once(offsets)
+        except kafka.KafkaError as error:
+            raise commit_error(cause_of(error), offsets, self._group_id) from error
+
+    async def on_partitions_revoked(self, _revoked: Collection[Any]) -> None:
+        """Tell the engine that its partitions are being revoked; the group waits until this returns."""
+        internals, buffer, listener = self._internals, self._buffer, self._listener
+        if internals is None or listener is None or self._closed:
+            return
+        self._instance.rejoins(internals.membership())
+        self._released.clear()
+        try:
+            if buffer.partitions:  # none if `_lose` has ended the assignment
+                await listener.revoked(buffer.partitions)
+            if self._settings.assignor == "lag":
+                internals.assignor.backlogs = await backlogs(internals, buffer, self._settings.auto_offset_reset)
+        except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
+            self._listener_failure = error
+        finally:
+            self._released.set()
+            self._end_assignment()
+            self._look_again()
+        if self._instance.taken is not None:
+            await asyncio.Event().wait()  # joining again would take the other process's place once more
+
+    def _lose(self) -> None:
+        """Report immediately to the engine that another member may own our partitions by now."""
+        buffer, listener = self._buffer, self._listener
+        if listener is None or self._closed or not buffer.partitions:
+            return
+        try:
+            listener.lost(buffer.partitions)
+        except Exception as error:  # noqa: BLE001 - called from a timer; the next poll raises it
+            self._listener_failure = error
+        finally:
+            self._end_assignment()
+            self._look_again()
+
+    def on_partitions_assigned(self, _assigned: Collection[Any]) -> None:
+        """Pass an assignment to the engine. A plain function, so that nothing else can run before it is done."""
+        internals, buffer, listener = self._internals, self._buffer, self._listener
+        assignment = None if internals is None else internals.assignment()
+        if internals is None or assignment is None or listener is None or self._closed:
+            return
+        buffer.begin(internals, assignment)
+        if self._settings.assign is not None:
+            self._membership = manual_membership()
+        else:
+            self._membership = internals.membership()
+            self._instance.joined(self._membership)
+            internals.joined(self._membership.generation)
+        try:
+            listener.assigned(buffer.partitions, self._membership)
+        except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
+            self._listener_failure = error
+            self._look_again()
+
+    def _end_assignment(self) -> None:
+        self._buffer.end()
+        if self._internals is not None:
+            self._internals.end_session()
+        self._membership = NOT_A_MEMBER
+
+    # Queries --------------------------------------------------------------------------
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`. Has no deadline; retries transient errors."""
+        while partitions:
+            internals = self._running()
+            try:
+                await internals.find_coordinator()
+                commits = await internals.committed_once(partitions)
+            except kafka.KafkaError as error:
+                if not error.retriable:
+                    what = f"return the committed offsets of {named(partitions)}"
+                    raise request_error(cause_of(error), what, self._group_id) from error
+                await asyncio.sleep(_RETRY_BACKOFF)
+            else:
+                return {topic_partition: commits.get(topic_partition) for topic_partition in partitions}
+        return {}
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""
+        request = self._running().log_ranges(partitions, self._settings.commit_timeout / 3)
+        return await self._answered(request, f"return the bounds of {named(partitions)}")
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
+        internals = self._running()
+        known = internals.cluster.partitions_for_topic(topic)
+        if known:
+            return frozenset(known)
+        return await self._answered(internals.look_up_topic(topic), f"return the partitions of topic {topic!r}")
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`."""
+        return await self._answered(self._running().look_up_topics(), "list the topics")
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
+        request = self._running().offset_at(topic_partition, timestamp)
+        return await self._answered(request, f"return the offsets of {topic_partition} by time")
+
+    async def _answered(self, request: Awaitable[T], what: str) -> T:
+        try:
+            return await request
+        except kafka.KafkaError as error:
+            raise request_error(cause_of(error), what, self._group_id) from error
+
+    # Manual assignment ----------------------------------------------------------------
+
+    async def manual_assignment(self) -> list[TopicPartition]:
+        """Return the partitions in `assign`, after checking that they exist and the group is inactive.
+
+        If the brokers do not list the group's members, the first commit finds out.
+
+        Raises:
+            GroupHasMembersError: The group has members.
+            TransportError: A topic does not have such a partition; not retriable.
+        """
+        assign = self._settings.assign or {}
+        for topic, numbers in assign.items():
+            existing = await self.partitions(topic)
+            if missing := sorted(set(numbers) - existing):
+                actual = f"has partitions 0 to {max(existing)}" if existing else "does not exist"
+                raise TransportError(
+                    f"topic {topic!r} {actual}, but assign names {topic}/{named(missing)}: correct assign, or create "
+                    "the partitions",
+                    retriable=False,
+                )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT), KafkaAdmin(self._settings) as admin:
+                members = (await admin.group(self._group_id)).members
+        except (TransportError, TimeoutError) as error:
+            logger.debug("the members of group %r are unknown: %s", self._group_id, reason(error))
+            members = ()
+        if members:
+            raise _has_members(self._group_id, named(members))
+        return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
+
+
+def manual_membership() -> Membership:
+    """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
+
+    Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
+    keeps an answer requested in one life of the client from being used in the next.
+    """
+    return Membership("", next(_LIVES))
+
+
+def check_ownership(
+    group_id: str,
+    partitions: Collection[TopicPartition],
+    assigned: Container[object],
+    membership: Membership,
+    current: Membership,
+) -> None:
+    """Refuse a commit before it is sent if we no longer have *membership* or its partitions.
+
+    Args:
+        group_id: For the error message.
+        partitions: The partitions to commit.
+        assigned: The partitions that we have now.
+        membership: The membership that the commit was made for.
+        current: Our membership now.
+
+    Raises:
+        CommitRefusedError: The group has rebalanced since.
+    """
+    if current == NOT_A_MEMBER:
+        why = "we are not a member of it now"
+    elif membership != current:
+        why = f"it was made for generation {membership.generation}, and ours is {current.generation}"
+    elif foreign := [topic_partition for topic_partition in partitions if topic_partition not in assigned]:
+        why = f"not assigned to us: {named(foreign)}"
+    else:
+        return
+    raise CommitRefusedError(f"a commit of group {group_id!r} was not sent: {why}")
+
+
+async def commit_without_member(internals: Internals, offsets: Mapping[TopicPartition, Committed]) -> None:
+    """Send one commit without a member, once; brokers accept it while the group has no members.
+
+    Raises:
+        GroupHasMembersError: The group has members. Nothing was stored.
+        TransportError: The commit was not acknowledged; all or part of it may have been stored.
+    """
+    try:
+        await internals.find_coordinator()
+        await internals.commit_once(offsets, without_member=True)
+    except kafka.KafkaError as error:
+        if (why := GROUP_CHANGED.get(cause_of(error).code)) is not None:
+            raise _has_members(internals.group_id, f"a commit was refused: {why}") from error
+        raise commit_error(cause_of(error), offsets, internals.group_id) from error
+
+
+def _has_members(group_id: str, what: str) -> GroupHasMembersError:
+    return GroupHasMembersError(
+        f"group {group_id!r} has members ({what}), so the brokers refuse commits of this app, which uses manual "
+        "assignment. Stop the members (a killed one counts until its session time-out), remove assign to join them, "
+        "or use another group id"
+    )
+
+
+def _combined(topics: Collection[str], pattern: str) -> str:
+    """Combine topics and pattern, because aiokafka accepts only one of the two. Anchored at the end for its `match`."""
+    choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
+    return rf"(?:{'|'.join(choices)})\Z"
+
+
+class _InstanceWatch:
+    """Detects another process with our `group_instance_id`, which aiokafka does not notice.
+
+    When a second process joins with the same id, the broker gives it the member's place: same partitions, same
+    generation, a new member id. Our member id is unknown from then on. aiokafka rejoins and takes the place back, and
+    the two alternate forever. A member dropped because it was silent comes back in a later generation.
+
+    A single loss may be two processes that overlap, as in a rolling deploy. If we lose the place again within a
+    session time-out, we must not take it back: the process that notices this first ends, and the other one keeps it.
+    """
+
+    def __init__(self, settings: "Settings", group_id: str) -> None:
+        self._is_static = settings.group_instance_id is not None
+        self._within = settings.session_timeout
+        self._error = InstanceIdTakenError(group_id, str(settings.group_instance_id), self._within, goes_on=True)
+        self._previous = NOT_A_MEMBER
+        self._losses = Losses(time.monotonic)
+        self._was_taken = False
+        self.taken: InstanceIdTakenError | None = None
+        """The error, once we lost the place again; from then on, the client must not rejoin."""
+
+    def joined(self, now: Membership) -> None:
+        """Record a new membership."""
+        previous, self._previous = self._previous, now
+        replaced = now.generation == previous.generation and now.member_id != previous.member_id
+        self._was_taken = replaced and self._is_static  # a group that was deleted and made anew counts from 1 again
+        if self._was_taken:
+            self._losses.again(0.0)
+            logger.warning("%s. If it continues, one of them ends", self._error)
+
+    def rejoins(self, now: Membership) -> None:
+        """Set `taken` if we have lost our place again; call it before rejoining."""
+        if now == NOT_A_MEMBER and self._was_taken and self._losses.again(self._within):
+            self.taken = self._error

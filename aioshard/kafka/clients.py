@@ -1,0 +1,38 @@
+"""The three Kafka clients of an app, created when it starts."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioshard.errors import MissingExtraError
+from aioshard.ports import Clients, Transport
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+
+def kafka_clients(settings: "Settings", group_id: str) -> Clients:
+    """Return factories for the clients of a Kafka cluster; imports the client library.
+
+    Raises:
+        SettingsError: The brokers are not set.
+        MissingExtraError: The chosen client is not installed.
+    """
+    settings.require_bootstrap_servers()
+    from aioshard.kafka.aiokafka.producer import KafkaProducer  # noqa: PLC0415 - imported on use
+    from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics  # noqa: PLC0415 - imported on use
+
+    client: Callable[[Settings, str], Transport]
+    if settings.client == "aiokafka":
+        from aioshard.kafka.aiokafka.transport import AiokafkaTransport  # noqa: PLC0415 - imported on use
+
+        client = AiokafkaTransport
+    elif importlib.util.find_spec("confluent_kafka") is None:
+        raise MissingExtraError("client='confluent'", "confluent")
+    else:
+        from aioshard.kafka.confluent.transport import ConfluentTransport  # noqa: PLC0415 - imported on use
+
+        client = ConfluentTransport
+    return Clients(
+        lambda: client(settings, group_id), lambda: KafkaProducer(settings), lambda: KafkaSideTopics(settings)
+    )

@@ -1,0 +1,435 @@
+"""The confluent-kafka transport: a group member that, in a rebalance, loses only the partitions that move."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from confluent_kafka import KafkaError, KafkaException
+
+from aioshard.errors import ClientLostError, SettingsError, StateError, TransportError
+from aioshard.kafka import errors
+from aioshard.kafka.aiokafka.transport import check_ownership, manual_membership
+from aioshard.kafka.confluent.buffers import Buffers
+from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread
+from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
+from aioshard.kafka.confluent.queries import QueryClient
+from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
+from aioshard.ports import (
+    NOT_A_MEMBER,
+    AllowanceOf,
+    Committed,
+    Fault,
+    FetchedBatch,
+    GroupListener,
+    LogRange,
+    Membership,
+    Oversized,
+)
+from aioshard.records import TopicPartition
+
+if TYPE_CHECKING:
+    from aioshard.settings import Settings
+
+logger = logging.getLogger("aioshard.kafka.confluent.transport")
+
+_RETRY_PAUSE = 0.05
+"""Seconds until a change that the client could not make is retried."""
+_CHECK_INTERVAL = 1.0
+"""Seconds between two checks of log ends, topics and stale members."""
+_REPORTED_ELSEWHERE = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._PARTITION_EOF})  # noqa: SLF001 - its names
+_NO_TOPIC = "^aioshard has found no topic$"
+"""A subscription that matches no topic; joining the group with it yields an empty assignment."""
+
+
+class ConfluentTransport:
+    """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
+
+    With manual assignment (`assign`), it never joins the group: it takes those partitions at the start, and commits
+    through the query client.
+
+    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. A thread calls the
+    client, one call at a time: reads, commits between them, and everything that a rebalance callback needs.
+
+    Invariants:
+        * `poll` returns nothing of a partition before the engine has seeked and resumed it.
+        * Commits are sent only for partitions that are ours at that moment. Unanswered ones are resolved before we
+          release their partitions, so nothing is sent for those later.
+        * Partitions kept in a rebalance stay buffered, and `poll` returns their records even while others drain.
+    """
+
+    def __init__(self, settings: "Settings", group_id: str) -> None:
+        """Check the options; connects to nothing yet.
+
+        Raises:
+            SettingsError: TLS and SASL settings cannot work.
+        """
+        self._settings = settings
+        self._group_id = group_id
+        self._options = consumer_options(settings, group_id)
+        self._incremental = is_incremental(settings)
+        self._buffers = Buffers(share_of_buffer(1, settings.max_buffered_bytes // 2), incremental=self._incremental)
+        self._queries = QueryClient(settings, group_id)
+        self._consumer: ConsumerThread | None = None
+        self._listener: GroupListener | None = None
+        self._membership = NOT_A_MEMBER
+        self._failure: TransportError | None = None
+        """The error that ends this life of the client; `poll` raises it."""
+        self._closed = False
+        """Whether `close` was called: from then on, `poll` returns no records."""
+        self._left = False
+        """Whether all requests to the brokers must stop."""
+        self._handed_over = asyncio.Event()
+        self._handed_over.set()
+        self._room = asyncio.Event()
+        """Set when buffers may have room again."""
+        self._readable = asyncio.Event()
+        """Set when `poll` must look again."""
+        self._woken = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._topics: frozenset[str] = frozenset()
+        self._pattern: re.Pattern[str] | None = None
+        self._subscribed: frozenset[str] = frozenset()
+        self._looked_up_at = 0.0
+        self._member_id = ""
+        self._stale_members: list[str] = []
+        """Ids that the client dropped when it heard nothing from the brokers for a session. Brokers that come back give
+        such a member another session, and the whole group would wait for it."""
+        self._leaves_stale_members = settings.group_protocol == "classic" and settings.group_instance_id is None
+        """A static member reclaims its own id, and under KIP-848 the client keeps it."""
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        return None if self._consumer is None or self._closed else self._queries.trouble
+
+    # Lifecycle ------------------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
+        """See `Transport.start`. Matches patterns itself, every `metadata_max_age`."""
+        if self._listener is not None or self._closed:
+            raise StateError("this transport was started before: build a new one for each life of the client")
+        self._listener = listener
+        self._topics = frozenset(topics)
+        self._pattern = None if pattern is None else re.compile(pattern)
+        try:
+            await self._queries.connect(topics)
+            consumer = self._consumer = self._new_consumer()
+            await self._join(consumer, listener)
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._until_lost(work, consumer), name=f"{work.__name__} of {self._group_id}")
+            for work in (self._read, self._check_brokers)
+        ]
+
+    def _new_consumer(self) -> ConsumerThread:
+        callbacks = Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail)
+        timeout = self._settings.session_timeout
+        try:
+            return ConsumerThread(self._options, self._group_id, timeout, callbacks, incremental=self._incremental)
+        except (KafkaException, ValueError, TypeError) as error:
+            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
+
+    async def _join(self, consumer: ConsumerThread, listener: GroupListener) -> None:
+        if self._settings.assign is not None:
+            assigned = await self._queries.manual_assignment()
+            await consumer.call(consumer.assign, assigned)
+            self._buffers.add(assigned)
+            self._membership = manual_membership()
+            listener.assigned(assigned, self._membership)
+            return
+        names = self._subscribed = await self._look_up_topics()
+        await consumer.call(consumer.subscribe, names)
+        if not any([await self.partitions(name) for name in names - {_NO_TOPIC}]):
+            listener.assigned((), self._membership)  # the client does not join the group before a topic exists
+
+    async def close(self) -> None:
+        """See `Transport.close`. Waits for a drain in progress and for the client's current call."""
+        if self._closed:
+            return
+        self._closed = True
+        self._readable.set()
+        try:
+            # A drain in progress ends at its own deadline; cutting it short would lose its commit.
+            await self._handed_over.wait()
+            if self._consumer is not None:
+                await asyncio.wrap_future(self._consumer.stop())
+        except (KafkaException, RuntimeError) as error:
+            logger.info("could not leave group %r cleanly: %s", self._group_id, reason(error))
+        finally:
+            self._left = True
+            if self._consumer is not None:
+                self._consumer.stop()
+            self._buffers.remove(self._buffers.partitions)
+            self._membership = NOT_A_MEMBER
+            # A deadline may have ended the code above, and would also end every await that follows.
+            with anyio.CancelScope(shield=True):
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._queries.close()
+
+    def _running(self) -> QueryClient:
+        if self._consumer is None or self._left:
+            raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
+        return self._queries
+
+    # Background work ------------------------------------------------------------------
+
+    async def _until_lost(self, work: Callable[[ConsumerThread], Awaitable[None]], consumer: ConsumerThread) -> None:
+        """Run background work that must last as long as the client."""
+        try:
+            await work(consumer)
+        except Exception as error:  # noqa: BLE001 - the next poll raises any error
+            if not self._closed:
+                self._fail(error)
+
+    async def _read(self, consumer: ConsumerThread) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            seconds = self._buffers.crowded(loop.time())
+            if seconds:
+                self._room.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._room.wait()
+                continue
+            if self._buffers.start_over():
+                await consumer.call(consumer.assign, self._buffers.partitions)
+            messages, failed = await consumer.call(consumer.read, self._buffers.changes(loop.time()))
+            for change in failed:
+                self._buffers.not_changed(change)
+            if messages:
+                for message in self._buffers.accept(messages, loop.time()):
+                    self._note_error(message)
+                self._readable.set()
+            if failed:
+                await asyncio.sleep(_RETRY_PAUSE)  # the client does not know a new partition yet
+
+    async def _check_brokers(self, consumer: ConsumerThread) -> None:
+        """Remove stale members, fetch the ends of logs, and look for new topics, once a second."""
+        max_age = self._settings.metadata_max_age
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL)
+            # librdkafka reports a lost membership only to members that had partitions.
+            self._note_member(await consumer.call(consumer.membership))
+            try:
+                await self._remove_stale_members()  # has limits of its own: brokers that come back are slow
+                async with asyncio.timeout(2 * _CHECK_INTERVAL):
+                    await self.log_ranges(self._buffers.behind())
+                    names = self._subscribed
+                    if self._pattern is not None and time.monotonic() >= self._looked_up_at + max_age:
+                        names = await self._look_up_topics()
+            except (TransportError, TimeoutError) as error:
+                logger.debug("the brokers did not answer a periodic query: %s", reason(error))
+                continue
+            if names != self._subscribed:
+                await consumer.call(consumer.subscribe, names)
+                self._subscribed = names
+
+    async def _look_up_topics(self) -> frozenset[str]:
+        """Look up the topics to subscribe to.
+
+        Patterns are Python's and match a whole name. librdkafka has a different pattern language, and KIP-848 uses the
+        broker's, so the client gets only names.
+        """
+        self._looked_up_at = time.monotonic()
+        names = self._topics
+        if self._pattern is not None:
+            names |= {name for name in await self._queries.topics() if self._pattern.fullmatch(name)}
+        return names or frozenset([_NO_TOPIC])
+
+    def _note_member(self, membership: Membership) -> None:
+        """Note the client's current member id; if it was another one before, that one is stale."""
+        if self._leaves_stale_members and self._member_id not in ("", membership.member_id):
+            self._stale_members.append(self._member_id)
+            self._member_id = ""
+
+    async def _remove_stale_members(self) -> None:
+        while self._stale_members:
+            try:
+                await self._queries.remove_member(self._stale_members[0])
+            except TransportError as error:
+                if error.retriable:
+                    raise
+                logger.debug("a stale member stays in the group until its session expires: %s", reason(error))
+            del self._stale_members[0]
+
+    # Errors ---------------------------------------------------------------------------
+
+    def _fail(self, error: Exception | KafkaError) -> None:
+        """Record an error after which nothing can be read; only the first one counts."""
+        if self._failure is None:
+            settings = self._settings
+            self._failure = group_error(error, self._group_id, settings.group_instance_id, settings.session_timeout)
+        self._readable.set()
+
+    def _note_error(self, message: Any) -> None:
+        """Handle an error message that does not belong to an assigned partition."""
+        error: KafkaError = message.error()
+        topic: str | None = message.topic()
+        if topic and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            self._fail(errors.group_error(cause_of(error, [topic]), self._group_id))
+        elif is_final(error):
+            self._fail(error)
+        elif error.code() not in _REPORTED_ELSEWHERE:
+            logger.warning("the Kafka client reports: %s", reason(error))
+
+    # Records --------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`. Does not suspend if records are ready.
+
+        An `Oversized` record ends a poll only once; later polls repeat it when they end for another reason.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            if self._closed or self._consumer is None:
+                raise ClientLostError("the Kafka client is closed, or was not started")
+            if self._failure is not None:
+                raise self._failure
+            self._readable.clear()
+            result = self._buffers.take(allowance)
+            if result.records:
+                self._room.set()
+            if result.new or self._woken or loop.time() >= deadline:
+                return result.new + result.repeated
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._readable.wait()
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._readable.set()
+
+    # Positions ------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        return self._buffers.position(topic_partition)
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`; at most two seconds old."""
+        return self._buffers.end_offset(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        self._buffers.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`.
+
+        Raises:
+            StateError: A partition was not seeked since it was assigned, so it has no position.
+        """
+        self._buffers.resume(partitions)
+        self._room.set()
+        self._readable.set()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`."""
+        self._buffers.seek(topic_partition, offset)
+        self._room.set()
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`: half is for our buffers, the rest for the client's single queue."""
+        self._buffers.share = share_of_buffer(partitions, max_bytes)
+
+    # Queries --------------------------------------------------------------------------
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`. Has no deadline; retries transient errors."""
+        committed = await self._running().committed(partitions)
+        # librdkafka sends the metadata with the terminating NUL of its C string.
+        return {
+            partition: None if commit is None else commit._replace(metadata=commit.metadata.removesuffix("\0"))
+            for partition, commit in committed.items()
+        }
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`. Has no deadline; retries transient errors."""
+        ranges = await self._running().log_ranges(partitions) if partitions else {}
+        for partition, log_range in ranges.items():
+            self._buffers.note_end(partition, log_range.end)
+        return ranges
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
+        return await self._running().partitions(topic)
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`."""
+        return await self._running().topics()
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
+        return await self._running().offset_at(topic_partition, timestamp)
+
+    # The group ------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`: that of the latest assignment passed to the engine."""
+        return self._membership
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """See `Transport.commit`. Has no deadline; a cancelled commit that was already sent still completes."""
+        if not offsets:
+            return
+        queries = self._running()
+        if self._settings.assign is not None:
+            self._check_commit(offsets.keys(), membership)
+            await queries.commit_without_member(offsets)
+        elif self._consumer is not None:
+            await self._consumer.commit(offsets, membership)
+
+    def _check_commit(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        """Refuse a commit that is not ours now. The client's thread calls this right before it sends one."""
+        check_ownership(self._group_id, partitions, self._buffers, membership, self._membership)
+
+    async def _on_assigned(self, partitions: list[TopicPartition], membership: Membership) -> None:
+        """Pass our whole current assignment to the engine."""
+        if self._listener is None or self._closed:
+            return
+        if not self._incremental:
+            self._buffers.remove(self._buffers.partitions)
+        self._buffers.add(partitions)
+        self._membership = membership
+        self._note_member(membership)
+        self._member_id = membership.member_id
+        self._listener.assigned(self._buffers.partitions, membership)
+
+    async def _on_revoked(self, partitions: list[TopicPartition], lost: bool) -> None:
+        """Tell the engine that partitions are being revoked; the group waits, and partitions we keep continue."""
+        if self._consumer is None:
+            return
+        if self._listener is None or self._closed:
+            self._consumer.end_revocation()
+            return
+        if lost:
+            self._membership = NOT_A_MEMBER
+        self._handed_over.clear()
+        self._buffers.pause(partitions)
+        try:
+            if lost:
+                self._listener.lost(partitions)
+            else:
+                await self._listener.revoked(partitions)
+        except Exception as error:  # noqa: BLE001 - the next poll raises it
+            self._fail(error)
+        finally:
+            # In one step: the callback makes the calls queued until now; later commits of these partitions are refused.
+            self._buffers.remove(partitions)
+            if not self._incremental:
+                self._membership = NOT_A_MEMBER
+            self._consumer.end_revocation()
+            self._handed_over.set()
+            self._readable.set()

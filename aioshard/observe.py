@@ -1,0 +1,439 @@
+"""Frozen snapshots of an app: statistics, diagnosis of partitions that do not advance, and workload.
+
+`App.statistics()` is the source for metrics, health, the CLI and tests; `App.explain()` is `App.diagnose()` as text.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from aioshard.core.histogram import HistogramCounts
+
+AppState = Literal["starting", "running", "draining", "stopped", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartitionStatistics:
+    """One assigned partition."""
+
+    topic: str
+    partition: int
+    epoch: int
+    """Number of the uninterrupted ownership, counted in this process; continuing in place keeps it."""
+    position: int | None
+    """Next offset to read; None until the start position is resolved."""
+    committed: int | None
+    """Last offset that the broker acknowledged, from us or a previous owner; None if there is none."""
+    committable: int | None
+    """The committable offset: that of the oldest incomplete record, otherwise the position."""
+    end_offset: int | None
+    """End of the log, at most 15 s old (the last stable offset under read_committed)."""
+    lag: int | None
+    """`end_offset - committed` (or the committable offset before the first commit), in offsets."""
+    lag_seconds: float | None
+    """Seconds since the timestamp of the oldest incomplete record; 0 if everything is committed. None if unknown: the
+    records left to read have not been fetched yet, or the record has no timestamp."""
+    incomplete: int
+    """Records delivered to the engine and not complete."""
+    buffered_records: int
+    buffered_bytes: int
+    paused: str | None
+    """None, or a sentence that says why fetching from the partition is paused."""
+    oldest_incomplete_age: float | None
+    """Seconds since the oldest incomplete record arrived; None if nothing is incomplete."""
+    fetched: int = 0
+    """Records fetched since this ownership began."""
+    in_flight: int = 0
+    """Records that workers are running now."""
+    queued: int = 0
+    """Records in memory that no worker is running."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicStatistics:
+    """Counters of a handler for one of its topics; they continue across rebalances."""
+
+    topic: str
+    processed: int
+    retried: int
+    skipped: int
+    dead_lettered: int
+    parked: int
+    durations: HistogramCounts
+    """Seconds per attempt, including failed ones; for a handler that takes batches, per attempt of a batch."""
+    waits: HistogramCounts
+    """Seconds from the arrival of records to their first attempt; sampled while attempts are quick."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandlerStatistics:
+    """One handler; the counters continue across rebalances."""
+
+    name: str
+    topics: tuple[str, ...]
+    concurrency: int
+    busy: int
+    """Workers that are running the handler now."""
+    shards: int
+    """Shards in use now; with `shards=N`, the fixed number."""
+    processed: int
+    retried: int
+    """Attempts after the first."""
+    skipped: int
+    dead_lettered: int
+    parked: int
+    halted: int
+    """Records that block their shard now because their attempts are exhausted."""
+    outliving: tuple[str, ...]
+    """`topic/partition/offset` of runs that outlive their cancellation or epoch and block their shard; for a batch, of
+    its first record."""
+    by_topic: tuple[TopicStatistics, ...] = ()
+    shard_capacity: int = 0
+    """Maximum number of records waiting in one shard; `shard_depth` is the current number in the fullest one."""
+    shard_depth: int = 0
+    queued: int = 0
+    """Records that no worker has picked up yet."""
+    on_failure: str = "halt"
+    """`halt`, `skip`, `dead letters to TOPIC` or `parks in TOPIC`."""
+    is_resizable: bool = False
+    """Whether `App.set_concurrency` may change its concurrency."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JournalStatistics:
+    """The journal of one run of an app, counted in rows: one per completed record."""
+
+    written: int
+    """Rows in finished files."""
+    waiting: int
+    """Rows in memory, or in the unfinished file."""
+    dropped: int
+    """Rows lost because the disk did not keep up, or failed."""
+    files: int
+    """Number of finished files."""
+    trouble: str | None
+    """Why nothing can be written now."""
+
+
+RebalanceKind = Literal["assigned", "revoked", "lost", "manual"]
+"""The trigger: we only received partitions, some were revoked, the membership was lost, or manual assignment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RebalanceKindStatistics:
+    """The rebalances of one kind."""
+
+    kind: RebalanceKind
+    count: int
+    drains: HistogramCounts
+    """Durations of the drains in seconds."""
+
+
+RebalancePhase = Literal["drain", "commit", "join", "resume", "over"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceReport:
+    """The effects of one rebalance on this process. All durations are in seconds.
+
+    Invariants:
+        * `drain_seconds + commit_seconds + join_seconds + resume_seconds` is `seconds`.
+    """
+
+    number: int
+    """Counted in this process."""
+    at: float
+    """When it began, in seconds since the epoch."""
+    cause: str
+    """The cause as far as a member can know it: only the member that assigns knows who joined or left."""
+    phase: RebalancePhase
+    """The current phase; `over` once all our partitions have resumed."""
+    generation: int | None = None
+    """Generation of the group after it; None until we have our assignment."""
+    revoked: int = 0
+    """Revoked partitions, including those that came back."""
+    in_flight: int = 0
+    """Their records that were running at that moment."""
+    drained: int = 0
+    """Those that ended within the drain."""
+    cancelled: int = 0
+    """Those that were cancelled at its deadline; they will run again."""
+    assigned: int = 0
+    """Assigned partitions."""
+    kept: int = 0
+    """Partitions that continue where they were: never revoked, or returned and continued in place."""
+    dropped: int = 0
+    """Buffered incomplete records of partitions that moved elsewhere or start over; they are fetched again."""
+    replayed: int = 0
+    """Records that this process ran again between this rebalance and the next one."""
+    seconds: float = 0.0
+    """From its start until all our partitions have resumed."""
+    drain_seconds: float = 0.0
+    """Until running records had ended or been cancelled."""
+    commit_seconds: float = 0.0
+    """Until their completions were committed."""
+    join_seconds: float = 0.0
+    """Until we had our assignment: the other members drain, join and receive theirs."""
+    resume_seconds: float = 0.0
+    """Until the brokers had answered from which offsets to resume."""
+    kind: RebalanceKind = "assigned"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statistics:
+    """The state of an app at one moment."""
+
+    state: AppState
+    group_id: str
+    member_id: str | None
+    """None while the process is not a member of the group."""
+    rebalances: int
+    commits: int
+    """Commit requests that the broker acknowledged."""
+    commit_failures: int
+    replayed: int
+    """Records that this process ran more than once: fetched again because their epoch ended before they were committed,
+    or run again after their run was cancelled."""
+    already_done: int
+    """Redelivered records that were not run again, because a commit had stored them as finished."""
+    buffered_records: int
+    buffered_bytes: int
+    client_losses: int
+    """How often a client was lost or could not connect, so that the supervisor created a new one."""
+    trouble: str | None
+    """Problems beyond single partitions, and since when: unreachable brokers, denied access, unacknowledged commits or
+    messages, a missing topic, a hanging task, a blocked event loop. None if there are none."""
+    partitions: tuple[PartitionStatistics, ...]
+    handlers: tuple[HandlerStatistics, ...]
+    journal: JournalStatistics | None = None
+    """None if no journal is written."""
+    rebalance_reports: tuple[RebalanceReport, ...] = ()
+    """The latest rebalances, oldest first; the last one may be in progress."""
+    loop_delays: HistogramCounts | None = None
+    """Delays of the event loop in seconds, measured a few times a second; None if they are not measured."""
+    blocked: str | None = None
+    """A sentence about the code that blocks the event loop now, and for how long; None while it is not blocked."""
+    restart_cures: tuple[str, ...] = ()
+    """Problems that a restart of the process would fix, as sentences; `/livez` returns 503 while there are any."""
+    client: str = ""
+    """Name of the Kafka client; empty before the first start."""
+    rebalance_kinds: tuple[RebalanceKindStatistics, ...] = ()
+    commit_durations: HistogramCounts | None = None
+    """Seconds until a commit request was acknowledged."""
+    commit_failure_durations: HistogramCounts | None = None
+    """Seconds until a commit request was known to have failed."""
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the same as plain dictionaries and tuples, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+# Diagnosis ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+    own: bool
+    """Whether it is the application's own code: not the standard library, an installed package or aioshard."""
+
+    def __str__(self) -> str:
+        """Format as `file:line in function`."""
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stack:
+    """The current stack of a run."""
+
+    frames: tuple[Frame, ...]
+    """Outermost first; those of a task that it awaits follow, unless there are several."""
+    place: Frame | None
+    """The innermost call of the application's own code; None if nothing is known."""
+    waits_in: str | None
+    """The library function called there, or the kind of future awaited there."""
+    executing: bool
+    """Whether it was not suspended in an await at that moment: it is computing, or in a blocking call."""
+    thread: str | None
+    """Name of the thread, if it runs in one."""
+
+
+RecordState = Literal[
+    "running",
+    "outliving",
+    "recovery",
+    "retrying",
+    "halted",
+    "evicted",
+    "held",
+    "collecting",
+    "limited",
+    "behind",
+    "queued",
+]
+"""The reason why an incomplete record is waiting.
+
+`running`: its handler. `outliving`: a run that was cancelled but has not ended. `recovery`: the work that replaces its
+handler, such as writing its dead letter. `retrying`: its next attempt. `halted`: an operator who releases it.
+`evicted`: another fetch, because it was evicted to make room for others. `held`: its partition, which is paused or
+not certainly ours. `collecting`: other records of its batch. `limited`: its rate limit. `behind`: another record of its
+shard. `queued`: a worker.
+"""
+
+Verdict = Literal["up to date", "advancing", "waiting", "stuck"]
+"""`waiting`: something is in the way. `stuck`: a record is halted, or in flight for longer than `stuck_after`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IncompleteRecord:
+    """A record that is being processed or waits: for a worker, for its next attempt or for an operator."""
+
+    handler: str
+    topic: str
+    partition: int
+    offset: int
+    key: str | None
+    """The key itself with `show_keys`; otherwise `#` and a hash that is stable in this process; None without a key."""
+    shard: str | None
+    """Its shard, formatted like the key, if it differs from the key. None if the record has no order."""
+    age: float
+    """Seconds since it arrived."""
+    attempt: int
+    """The current or next attempt; for a halted record the last one."""
+    attempts: int
+    """Maximum number of attempts."""
+    state: RecordState
+    since: float | None
+    """Seconds in that state; None if the start is unknown."""
+    reason: str
+    """A sentence: what it waits for, and since when."""
+    what_to_do: str | None
+    """A sentence; None if nothing needs to be done."""
+    stack: Stack | None
+    """Stack of its run, or of the run that it waits for."""
+    due: float | None
+    """Seconds until its next attempt; None if it is not scheduled."""
+    error: str | None
+    """Its latest failure, while it waits because of that."""
+    waiting: int
+    """Number of records behind it in its shard."""
+    worker: str | None
+    """Name of the worker that runs it."""
+    records: int
+    """Number of records in its run: more than one in a batch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """A reason why a partition, or all of them, do not advance."""
+
+    kind: str
+    """A short identifier for programs: `paused`, `rebalancing`, `unreadable`, `no room`, `commit`, ..."""
+    sentence: str
+    """The problem, and since when."""
+    since: float | None
+    """Seconds; None if the start is unknown."""
+    what_to_do: str | None
+    """A sentence; None if nothing needs to be done."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartitionDiagnosis:
+    """Why one partition does not advance."""
+
+    topic: str
+    partition: int
+    verdict: Verdict
+    since: float | None
+    """Seconds without progress; None while it advances."""
+    sentence: str
+    """The whole diagnosis in one sentence."""
+    head: IncompleteRecord | None
+    """The oldest incomplete record: nothing is committed past it. None if nothing is incomplete."""
+    findings: tuple[Finding, ...]
+    """Reasons other than that record."""
+    window: int
+    """Offsets from the oldest incomplete record to the position."""
+    behind: int
+    """Number of those that wait for that record: done but not committable (gaps count as done), in its shard, or
+    evicted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why each partition does not advance."""
+
+    state: AppState
+    findings: tuple[Finding, ...]
+    """Findings that concern all partitions."""
+    partitions: tuple[PartitionDiagnosis, ...]
+    outliving: tuple[IncompleteRecord, ...]
+    """Runs that were cancelled, or whose partition is gone, but that have not ended: their shards wait."""
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the same as plain dictionaries and tuples, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+# Workload -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParkedKey:
+    """A parked key, described by its first record."""
+
+    handler: str
+    stored_in: str
+    """The side topic."""
+    topic: str
+    partition: int
+    offset: int
+    """Offset of its first record."""
+    key: str | None
+    """The shard key, as in `IncompleteRecord`; None if the record has no key and is parked alone."""
+    replays: int
+    """Number of retries so far."""
+    due: float | None
+    """Seconds until it is retried; None if it waits for a manual release."""
+    running: bool
+    """Whether it is being retried now."""
+    failed_at: float | None
+    """Seconds since the epoch."""
+    error: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause requested by the application or an operator."""
+
+    topic: str | None
+    partition: int | None
+    handler: str | None
+    """Either a partition or a handler is set."""
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """Current activity of the handlers: the worst few items of each kind, and how many there are."""
+
+    workers: tuple[IncompleteRecord, ...]
+    """Longest runs first."""
+    busy: int
+    shards: tuple[IncompleteRecord, ...]
+    """Deepest shards first."""
+    deep: int
+    """Number of shards with waiting records."""
+    failed: tuple[IncompleteRecord, ...]
+    """Halted records first, the oldest first within each state."""
+    failing: int
+    parked: tuple[ParkedKey, ...]
+    parked_keys: int
+    pauses: tuple[Pause, ...]
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the same as plain dictionaries and tuples, ready for JSON."""
+        return dataclasses.asdict(self)

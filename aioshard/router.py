@@ -1,0 +1,403 @@
+"""The decorator `consume`: handlers and their options, checked when they are registered."""
+
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from aioshard.attempts import BatchContext, Context, Middleware
+from aioshard.core.adaptive import Adaptive
+from aioshard.core.batching import Batch
+from aioshard.core.on_failure import DeadLetter, OnFailure, Park
+from aioshard.core.pace import RateLimit
+from aioshard.core.retry import Retry
+from aioshard.core.sharding import ShardBy, shard_key_of
+from aioshard.engine.handler import Handler
+from aioshard.errors import HandlerError
+from aioshard.records import TOPIC_NAME, Record
+from aioshard.serde.payloads import decoded_by, payload_of, shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=Middleware)
+
+_LISTS = (list, Sequence, Collection, Iterable)
+"""Accepted annotations for a list of records."""
+
+
+class Handlers:
+    """A set of handlers in a separate module; add it to an app with `App.include`.
+
+    Example:
+        >>> handlers = Handlers()
+        >>> @handlers.consume("orders", concurrency=256)
+        ... async def on_order(record: Record) -> None: ...
+        >>> [handler.name for handler in handlers]
+        ['on_order']
+    """
+
+    def __init__(self) -> None:
+        self._handlers: list[Handler] = []
+        self._middleware: list[Middleware] = []
+
+    def __iter__(self) -> Iterator[Handler]:
+        return iter(self._handlers)
+
+    def consume(
+        self,
+        *topics: str,
+        pattern: str | None = None,
+        shard_by: ShardBy = "key",
+        shards: int | None = None,
+        concurrency: int | Adaptive | None = None,
+        timeout: float | None = None,
+        retry: Retry | None = None,
+        on_failure: OnFailure = "halt",
+        batch: Batch | None = None,
+        rate_limit: RateLimit | None = None,
+        decode: Callable[[Record], object] | None = None,
+    ) -> Callable[[F], F]:
+        """Register the decorated function for the records of *topics*.
+
+        The function takes the record and, optionally, a `Context`. If you annotate its parameter with another type, it
+        takes the decoded value: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type that pydantic
+        supports, from JSON, or `bytes` or `str` unchanged. `X | None` accepts tombstones, as None. An `async def` runs
+        on the event loop, a plain `def` in a thread, up to *concurrency* threads per handler. With *batch* it takes a
+        list of records and, optionally, a `BatchContext`.
+
+        Args:
+            topics: Topic names; each topic belongs to one handler of the app.
+            pattern: A regular expression that whole topic names must match, instead of or in addition to names.
+            shard_by: The scope in which records stay in order: `"key"`, `"partition"`, `"record"` (no order), or a
+                function of the record. Records for which it returns None, or that have no key, have no order.
+            shards: None creates shards on demand, served by *concurrency* workers. A number creates that many
+                fixed shards, each a bounded queue with one worker: for local caches, or to protect a back end.
+            concurrency: Workers, 64 by default; not allowed with *shards*. `Adaptive(1, 512)` continuously adapts it
+                to the capacity of the back end.
+            timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
+                handler that swallows the cancellation is reported, and its shard halts when it returns.
+            retry: When and how often to retry a failed record; `Retry()` by default.
+            on_failure: Decides what happens once retries are exhausted. `"halt"`: the record blocks its shard, and
+                nothing is committed past it, until `App.retry_now` or `App.skip` releases it. `"skip"`: it is complete,
+                and counted. `DeadLetter(...)`, `Park(...)`: it goes to another topic; see there.
+            batch: Passes lists of records to the handler; *concurrency* is then the number of concurrent batches.
+            rate_limit: Limits the starts of the handler per second, in this process; a batch is one start.
+            decode: Converts a `Record` into the handler's argument, regardless of annotations: a function, or without
+                *batch* an async function. Its exceptions become `DecodeError`, except `OSError`, which may be
+                transient.
+
+        Returns:
+            The unchanged function, so that you can call it in tests.
+
+        Raises:
+            HandlerError: If the function or an option is invalid. Nothing was registered.
+        """
+        workers = _check_options(
+            shards=shards,
+            concurrency=concurrency,
+            timeout=timeout,
+            retry=retry,
+            batch=batch,
+            rate_limit=rate_limit,
+            shard_by=shard_by,
+        )
+        _check_source(topics, pattern)
+        _check_failure_policy(on_failure, topics, pattern)
+        if decode is not None:
+            _check_decode(decode, batch)
+
+        def register(function: F) -> F:
+            if not callable(function):
+                raise HandlerError(f"consume() decorates a function, not {function!r}")
+            name = name_of(function)
+            annotation, takes_context = _parameters(function, batch, decoded=decode is not None)
+            if decode is None:
+                payload = payload_of(annotation, f"handler {name!r}")
+            else:
+                payload = decoded_by(decode, is_async=is_async(decode))
+            handler = Handler(
+                name=name,
+                topics=tuple(dict.fromkeys(topics)),
+                pattern=pattern,
+                shard_by=shard_by,
+                shards=shards,
+                concurrency=workers,
+                adaptive=concurrency if isinstance(concurrency, Adaptive) else None,
+                timeout=None if timeout is None else float(timeout),
+                retry=Retry() if retry is None else retry,
+                on_failure=on_failure,
+                batch=batch,
+                rate_limit=rate_limit,
+                function=function,
+                takes_context=takes_context,
+                is_async=is_async(function),
+                payload=payload,
+                decode=decode,
+                middleware=(self._middleware,),
+            )
+            self._add(handler)
+            return function
+
+        return register
+
+    def middleware(self, middleware: M) -> M:
+        """Register the decorated function to run around every attempt of every handler of this set.
+
+        It takes the record (with batches the list of records), the context, and `call_next(record, context)`, which
+        runs the handler and accepts a replaced record or context. An exception that it raises fails the attempt; if it
+        swallows one, the attempt has succeeded. The first registered middleware is outermost, and that of an app runs
+        around that of the sets it includes. Let `CancelledError` pass.
+
+        Raises:
+            HandlerError: It is not an async function of three parameters.
+
+        Example:
+            >>> from aioshard import Context
+            >>> handlers = Handlers()
+            >>> @handlers.middleware
+            ... async def named(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+            ...     try:
+            ...         return await call_next(record, context)
+            ...     finally:
+            ...         print("was run:", context.idempotency_key)
+        """
+        function: Any = middleware
+        name = name_of(function)
+        expected = "expected an 'async def' of (record, context, call_next)"
+        if not callable(function) or not is_async(function):
+            raise HandlerError(f"middleware {name!r} was refused: {expected}")
+        _check_arguments(f"middleware {name!r} was refused ({{error}}): {expected}", function, 3)
+        self._check_open(f"middleware {name!r}")
+        self._middleware.append(middleware)
+        return middleware
+
+    def _check_open(self, what: str) -> None:
+        """Raise if registration is closed: in a running app."""
+
+    def _add(self, handler: Handler) -> None:
+        self._check_open(f"handler {handler.name!r}")
+        for other in self._handlers:
+            _check_overlap(other, handler)
+            _check_parking(other, handler)
+            _check_parking(handler, other)
+        self._handlers.append(handler)
+
+
+# Options ------------------------------------------------------------------------------
+
+
+def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: Any) -> int:
+    """Reject options that are invalid or contradict each other; return the initial number of workers."""
+    for option, kind, expected in (
+        ("batch", Batch, "Batch(max_records=…, linger=…, max_bytes=…), or None"),
+        ("rate_limit", RateLimit, "RateLimit(per_second, burst), or None"),
+        ("retry", Retry, "Retry(attempts=…), or None for Retry()"),
+    ):
+        if options[option] is not None and not isinstance(options[option], kind):
+            raise HandlerError(f"{option}={options[option]!r} was refused: expected {expected}")
+    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < float("inf")):
+        raise HandlerError(f"timeout={timeout!r} was refused: expected a number of seconds above 0, or None")
+    shard_key_of(options["shard_by"], one_topic=True)
+    if shards is not None and concurrency is not None:
+        raise HandlerError(
+            f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
+            "concurrency out, or leave shards out for shards on demand"
+        )
+    workers = concurrency.beginning if isinstance(concurrency, Adaptive) else concurrency
+    for name, value in (("shards", shards), ("concurrency", workers)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise HandlerError(f"{name}={value!r} was refused: expected a whole number of at least 1")
+    return int(shards or workers or 64)
+
+
+def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
+    """Reject sources that name no topic, or an invalid one."""
+    if not topics and pattern is None:
+        raise HandlerError("consume() was given neither a topic nor a pattern: name at least one topic")
+    for topic in topics:
+        if callable(topic):
+            raise HandlerError("consume needs a topic: write @app.consume('orders'), not @app.consume")
+        if not isinstance(topic, str) or not TOPIC_NAME.fullmatch(topic):
+            raise HandlerError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+    if pattern is not None:
+        try:
+            re.compile(f"(?:{pattern})")  # as it is combined with the topics and patterns of other handlers
+        except re.error as error:
+            raise HandlerError(
+                f"pattern={pattern!r} is not a regular expression that can be combined with others: {error}"
+            ) from error
+
+
+def _check_failure_policy(on_failure: object, topics: tuple[str, ...], pattern: str | None) -> None:
+    """Reject an unknown policy, and one that sends records back to a topic of the same handler."""
+    if on_failure in ("halt", "skip"):
+        return
+    if not isinstance(on_failure, DeadLetter | Park):
+        raise HandlerError(
+            f"on_failure={on_failure!r} is not known: use 'halt', 'skip', DeadLetter('topic') or Park('topic')"
+        )
+    if on_failure.topic in topics or (pattern is not None and re.fullmatch(pattern, on_failure.topic)):
+        raise HandlerError(
+            f"on_failure={on_failure!r} sends failed records to a topic that the handler itself consumes, where they "
+            "would fail again and again: use another topic, or narrow the pattern"
+        )
+
+
+def _check_decode(decode: object, batch: object) -> None:
+    """Reject values that are not decoders, and async decoders for batches."""
+    expected = "expected a function that takes a Record and returns the handler's argument"
+    if not callable(decode):
+        raise HandlerError(f"decode={decode!r} was refused: {expected}")
+    name = name_of(decode)
+    _check_arguments(f"decode={name} was refused ({{error}}): {expected}", decode, 1)
+    if batch is not None and is_async(decode):
+        raise HandlerError(
+            "decode=… is an async function and batch=… was given: the records of a batch are decoded in one step, so "
+            "use a plain function, or take list[Record] and decode in the handler"
+        )
+
+
+def _check_arguments(message: str, function: Callable[..., Any], count: int) -> None:
+    """Reject a function that cannot be called with *count* arguments; *message* has a place for the error."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError as error:
+        raise HandlerError(message.format(error=error)) from None
+    except ValueError:
+        return  # some built-in functions have no signature
+
+
+# Functions ----------------------------------------------------------------------------
+
+
+def _plain(function: Any) -> Any:
+    """Return the function that a partial wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling the function returns a coroutine."""
+    plain = _plain(function)
+    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name for messages; for a partial that of its function, for an object that of its class."""
+    plain = _plain(function)
+    return getattr(plain, "__name__", type(plain).__name__)
+
+
+def _parameters(function: Callable[..., Any], batch: Batch | None, *, decoded: bool) -> tuple[Any, bool]:
+    """Return what a handler takes: the type of the record (in a batch, of each element), and whether a context.
+
+    Raises:
+        HandlerError: The function cannot be called with a record or, with *batch*, a list of records.
+    """
+    name = name_of(function)
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise HandlerError(f"handler {name!r} yields: it must be an 'async def' (or 'def') without yield")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        raise HandlerError(f"handler {name!r} was refused ({error}): decorate a function of your own") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    first = "the record" if batch is None else "the list of records"
+    wanted = Context if batch is None else BatchContext
+    if not positional or any(p not in positional[:2] for p in required):
+        given = ", ".join(map(str, parameters)) or "no parameter"
+        raise HandlerError(f"handler {name!r} takes ({given}): expected {first} and, optionally, a {wanted.__name__}")
+    annotation = _annotation(positional[0], function)
+    if annotation in (Context, BatchContext):
+        raise HandlerError(f"handler {name!r} takes a {shown(annotation)} first: expected {first}, then a context")
+    payload = _payload(f"handler {name!r} takes {positional[0].name}", annotation, batch, decoded=decoded)
+    if len(positional) == 1:
+        return payload, False
+    second = positional[1]
+    annotation = _annotation(second, function)
+    if wanted in (annotation, *typing.get_args(annotation)):
+        return payload, True
+    if second.default is not second.empty:
+        return payload, False  # the user's own parameter, as in `async def h(record, cache=cache)`
+    by_name = isinstance(annotation, str) and annotation.rpartition(".")[2] == wanted.__name__
+    if not by_name and annotation not in (Any, object):
+        raise HandlerError(
+            f"handler {name!r} takes {second.name}: {shown(annotation)} as its second parameter: expected a "
+            f"{wanted.__name__}; annotate it so, or give a parameter of your own a default"
+        )
+    return payload, True
+
+
+def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """Resolve the annotation of a parameter: Any if there is none, and the text itself if a name in it is unknown."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return Any
+    plain = inspect.unwrap(_plain(function))
+    scope = getattr(plain, "__globals__", None) or getattr(getattr(plain, "__call__", None), "__globals__", {})  # noqa: B004
+    holder = types.SimpleNamespace(__annotations__={"it": annotation})
+    try:
+        return typing.get_type_hints(holder, globalns=scope, include_extras=True)["it"]
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return annotation  # a name that exists for type checkers only
+
+
+def _payload(takes: str, annotation: Any, batch: Batch | None, *, decoded: bool) -> Any:
+    """Return the type of the record or, with *batch*, of the elements of the list."""
+    if annotation in (Any, object):
+        return Any
+    if isinstance(annotation, str):
+        inner = annotation if batch is None else annotation.partition("[")[2].removesuffix("]")
+        if decoded or inner in ("Record", "aioshard.Record", "Any", ""):
+            return Any
+        raise HandlerError(
+            f"{takes}: {annotation}, and this name does not exist when the handler is registered, so nothing can be "
+            "decoded to it: import or define it in the module, outside 'if TYPE_CHECKING' and functions"
+        )
+    while batch is not None and typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    is_list = (typing.get_origin(annotation) or annotation) in _LISTS
+    arguments = typing.get_args(annotation)
+    if batch is not None and not is_list:
+        raise HandlerError(
+            f"{takes}: {shown(annotation)} and was given batch=…, so it is called with a list: annotate it with "
+            "list[…], or leave batch out"
+        )
+    if batch is None and is_list and not decoded and set(arguments) <= {Record, Any}:
+        raise HandlerError(
+            f"{takes}: {shown(annotation)} and consume() was given no batch, so it is called with one record at a "
+            "time: add batch=Batch(), or annotate it with Record"
+        )
+    if batch is None:
+        return annotation
+    return arguments[0] if arguments else Any
+
+
+# Several handlers ---------------------------------------------------------------------
+
+
+def _check_overlap(first: Handler, other: Handler) -> None:
+    common = {topic for topic in first.topics if other.takes(topic)} | {
+        topic for topic in other.topics if first.takes(topic)
+    }
+    if common or (first.pattern is not None and first.pattern == other.pattern):
+        what = f"topic {min(common)!r}" if common else f"pattern {first.pattern!r}"
+        raise HandlerError(
+            f"{what} belongs to handler {first.name!r} and was given to {other.name!r} too: a topic has one handler"
+        )
+
+
+def _check_parking(handler: Handler, other: Handler) -> None:
+    """Reject another handler that reads, or writes dead letters to, the topic of parked records of this one."""
+    if not isinstance(handler.on_failure, Park):
+        return
+    topic = handler.on_failure.topic
+    if other.takes(topic) or (isinstance(other.on_failure, DeadLetter) and other.on_failure.topic == topic):
+        raise HandlerError(
+            f"handler {handler.name!r} parks its records in topic {topic!r}, which handler {other.name!r} uses too: a "
+            "topic of parked records is for those alone, so name another one"
+        )

@@ -1,0 +1,609 @@
+"""Every setting of an app, with its default, unit and limits.
+
+A setting comes from an argument, else from its environment variable (`AIOSHARD_` and the name in capitals), else from
+the default below. Settings that cannot work are refused with the reason; none is ignored.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from aioshard.errors import SettingsError
+from aioshard.records import TOPIC_NAME
+
+PREFIX = "AIOSHARD_"
+"""Prefix of the environment variables."""
+_MIB = 1024 * 1024
+
+# Options of the clients ---------------------------------------------------------------
+
+_COMMITS = "aioshard commits itself, and only finished records; committing by time loses records"
+_PREFETCH = "use max_buffered_bytes, which bounds the prefetch too"
+_OWNED_OF_BOTH = {
+    "auto_commit_interval_ms": _COMMITS,
+    "auto_offset_reset": "use auto_offset_reset",
+    "bootstrap_servers": "use bootstrap_servers",
+    "client_id": "use client_id",
+    "enable_auto_commit": _COMMITS,
+    "fetch_max_bytes": _PREFETCH,
+    "group_id": "the group id is the first argument of App",
+    "group_instance_id": "use group_instance_id",
+    "heartbeat_interval_ms": "use heartbeat_interval, in seconds",
+    "isolation_level": "use isolation_level",
+    "max_partition_fetch_bytes": _PREFETCH,
+    "partition_assignment_strategy": "use assignor",
+    "sasl_mechanism": "use sasl_mechanism",
+    "security_protocol": "use security_protocol",
+    "session_timeout_ms": "use session_timeout, in seconds",
+}
+OWNED_OPTIONS: Mapping[str, str] = {
+    **_OWNED_OF_BOTH,
+    "consumer_timeout_ms": "aioshard polls the client itself",
+    "fetch_max_wait_ms": "use fetch_max_wait, in seconds",
+    "key_deserializer": "decode record.key in the handler",
+    "loop": "the app runs in the event loop that starts it",
+    "max_poll_interval_ms": "slow handlers do not affect the group; stuck_after reports them",
+    "max_poll_records": "use max_buffered_records",
+    "metadata_max_age_ms": "use metadata_max_age, in seconds",
+    "rebalance_timeout_ms": "use rebalance_timeout, in seconds",
+    "sasl_plain_password": "use sasl_password",
+    "sasl_plain_username": "use sasl_username",
+    "topics": "topics belong to handlers: @app.consume",
+    "value_deserializer": "decode record.value in the handler",
+}
+"""Options of aiokafka that aioshard controls, each with the alternative."""
+CLIENT_OPTIONS = frozenset(
+    {
+        "api_version",
+        "check_crcs",
+        "client_rack",
+        "connections_max_idle_ms",
+        "exclude_internal_topics",
+        "fetch_min_bytes",
+        "request_timeout_ms",
+        "retry_backoff_ms",
+        "sasl_kerberos_domain_name",
+        "sasl_kerberos_service_name",
+        "sasl_oauth_token_provider",
+        "ssl_context",
+    }
+)
+"""Options of aiokafka that `client_options` accepts."""
+CONFLUENT_OWNED_OPTIONS: Mapping[str, str] = {
+    **_OWNED_OF_BOTH,
+    "auto_commit_enable": _COMMITS,
+    "debug": "the client's debug log shows committed data",
+    "enable_auto_offset_store": _COMMITS,
+    "enable_partition_eof": "aioshard needs it to pass offsets without records",
+    "error_cb": "aioshard listens itself; statistics and the health check report errors",
+    "fetch_message_max_bytes": _PREFETCH,
+    "fetch_queue_backoff_ms": _PREFETCH,
+    "fetch_wait_max_ms": "use fetch_max_wait, in seconds",
+    "group_protocol": "use group_protocol",
+    "logger": "the client logs to aioshard.kafka.confluent.librdkafka",
+    "max_poll_interval_ms": "use rebalance_timeout, in seconds: this client has one number for both",
+    "metadata_broker_list": "use bootstrap_servers",
+    "on_commit": _COMMITS,
+    "queued_max_messages_kbytes": _PREFETCH,
+    "queued_min_messages": _PREFETCH,
+    "sasl_mechanisms": "use sasl_mechanism",
+    "sasl_password": "use sasl_password",
+    "sasl_username": "use sasl_username",
+    "socket_timeout_ms": "use commit_timeout: the client waits for twice as long, at least 10 s",
+    "ssl_ca_location": "use ssl_cafile",
+    "ssl_certificate_location": "use ssl_certfile",
+    "ssl_key_location": "use ssl_keyfile",
+    "ssl_key_password": "use ssl_password",
+    "topic_metadata_refresh_interval_ms": "use metadata_max_age, in seconds",
+}
+"""Options of confluent-kafka that aioshard controls, each with the alternative; dots are underscores."""
+
+# Types --------------------------------------------------------------------------------
+
+_MAX_PARTITION = 100_000
+_ASSIGNED = re.compile(r"(?P<topic>[^:,]+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
+_SERVER = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
+_MAX_PORT = 65_535
+
+
+def _read_servers(value: object) -> object:
+    """Join a list of addresses with commas, and check each."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        value = ",".join(map(str, value))
+    if not isinstance(value, str):
+        return value
+    servers = [server.strip() for server in value.split(",")]
+    for server in servers:
+        match = _SERVER.fullmatch(server)
+        if match is None or not 0 < int(match["port"] or 9092) <= _MAX_PORT:
+            raise ValueError(
+                "expected host:port without a scheme, several separated by commas; TLS and SASL are set with "
+                "security_protocol"
+            )
+    return ",".join(servers)
+
+
+def _read_json(value: object) -> object:
+    """Parse text from the environment."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"it is not a JSON object ({error})") from None
+
+
+def _read_assign(value: object) -> object:
+    """Parse text such as `orders:0-2,payments:1`."""
+    if not isinstance(value, str):
+        return value
+    assign: dict[str, list[int]] = {}
+    for part in value.split(","):
+        match = _ASSIGNED.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(
+                f"{part.strip()!r} is not TOPIC:PARTITION or TOPIC:FIRST-LAST: expected text such as "
+                "'orders:0-2,payments:1', or a mapping such as {'orders': [0, 1, 2]}"
+            )
+        numbers = range(int(match["first"]), int(match["last"] or match["first"]) + 1)
+        assign.setdefault(match["topic"], []).extend(numbers)
+    return assign
+
+
+def _sort_partitions(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(numbers)))
+
+
+def _read_directory(value: object) -> object:
+    if "://" in str(value):
+        raise ValueError("expected a local directory, without a scheme")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), "seconds"]
+Name = Annotated[str | None, Field(min_length=1, max_length=249)]
+Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
+Partition = Annotated[int, Field(ge=0, lt=_MAX_PARTITION, strict=True)]
+Partitions = Annotated[tuple[Partition, ...], Field(min_length=1), AfterValidator(_sort_partitions)]
+Assign = Annotated[dict[Topic, Partitions] | None, Field(min_length=1), NoDecode, BeforeValidator(_read_assign)]
+
+
+class Settings(BaseSettings):
+    """The settings of an app: checked, frozen and complete.
+
+    `Settings()` reads the environment; `Settings(_env_file=".env")` a file too, and
+    `Settings(_secrets_dir="/run/secrets")` one file per setting, named like its variable in lower case. In all of them
+    the text `none` stands for None, and an empty text for "not set".
+
+    Raises:
+        SettingsError: Values are unknown, out of range or contradict each other. The message lists all of them and
+            contains no secret.
+
+    Example:
+        >>> settings = Settings(bootstrap_servers="localhost:9092", commit_interval=0.5)
+        >>> settings.drain_timeout
+        20.0
+        >>> Settings(heartbeat_interval=20)
+        Traceback (most recent call last):
+        aioshard.errors.SettingsError: session_timeout=45 s is less than 3 times heartbeat_interval=20 s: ...
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_ignore_empty=True,
+        env_parse_none_str="none",
+        dotenv_filtering="match_prefix",
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+    # Brokers and group ------------------------------------------------------------------
+
+    bootstrap_servers: Annotated[str | None, BeforeValidator(_read_servers)] = None
+    """Addresses of some brokers: `host:port`, several separated by commas or as a list. Required to start."""
+    client_id: Name = None
+    """Name of the client in the brokers' logs and quotas; None is `aioshard`."""
+    group_instance_id: Name = None
+    """Makes this process a static member: restarting it within `session_timeout` moves no partition. Unique per
+    process. If it ends permanently, its partitions stay unread for `session_timeout`."""
+    client: Literal["aiokafka", "confluent"] = "aiokafka"
+    """The Kafka client. `confluent` needs the extra `confluent`; with it, a rebalance stops only the partitions that
+    move."""
+    group_protocol: Literal["classic", "consumer"] = "classic"
+    """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0 and
+    `client="confluent"`."""
+    assignor: Literal["range", "roundrobin", "sticky", "fair", "lag"] = "sticky"
+    """Assigns partitions to members; all members of a group need the same. With `client="confluent"`, `sticky` is the
+    client's `cooperative-sticky`."""
+    reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
+    """How long the partitions of a member that left or died stay unread while they wait for its replacement. 0 assigns
+    them to other members immediately. For the assignors `sticky` and `lag` of aiokafka."""
+    assign: Assign = None
+    """Manual assignment, such as `{"orders": [0, 1, 2]}`, or as text `orders:0-2,payments:1`: the app does not join the
+    group, still uses its commits, and never loses a partition. None: the group assigns partitions."""
+    client_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_read_json)] = Field(default_factory=dict)
+    """Options that are passed to the client unchanged, under the client's own names and units. In the environment: one
+    JSON object."""
+
+    # Membership -----------------------------------------------------------------------
+
+    session_timeout: Seconds = 45.0
+    """A member without a heartbeat for this long loses its partitions; at least 3 times `heartbeat_interval`."""
+    heartbeat_interval: Seconds = 3.0
+    """Time between heartbeats, and so the delay until a member learns of a rebalance."""
+    rebalance_timeout: Seconds = 60.0
+    """How long the group waits for a member to release its partitions."""
+    commit_timeout: Seconds = 5.0
+    """Timeout of one commit request."""
+    drain_timeout: Seconds = Field(default=None, validate_default=True)
+    """How long running records may take to finish when partitions are revoked. `drain_timeout` + `commit_timeout` +
+    `heartbeat_interval` must be less than `rebalance_timeout`. None: 20 s, or less if that does not fit."""
+
+    # Start, stop, commit --------------------------------------------------------------
+
+    start_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), "seconds"] = 10.0
+    """The start fails if the first assignment takes longer. None starts even without brokers and keeps trying; the app
+    is not ready until then."""
+    shutdown_timeout: Seconds = 25.0
+    """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
+    commit_interval: Seconds = 1.0
+    """Time between commits while records complete. After a crash, the records since the last commit run again."""
+    auto_offset_reset: Literal["earliest", "latest", "error"] | None = None
+    """Where a group without committed offsets begins, and where to continue if the log no longer holds a position. None
+    refuses to start without committed offsets: `latest` skips records and `earliest` repeats them, so you must
+    choose."""
+
+    # Reading --------------------------------------------------------------------------
+
+    isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
+    """Whether records of open and aborted transactions are skipped."""
+    metadata_max_age: Seconds = 30.0
+    """How often metadata is refreshed; new topics and partitions are found within this time."""
+    fetch_max_wait: Annotated[float, Field(gt=0, le=30, allow_inf_nan=False), "seconds"] = 0.1
+    """How long a broker may hold a fetch that has no records to return; at most 30. Unless you set it, the aiokafka
+    client waits longer, up to 0.5 s, while hundreds of partitions are idle."""
+    max_buffered_records: Annotated[int, Field(ge=1), "records"] = 10_000
+    """Maximum number of incomplete records in memory, over all partitions of the process."""
+    max_buffered_bytes: Annotated[int, Field(ge=1), "bytes"] = 64 * _MIB
+    """Maximum size of these records; each counts as its bytes + 500. The client prefetches up to half as much in
+    addition."""
+
+    # Observability --------------------------------------------------------------------
+
+    stuck_after: Seconds = 60.0
+    """The logs and the health check report records that are incomplete for longer."""
+    restart_when_stuck: bool = False
+    """Whether `/livez` returns 503 if a record has been running (not halted, not waiting) for longer than
+    `stuck_after`: for handlers that can hang forever and recover after a restart."""
+    show_keys: bool = False
+    """Whether keys appear in logs, explanations and the journal; otherwise they are hashed."""
+    journal: Annotated[str | None, BeforeValidator(_read_directory)] = None
+    """Directory for Parquet files with the outcome of each record; None writes none. Needs the extra `journal`."""
+
+    # TLS and SASL ---------------------------------------------------------------------
+
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """How connections are secured."""
+    ssl_cafile: str | None = None
+    """Certificate authorities (PEM) for the brokers' certificates; None uses the system's."""
+    ssl_certfile: str | None = None
+    """Client certificate (PEM) for mutual TLS; it may contain the key."""
+    ssl_keyfile: str | None = None
+    """Private key (PEM) of `ssl_certfile`."""
+    ssl_password: SecretStr | None = None
+    """Password of `ssl_keyfile`."""
+    ssl_check_hostname: bool = True
+    """Whether a broker's certificate must match its host name."""
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER"] | None = None
+    """Authentication mechanism for the two SASL protocols."""
+    sasl_username: str | None = None
+    """User name, for PLAIN and SCRAM."""
+    sasl_password: SecretStr | None = None
+    """Password of the user."""
+
+    # Validation -----------------------------------------------------------------------
+
+    @field_validator("drain_timeout", mode="before")
+    @classmethod
+    def _compute_drain_timeout(cls, value: object, info: ValidationInfo) -> object:
+        needed = ("rebalance_timeout", "commit_timeout", "heartbeat_interval")
+        if value is not None or any(name not in info.data for name in needed):
+            return value if value is not None else 20.0  # one of the others was refused
+        rebalance, commit, heartbeat = (info.data[name] for name in needed)
+        room = rebalance - commit - heartbeat
+        return min(20.0, 0.9 * room) if room > 0 else 20.0  # no room is refused below
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_with_reasons(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        # Raised outside of `except`: the original error, which holds the values, must not be its context.
+        settings: Self | None = None
+        try:
+            settings = handler(values)
+        except ValidationError as error:
+            reasons = [_reason(detail) for detail in error.errors()]
+        else:
+            reasons = list(_contradictions(settings))
+        if settings is not None and not reasons:
+            return settings
+        if len(reasons) == 1:
+            raise SettingsError(reasons[0])
+        raise SettingsError("\n  - ".join([f"{len(reasons)} settings were refused:", *reasons]))
+
+    # Use ------------------------------------------------------------------------------
+
+    def replace(self, **overrides: Any) -> Self:
+        """Return the same settings with *overrides*, checked again as a whole.
+
+        Settings that were not set explicitly are read from the environment and computed again.
+
+        Raises:
+            SettingsError: The result cannot work.
+        """
+        explicit = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**(explicit | overrides))
+
+    def require_bootstrap_servers(self) -> str:
+        """Return the brokers' addresses, separated by commas.
+
+        Raises:
+            SettingsError: None are set.
+        """
+        if self.bootstrap_servers is None:
+            raise SettingsError(
+                "bootstrap_servers is not set: name at least one broker, for example "
+                f"bootstrap_servers='localhost:9092', {PREFIX}BOOTSTRAP_SERVERS=localhost:9092 or, for a command, "
+                "--bootstrap-servers localhost:9092"
+            )
+        return self.bootstrap_servers
+
+    def asdict(self) -> dict[str, Any]:
+        """Return every setting, ready for JSON; secrets are masked."""
+        return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
+
+
+# Refusals of single settings ----------------------------------------------------------
+
+_SECRET = frozenset({"client_options", "sasl_password", "ssl_password"})
+
+
+def default_of(name: str) -> str:
+    """Return the default of a setting, as in Python code."""
+    if name == "drain_timeout":
+        return "20, or less"
+    default = Settings.model_fields[name].get_default(call_default_factory=True)
+    return f"{default:g}" if isinstance(default, float) else repr(default)
+
+
+def unit_of(name: str) -> str | None:
+    """Return the unit of a setting; None if it has none."""
+    return next((unit for unit in Settings.model_fields[name].metadata if isinstance(unit, str)), None)
+
+
+def _reason(detail: ErrorDetails) -> str:
+    """Say in one sentence why pydantic refused a value."""
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        return _unknown(name)
+    value, variable = detail["input"], PREFIX + name.upper()
+    secret = name in _SECRET or (name == "bootstrap_servers" and "@" in str(value))
+    reason = detail["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    source = variable if isinstance(value, str) and os.environ.get(variable) == value else name
+    return f"{source}={'***' if secret else repr(value)} is refused: {reason} (default: {default_of(name)})"
+
+
+def _unknown(name: str) -> str:
+    option = name.lower().replace(".", "_")
+    if option in OWNED_OPTIONS:
+        return f"{name!r} is not a setting: {OWNED_OPTIONS[option]}"
+    if option in CLIENT_OPTIONS:
+        return f"{name!r} is not a setting but an option of the client: put it into client_options"
+    meant = _close_match(option.removeprefix("aioshard_"), Settings.model_fields)
+    advice = "aioshard.Settings lists all of them" if meant is None else f"did you mean {meant!r}?"
+    return f"{name!r} is not a setting: {advice}"
+
+
+def _close_match(word: str, words: Collection[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.7)), None)
+
+
+# Contradictions -----------------------------------------------------------------------
+
+
+def _contradictions(settings: Settings) -> Iterator[str]:
+    """Iterate over the reasons why valid settings do not fit together."""
+    if settings.assign is None:
+        yield from _check_group(settings)
+        yield from _check_timeouts(settings)
+    else:
+        yield from _check_manual_assignment(settings)
+    yield from _check_client_options(settings)
+    yield from _check_tls(settings)
+    yield from _check_sasl(settings)
+
+
+def _check_manual_assignment(settings: Settings) -> Iterator[str]:
+    """Refuse settings that only a member of a group has."""
+    unset = {"group_instance_id": None, "group_protocol": "classic", "assignor": "sticky", "reassignment_delay": 0.0}
+    names = settings.model_fields_set & {"session_timeout", "heartbeat_interval", "rebalance_timeout"}
+    names |= {name for name, default in unset.items() if getattr(settings, name) != default}
+    for name in sorted(names):
+        yield (
+            f"{name}={getattr(settings, name)!r} has no effect with assign, because the app does not join the group: "
+            f"remove {name}, or remove assign to join the group"
+        )
+
+
+def _check_group(settings: Settings) -> Iterator[str]:
+    """Refuse combinations of client, group protocol and assignor that do not exist."""
+    confluent, given = settings.client == "confluent", settings.model_fields_set
+    classic, assignor = settings.group_protocol == "classic", settings.assignor
+    if not classic and not confluent:
+        yield "group_protocol='consumer' needs client='confluent': aiokafka has only the classic protocol"
+    if not classic:
+        for name in sorted(given & {"session_timeout", "heartbeat_interval"}):
+            yield (
+                f"{name}={getattr(settings, name):g} s has no effect under group_protocol='consumer', where it belongs "
+                f"to the broker (group.consumer.{name.replace('_', '.')}.ms of the broker or the group): remove it"
+            )
+        if "assignor" in given:
+            yield (
+                f"assignor={assignor!r} has no effect under group_protocol='consumer', where the broker assigns "
+                "partitions: use client_options={'group.remote.assignor': …}"
+            )
+    if settings.reassignment_delay and (confluent or assignor not in {"sticky", "lag"}):
+        yield (
+            f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky' and 'lag' of "
+            "client='aiokafka' know the previous owners; set assignor='sticky', or remove it"
+        )
+    if confluent and classic and assignor in {"fair", "lag"}:
+        yield (
+            f"assignor={assignor!r} is not available with client='confluent': use 'sticky', 'roundrobin' or 'range', "
+            "or client='aiokafka'"
+        )
+    session, rebalance = settings.session_timeout, settings.rebalance_timeout
+    if confluent and classic and rebalance < session:
+        yield (
+            f"rebalance_timeout={rebalance:g} s is less than session_timeout={session:g} s, which client='confluent' "
+            f"refuses: raise rebalance_timeout to {session:g} s or lower session_timeout"
+        )
+    instance = settings.group_instance_id
+    if instance is not None and not TOPIC_NAME.fullmatch(instance):
+        yield f"group_instance_id={instance!r} is refused: Kafka takes letters, digits, '.', '_' and '-' only"
+
+
+def _check_timeouts(settings: Settings) -> Iterator[str]:
+    session, heartbeat = settings.session_timeout, settings.heartbeat_interval
+    drain, rebalance, commit = settings.drain_timeout, settings.rebalance_timeout, settings.commit_timeout
+    if session < 3 * heartbeat:
+        yield (
+            f"session_timeout={session:g} s is less than 3 times heartbeat_interval={heartbeat:g} s: one late "
+            f"heartbeat would cost the app its partitions; raise session_timeout to {3 * heartbeat:g} s or lower "
+            f"heartbeat_interval to {session / 3:.3g} s"
+        )
+    room = rebalance - commit - heartbeat
+    if room <= 0:
+        yield (
+            f"rebalance_timeout={rebalance:g} s leaves no time to drain: commit_timeout={commit:g} s and "
+            f"heartbeat_interval={heartbeat:g} s take {commit + heartbeat:g} s of it; raise rebalance_timeout "
+            f"well above {commit + heartbeat:g} s or lower the other two"
+        )
+    elif drain >= room:
+        yield (
+            f"drain_timeout={drain:g} s does not fit: with commit_timeout={commit:g} s and heartbeat_interval="
+            f"{heartbeat:g} s it is not less than rebalance_timeout={rebalance:g} s, and the group would remove the "
+            f"app during the drain; lower it below {room:g} s or raise rebalance_timeout above "
+            f"{drain + commit + heartbeat:g} s"
+        )
+
+
+def _check_client_options(settings: Settings) -> Iterator[str]:
+    confluent = settings.client == "confluent"
+    owned = CONFLUENT_OWNED_OPTIONS if confluent else OWNED_OPTIONS
+    for name in settings.client_options:
+        option = name.replace(".", "_")
+        if option in owned:
+            yield f"client_options has {name!r}, which is refused: {owned[option]}"
+        elif not confluent and name not in CLIENT_OPTIONS:  # confluent-kafka checks the rest itself
+            known = ", ".join(sorted(CLIENT_OPTIONS))
+            yield f"client_options has {name!r}, which the client does not know: it takes {known}"
+
+
+def _check_tls(settings: Settings) -> Iterator[str]:
+    files = {name: getattr(settings, name) for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile")}
+    given = [name for name, path in files.items() if path is not None]
+    if "ssl_context" in settings.client_options:
+        if given:
+            yield f"client_options['ssl_context'] replaces {', '.join(given)}: use one or the other"
+        given.append("client_options['ssl_context']")
+    if given and settings.security_protocol not in {"SSL", "SASL_SSL"}:
+        yield (
+            f"{given[0]} is set but security_protocol={settings.security_protocol!r} does not use TLS: set it to 'SSL' "
+            f"or 'SASL_SSL', or remove {given[0]}"
+        )
+    for name, path in files.items():
+        if path is not None and not Path(path).is_file():
+            yield f"{name}={path!r} does not exist or is not a file: correct the path or mount the file"
+    for name in ("ssl_keyfile", "ssl_password"):
+        if getattr(settings, name) is not None and settings.ssl_certfile is None:
+            yield f"{name} is set without ssl_certfile: set ssl_certfile too, or remove {name}"
+
+
+def _check_sasl(settings: Settings) -> Iterator[str]:
+    protocol, mechanism = settings.security_protocol, settings.sasl_mechanism
+    options = ("sasl_mechanism", "sasl_username", "sasl_password")
+    given = [name for name in options if getattr(settings, name) is not None]
+    if protocol not in {"SASL_PLAINTEXT", "SASL_SSL"}:
+        if given:
+            yield (
+                f"{given[0]} is set but security_protocol={protocol!r} does not use SASL: set it to 'SASL_SSL' (or "
+                f"'SASL_PLAINTEXT', which sends passwords unencrypted), or remove {given[0]}"
+            )
+    elif mechanism is None:
+        yield f"security_protocol={protocol!r} needs sasl_mechanism: one of 'PLAIN', 'SCRAM-SHA-512' and others"
+    elif mechanism in {"GSSAPI", "OAUTHBEARER"}:
+        if settings.client == "confluent":
+            yield (
+                f"sasl_mechanism={mechanism!r} is not available in this version of aioshard with client='confluent': "
+                "use client='aiokafka', or PLAIN or SCRAM"
+            )
+        for name in given[1:]:
+            yield f"{name} is set but sasl_mechanism={mechanism!r} does not use it: remove it"
+        if mechanism == "OAUTHBEARER" and "sasl_oauth_token_provider" not in settings.client_options:
+            yield "sasl_mechanism='OAUTHBEARER' needs client_options={'sasl_oauth_token_provider': …}"
+    else:
+        for name in options:
+            if name not in given:
+                yield f"sasl_mechanism={mechanism!r} needs {name}: set it, or AIOSHARD_{name.upper()}"
+
+
+# Warnings -----------------------------------------------------------------------------
+
+
+def timeout_warnings(settings: Settings, timeouts: Iterable[tuple[str, float | None]]) -> list[str]:
+    """Return warnings about handlers that may run longer than a drain or a shutdown waits.
+
+    Args:
+        settings: The settings in effect.
+        timeouts: Name and `timeout` (seconds) of each handler.
+    """
+    return [
+        f"handler {name!r} may run for timeout={timeout:g} s but {limit}={getattr(settings, limit):g} s: {event} "
+        "cancels runs that take longer, and their records run again"
+        for name, timeout in timeouts
+        for limit, event in (("drain_timeout", "a rebalance"), ("shutdown_timeout", "stopping"))
+        if timeout is not None and timeout > getattr(settings, limit)
+    ]
+
+
+def misspelled_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return warnings about environment variables with names close to a setting's.
+
+    They are not refused: clusters set variables such as `AIOSHARD_PORT` automatically.
+    """
+    warnings = []
+    for variable in sorted(os.environ if environment is None else environment):
+        name = variable.lower().removeprefix(PREFIX.lower())
+        if variable.upper().startswith(PREFIX) and name not in Settings.model_fields:
+            meant = _close_match(name, Settings.model_fields)
+            if meant is not None:
+                warnings.append(f"{variable} is not used; did you mean {PREFIX}{meant.upper()}?")
+    return warnings

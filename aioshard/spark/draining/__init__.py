@@ -1,1 +1,0 @@
-"""Draining a run: its planned ranges go through the handlers."""

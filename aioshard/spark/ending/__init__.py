@@ -1,1 +1,0 @@
-"""The end of a run: verify it, send its dead letters, hand it over."""

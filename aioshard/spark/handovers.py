@@ -1,0 +1,362 @@
+"""Hand over a backfill: send its dead letters, then commit its ends for the group; the live app resumes there."""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from aioshard.errors import (
+    CommitError,
+    CommitRefusedError,
+    GroupBusyError,
+    GroupMovedError,
+    NotVerifiedError,
+    PlanError,
+)
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.ports import Committed, Message
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import MESSAGE_ID, Coordinates, Failure, as_text, dead_letter
+from aioshard.spark.plans import DEAD_LETTER, Plan, Vector, check_ends, metadata_of, offsets_in, vector_of
+from aioshard.spark.run_directory import HANDED_OVER, LETTERS, OUTCOMES, VERIFIED, RunDirectory
+from aioshard.spark.runs import counts_of
+from aioshard.spark.work import blocking, settings_for
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger("aioshard.spark.handover")
+
+_PAUSE = 0.5
+_PATIENCE = 30.0
+"""Minimum seconds to retry transient errors (a moving coordinator), even if the wait for members is shorter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """The result of a hand-over.
+
+    Attributes:
+        plan: The digest of the plan.
+        group_id: The group.
+        state: `handed-over`; `already` if an earlier call did it.
+        before: The group's offsets before, by topic and partition; None for partitions without a commit.
+        offsets: The group's offsets after, at which the live app resumes.
+        moved: Commits that differed from the plan and were overruled by force.
+        waited: Seconds spent waiting for members to leave.
+    """
+
+    plan: str
+    group_id: str
+    state: Literal["handed-over", "already"]
+    before: Mapping[str, Mapping[str, int | None]]
+    offsets: Vector
+    moved: tuple[str, ...] = ()
+    waited: float = 0.0
+
+
+async def handover(
+    directory: str | os.PathLike[str] | RunDirectory,
+    *,
+    wait: float | None = None,
+    force: bool = False,
+    tell: Callable[[str], None] = logger.warning,
+) -> Handover:
+    """Commit the ends of a verified run for its group, so that the live app resumes exactly there.
+
+    A single request commits all partitions. The broker refuses it if the group has a member of any protocol. That
+    refusal alone decides; the brokers' description of the group is only reported. Success proves that the group had no
+    members at that moment. The check just before it shows that nothing was committed since the plan was made. Neither
+    rules out consumers that read the topics without a group, or without committing.
+
+    Args:
+        directory: The directory of the run.
+        wait: Seconds to wait for killed or static members to expire; by default the session timeout of the app's
+            settings. A live member is waited for just as long and then named in the error.
+        force: Hand over although the group has moved since the plan was made, or hand over again. Members are never
+            overruled.
+        tell: Receives messages for the user; logs them by default.
+
+    Returns:
+        The result; it is also written to the directory.
+
+    Raises:
+        NotVerifiedError: The run was not verified, has halted records, or has unsent dead letters.
+        GroupBusyError: The group has members. Nothing was changed.
+        GroupMovedError: The group has moved since the plan was made. Nothing was changed.
+        DataLossError: The run ends past the end of the log: the topic was recreated.
+        PlanError: The directory has no plan, or *wait* is invalid.
+        TransportError: The brokers do not answer, or refuse access.
+
+    Example:
+        ```python
+        done = await handover("runs/7")
+        print(done.offsets["orders"]["0"])
+        ```
+    """
+    if wait is not None and not wait >= 0:
+        raise PlanError(f"wait={wait!r} was found, seconds were expected")
+    run_dir = RunDirectory.of(directory)
+    plan = run_dir.plan()
+    ends = verified_ends(run_dir, plan)
+    due = {planned.topic_partition: planned.commit(ends[planned.topic_partition]) for planned in plan.ranges}
+    earlier = {} if force else run_dir.read_json(HANDED_OVER) or {}
+    if earlier.get("plan") == plan.digest:
+        return Handover(**{**earlier, "state": "already"})
+    settings = settings_for(plan)
+    patience = settings.session_timeout if wait is None else float(wait)
+    async with KafkaAdmin(settings) as brokers:
+        bounds = await brokers.bounds(due)
+        check_ends(bounds, ends)
+        for partition, log in sorted(bounds.items()):
+            if ends[partition] < log.start:
+                tell(
+                    f"retention has deleted offsets {ends[partition]} to {log.start - 1} of {partition} since the run "
+                    "ended: the live app resumes after them"
+                )
+        result = await _commit(brokers, plan, due, patience, force=force, tell=tell)
+    run_dir.write_json(HANDED_OVER, dataclasses.asdict(result))
+    return result
+
+
+# Preconditions ------------------------------------------------------------------------
+
+
+def verified_ends(run_dir: RunDirectory, plan: Plan) -> dict[TopicPartition, int]:
+    """Return the ends of a verified run.
+
+    Raises:
+        NotVerifiedError: The run was not verified, has halted records, or has unsent dead letters.
+    """
+    verification = run_dir.read_json(VERIFIED) or {}
+    if verification.get("plan") != plan.digest:
+        what = "was verified with another plan" if verification else "was not verified"
+        raise NotVerifiedError(f"the run in {run_dir} {what}: run  aioshard spark verify {run_dir}  first")
+    halted = verification.get("halted") or ()
+    if halted or verification.get("ok") is not True:
+        examples = f", with {len(halted)} halted records such as {halted[0]}" if halted else ""
+        raise NotVerifiedError(
+            f"the verification of the run in {run_dir} failed{examples}: fix what {VERIFIED} names, then "
+            "run and verify again"
+        )
+    unsent = letters_owed(run_dir)
+    if unsent:
+        raise NotVerifiedError(
+            f"{unsent} of {verification['dead_lettered']} dead letters of the run in {run_dir} were not sent: send "
+            "them with  aioshard spark handover  or aioshard.spark.send_letters before the group resumes"
+        )
+    return offsets_in(verification["ends"], "ends")
+
+
+# Commit -------------------------------------------------------------------------------
+
+
+async def _commit(
+    brokers: KafkaAdmin,
+    plan: Plan,
+    due: Mapping[TopicPartition, Committed],
+    patience: float,
+    *,
+    force: bool,
+    tell: Callable[[str], None],
+) -> Handover:
+    """Commit; retry while members may expire or the coordinator moves.
+
+    Raises:
+        GroupBusyError: The group still has members after *patience* seconds.
+        GroupMovedError: The group has moved, and *force* is not set.
+        TransportError: The commit was not stored.
+    """
+    group_id, then = plan.group_id, {planned.topic_partition: planned.before for planned in plan.ranges}
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    waited = 0.0
+    before: Mapping[TopicPartition, Committed | None] = {}
+    changes: tuple[str, ...] = ()
+    while due:
+        # Check before every attempt: an unacknowledged commit may be stored, and a consumer may have resumed there.
+        current = await brokers.group_commits(group_id, due)
+        before = before or current
+        changes = tuple(moved({at: then[at] for at in then if current[at] != due[at]}, current)) or changes
+        if changes and not force:
+            raise GroupMovedError(group_id, changes)
+        try:
+            await brokers.commit_without_member(group_id, due)
+        except CommitRefusedError:
+            members = [str(member) for member in (await brokers.group(group_id)).members]
+            if loop.time() - began >= patience:
+                raise GroupBusyError(group_id, members, loop.time() - began) from None
+            if not waited:
+                listed = ", ".join(members) or "members that the brokers no longer list"
+                tell(f"group {group_id!r} has members; waiting up to {patience:g} s for them: {listed}")
+            waited = loop.time() - began
+        except CommitError as error:
+            if not error.retriable or loop.time() - began >= max(patience, _PATIENCE):
+                raise
+        else:
+            break
+        await asyncio.sleep(_PAUSE)
+    return Handover(
+        plan=plan.digest,
+        group_id=group_id,
+        state="handed-over",
+        before=vector_of({at: None if commit is None else commit.offset for at, commit in before.items()}),
+        offsets=vector_of({at: commit.offset for at, commit in due.items()}),
+        moved=changes,
+        waited=round(waited, 3),
+    )
+
+
+def moved(
+    then: Mapping[TopicPartition, Committed | None], now: Mapping[TopicPartition, Committed | None]
+) -> Iterator[str]:
+    """Describe each commit that has changed since the plan was made."""
+    for partition, before in sorted(then.items()):
+        old, new = ("no commit" if commit is None else commit.offset for commit in (before, now[partition]))
+        if old != new:
+            yield f"{partition}: then {old}, now {new}"
+        elif metadata_of(before) != metadata_of(now[partition]):
+            yield f"{partition}: {old}, with other commit metadata"
+
+
+# Dead letters ---------------------------------------------------------------------------
+
+
+_BATCH = "batch="
+_MESSAGES = 2_000
+_BYTES = 8 * 1024 * 1024
+"""A wave ends with the message that reaches this size."""
+
+
+def letters_owed(run_dir: RunDirectory) -> int:
+    """Return how many dead letters of a verified run are still unsent; 0 for an unverified run.
+
+    Raises:
+        PlanError: The directory has no plan.
+    """
+    plan = run_dir.plan()
+    verification = run_dir.read_json(VERIFIED) or {}
+    if verification.get("plan") != plan.digest or verification.get("ok") is not True:
+        return 0
+    return max(int(verification.get("dead_lettered", 0)) - int(letters_sent(run_dir, plan)["acknowledged"]), 0)
+
+
+def send_letters(
+    spark: "SparkSession",
+    directory: str | os.PathLike[str] | RunDirectory,
+    tell: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Send the unsent dead letters of a run's complete micro-batches.
+
+    They have the same headers as the live app's dead letters; `aioshard.failed_at` is the end of the last attempt. The
+    additional header `aioshard.message_id` holds the record's `topic/partition/offset`. Letters are sent batch by
+    batch, ordered by topic, partition and offset. Progress is recorded after each batch: a crash sends the letters of
+    at most one batch again, with the same ids.
+
+    Args:
+        spark: Any session; it sorts the letters of a batch, which are streamed from it.
+        directory: The directory of the run.
+        tell: Called with a message for each batch with letters.
+
+    Returns:
+        The number of letters sent and acknowledged by this call.
+
+    Raises:
+        PlanError: The directory has no plan, or the plan has no dead-letter topic for the handler of a row.
+        TransportError: A letter was not acknowledged. Recorded progress is kept; call again.
+
+    Example:
+        ```python
+        send_letters(spark, "runs/7", print)
+        ```
+    """
+    run_dir = RunDirectory.of(directory)
+    plan = run_dir.plan()
+    sent = letters_sent(run_dir, plan)
+    before = sent["acknowledged"]
+    batches = sorted(int(name.removeprefix(_BATCH)) for name in run_dir.list(OUTCOMES) if name.startswith(_BATCH))
+    for batch in batches:
+        counts = counts_of(run_dir, f"{_BATCH}{batch}")
+        if batch in sent["batches"] or (counts is not None and "dead_lettered" not in counts):
+            continue
+        messages = _letters(spark, run_dir, plan, batch)
+        count = blocking(functools.partial(_publish, plan, waves(messages)))
+        sent["acknowledged"] += count
+        sent["batches"].append(batch)
+        run_dir.write_json(LETTERS, sent)
+        tell(f"dead letters sent for batch {batch}: {count}")
+    return int(sent["acknowledged"] - before)
+
+
+def letters_sent(run_dir: RunDirectory, plan: Plan) -> dict[str, Any]:
+    """Return which letters the directory records as acknowledged: their number, and the numbers of whole batches."""
+    empty = {"plan": plan.digest, "acknowledged": 0, "batches": []}
+    stored = run_dir.read_json(LETTERS) or {}
+    return empty | stored if stored.get("plan") == plan.digest else empty
+
+
+async def _publish(plan: Plan, waves: Iterable[list[Message]]) -> int:
+    """Publish each wave concurrently, after the one before is acknowledged; return the number of messages.
+
+    Messages of one partition are stored in order, unless the brokers refuse one of them.
+    """
+    producer = KafkaProducer(settings_for(plan))
+    count = 0
+    try:
+        for wave in waves:
+            # Tasks start in the order of their creation, and the producer accepts messages in the order of the calls.
+            await asyncio.gather(*map(producer.publish, wave))
+            count += len(wave)
+    finally:
+        await producer.close()
+    return count
+
+
+def _letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
+    """Yield the letters of one batch, fetched from Spark piece by piece."""
+    policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
+    rows = run_dir.rows(spark, f"{OUTCOMES}/{_BATCH}{batch}").where("status = 'dead_lettered'")
+    # As numbers, because Spark returns timestamps without a zone, in the local time of the machine.
+    failed_at = "coalesce(double(started) + duration, double(current_timestamp())) AS failed_at"
+    rows = rows.selectExpr("*", failed_at, "double(timestamp) AS moment").orderBy("topic", "partition", "offset")
+    for row in rows.toLocalIterator():
+        policy = policies.get(row["handler"], "")
+        if not policy.startswith(DEAD_LETTER):
+            raise PlanError(
+                f"the outcomes in {run_dir} contain dead letters of handler {row['handler']!r}, and the plan has no "
+                "dead-letter topic for it: they belong to another run"
+            )
+        coordinates = Coordinates(row["topic"], row["partition"], row["offset"])
+        headers = tuple((name, _bytes(content)) for name, content in row["headers"] or ())
+        record = Record(*coordinates, _bytes(row["key"]), _bytes(row["value"]), headers, row["moment"])
+        how = row["attempts"], row["error_type"], row["error"], row["failed_at"]
+        failure = Failure(plan.group_id, row["handler"], *how)
+        letter = dead_letter(policy.removeprefix(DEAD_LETTER), record, failure)
+        yield letter._replace(headers=(*letter.headers, (MESSAGE_ID, as_text(str(coordinates)))))
+
+
+def _bytes(content: bytearray | bytes | None) -> bytes | None:
+    return None if content is None else bytes(content)
+
+
+def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """Cut messages into non-empty waves, which bounds what is in memory.
+
+    Example:
+        >>> [len(wave) for wave in waves(Message("t", b"") for _ in range(4500))]
+        [2000, 2000, 500]
+    """
+    wave: list[Message] = []
+    size = 0
+    for message in messages:
+        wave.append(message)
+        size += len(message.value or b"") + len(message.key or b"")
+        if len(wave) == _MESSAGES or size >= _BYTES:
+            yield wave
+            wave, size = [], 0
+    if wave:
+        yield wave

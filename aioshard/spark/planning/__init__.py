@@ -1,1 +1,0 @@
-"""Planning a run from the app and the state of the brokers."""

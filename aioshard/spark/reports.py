@@ -1,0 +1,347 @@
+"""Skew, tail and lag of an app's journal, as SQL on Spark, and as one HTML page.
+
+A report is a mapping: facts by name, and tables as lists of rows. JSON, the terminal and the page show the same
+content. The suffix of a name tells its unit: `_us` is microseconds, `_share` is a share from 0 to 1.
+"""
+
+import html
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.dataset
+from pyspark.sql import functions
+
+from aioshard.errors import SettingsError
+from aioshard.telemetry.journal import SCHEMA
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Report = Mapping[str, Any]
+
+_PERCENTILES = ("p50_us", "p90_us", "p95_us", "p99_us", "p99.9_us", "p100_us")
+"""Percentiles of the records; exact, with interpolation between two records."""
+
+_READ = frozenset(SCHEMA.names) - {"error_type", "error", "result", "status"}
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_HASH = "concat('#', lower(lpad(hex({}), 16, '0')))"
+_COLUMNS = (
+    "*",
+    # The part of a file's name with group, host and process.
+    "regexp_extract(_metadata.file_name, r'Z-(.+)-[0-9a-f]{8}\\.parquet$', 1) AS member",
+    "concat_ws('/', topic, partition) AS partition_name",
+    f"coalesce(try_validate_utf8(key), concat('0x', hex(key)), {_HASH.format('key_hash')}) AS key_name",
+    # Fixed shards are numbered from 0; other shards are hashes of 64 bits.
+    f"if(shard BETWEEN 0 AND 65535, string(shard), {_HASH.format('shard')}) AS shard_name",
+    # Sums of whole microseconds are exact in any order.
+    "bigint(round(timestamp * 1000000)) AS produced_us",
+    "bigint(round(arrived * 1000000)) AS arrived_us",
+    "bigint(round(started * 1000000)) AS started_us",
+    "bigint(round(duration * 1000000)) AS service_us",
+)
+_DERIVED = (
+    "*",
+    "started_us + service_us AS finished_us",
+    "greatest(started_us - arrived_us, 0) AS wait_us",
+    "greatest(started_us - arrived_us, 0) + service_us AS total_us",
+)
+_KINDS = "stack(3, 'key', key_name, 'partition', partition_name, 'shard', shard_name) AS (kind, name)"
+
+
+class Journal(NamedTuple):
+    """The rows of one handler in a journal, cached by Spark.
+
+    Attributes:
+        spark: The session.
+        handler: Name of the handler.
+        rows: Its rows. `service_us` is the duration of the latest attempt, `wait_us` the time from the arrival to its
+            start, and `total_us` the sum.
+        start_us: Arrival of the first record, in microseconds since the epoch.
+        wall_us: Microseconds from the first arrival to the last completion.
+    """
+
+    spark: "SparkSession"
+    handler: str
+    rows: "DataFrame"
+    start_us: int
+    wall_us: int
+
+    def query(self, sql: str, **frames: Any) -> list[dict[str, Any]]:
+        """Return the rows of a query, which names the journal `{rows}`."""
+        return [row.asDict() for row in self.spark.sql(sql, rows=self.rows, **frames).collect()]
+
+
+def check_journal(path: str) -> None:
+    """Check, without Spark, that a journal exists.
+
+    Raises:
+        SettingsError: The path cannot be read or is not a journal.
+    """
+    try:
+        columns = pyarrow.dataset.dataset(path, format="parquet").schema.names
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SettingsError(
+            f"the journal {path} cannot be read ({error}): expected the directory that an app writes with "
+            "App(journal=PATH)"
+        ) from error
+    missing = _READ - {*columns}
+    if missing:
+        raise SettingsError(
+            f"{path} is not a journal of aioshard: it has no column {min(missing)!r}. App(journal=PATH) writes a "
+            "journal, and completes a file every minute and when the app stops"
+        )
+
+
+def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -> Journal:
+    """Read the rows of a handler from a journal.
+
+    Args:
+        spark: A session that can read *path*.
+        path: A directory of Parquet files, or one file; a local path, or a URI that Spark supports.
+        handler: Name of the handler; by default the one with the most records.
+
+    Raises:
+        SettingsError: The journal has no rows of the handler.
+    """
+    uri = path if _URI.match(path) else Path(path).absolute().as_uri()
+    rows = spark.read.parquet(uri).selectExpr(*_COLUMNS).selectExpr(*_DERIVED)
+    found = "SELECT handler, min(arrived_us), max(finished_us) FROM {rows} GROUP BY handler ORDER BY count(*) DESC"
+    handlers = {row[0]: row for row in spark.sql(found, rows=rows).collect()}
+    if handler is None:
+        handler = next(iter(handlers))
+    if handler not in handlers:
+        raise SettingsError(f"the journal {path} has no rows of handler {handler!r}, only of {', '.join(handlers)}")
+    _, start, end = handlers[handler]
+    of_handler = rows.where(functions.col("handler") == handler).cache()
+    return Journal(spark, handler, of_handler, start, max((end or start) - start, 1))
+
+
+def skew(journal: Journal, top: int = 10) -> Report:
+    """Sum records and work by key, partition and shard. Work is the duration of the latest attempts.
+
+    Args:
+        journal: The journal to analyze.
+        top: Number of keys, partitions and shards to name.
+    """
+    totals = """SELECT count(*) AS records, count(service_us) AS ran, coalesce(sum(service_us), 0) AS work_us,
+        count_if(attempts > 1) AS retried, count_if(key_hash IS NULL) AS without_key FROM {rows}"""
+    grouping = """SELECT kind AS by, name, count(*) AS records, coalesce(sum(service_us), 0) AS work_us
+        FROM {named} WHERE name IS NOT NULL GROUP BY kind, name"""
+    groups = journal.spark.sql(grouping, named=journal.rows.selectExpr("*", _KINDS)).cache()
+    # The Gini coefficient is 0 if all groups are equal, and close to 1 if one of them has everything.
+    spread = """SELECT by, count(*) AS groups, sum(records) AS records, sum(work_us) AS work_us,
+            2 * sum(double(records) * records_rank) / (count(*) * sum(records)) - (count(*) + 1) / count(*)
+                AS records_gini,
+            2 * try_divide(sum(double(work_us) * work_rank), count(*) * sum(work_us)) - (count(*) + 1) / count(*)
+                AS work_gini,
+            max(records) / sum(records) AS hottest_records_share,
+            try_divide(max(work_us), sum(work_us)) AS hottest_work_share
+        FROM (SELECT *, row_number() OVER (PARTITION BY by ORDER BY records) AS records_rank,
+                row_number() OVER (PARTITION BY by ORDER BY work_us) AS work_rank FROM {groups})
+        GROUP BY by ORDER BY by"""
+    hottest = """SELECT by, name, records, records_share, work_us, work_share FROM (
+            SELECT *, records / sum(records) OVER (PARTITION BY by) AS records_share,
+                try_divide(work_us, sum(work_us) OVER (PARTITION BY by)) AS work_share,
+                row_number() OVER (PARTITION BY by ORDER BY work_us DESC, records DESC, name) AS place
+            FROM {groups})
+        WHERE place <= {top} ORDER BY by, place"""
+    report = {
+        "handler": journal.handler,
+        **journal.query(totals)[0],
+        "spread": journal.query(spread, groups=groups),
+        "hottest": journal.query(hottest, groups=groups, top=top),
+    }
+    groups.unpersist()
+    return report
+
+
+def tail(journal: Journal, top: int = 10) -> Report:
+    """Find the slowest records, the waiting they caused, and the partitions and keys that finished last.
+
+    Args:
+        journal: The journal to analyze.
+        top: Number of partitions and keys to name.
+    """
+    ran = journal.rows.where("service_us IS NOT NULL")
+    totals = """SELECT count(*) AS records, coalesce(sum(wait_us), 0) AS wait_us,
+        coalesce(sum(service_us), 0) AS work_us FROM {ran}"""
+    facts = journal.query(totals, ran=ran)[0]
+    durations = ran.selectExpr("stack(3, 'wait', wait_us, 'service', service_us, 'total', total_us) AS (of, us)")
+    levels = """SELECT of, avg(us) AS mean_us, percentile(us, array(0.5, 0.9, 0.95, 0.99, 0.999, 1)) AS levels
+        FROM {durations} GROUP BY of ORDER BY of DESC"""
+    percentiles = [
+        {"of": row["of"], "mean_us": row["mean_us"], **dict(zip(_PERCENTILES, row["levels"], strict=True))}
+        for row in journal.query(levels, durations=durations)
+    ]
+    slowest = ran.orderBy("service_us", "topic", "partition", "offset", ascending=[False, True, True, True])
+    slowest = slowest.limit(max(facts["records"] // 100, 1)).cache()
+    slow = """SELECT count(*) AS slowest, min(service_us) AS slowest_from_us,
+        try_divide(sum(service_us), {work}) AS slowest_work_share FROM {slowest}"""
+    # Runs of one shard never overlap, so no microsecond of a record's wait is counted twice.
+    behind = """SELECT /*+ BROADCAST(slow) */ try_divide(sum(greatest(
+            least(slow.finished_us, ran.started_us) - greatest(slow.started_us, ran.arrived_us), 0
+        )), {wait}) AS slowest_wait_share
+        FROM {ran} AS ran JOIN {slowest} AS slow ON ran.shard = slow.shard AND ran.member = slow.member
+            AND ran.arrived_us < slow.finished_us AND ran.started_us > slow.started_us"""
+    last = """SELECT by, name, finished_us - {start} AS after_us, records, work_us FROM (
+            SELECT kind AS by, name, max(finished_us) AS finished_us, count(*) AS records, sum(service_us) AS work_us,
+                row_number() OVER (PARTITION BY kind ORDER BY max(finished_us) DESC, name) AS place
+            FROM {named} WHERE kind != 'shard' AND name IS NOT NULL GROUP BY kind, name)
+        WHERE place <= {top} ORDER BY by, place"""
+    named = ran.selectExpr("*", _KINDS)
+    report = {
+        "handler": journal.handler,
+        "wall_us": journal.wall_us,
+        **facts,
+        **journal.query(slow, slowest=slowest, work=facts["work_us"])[0],
+        **journal.query(behind, ran=ran, slowest=slowest, wait=facts["wait_us"])[0],
+        "percentiles": percentiles,
+        "last": journal.query(last, named=named, start=journal.start_us, top=top),
+    }
+    slowest.unpersist()
+    return report
+
+
+def lag(journal: Journal, moments: int = 12) -> Report:
+    """Count the unfinished records at equal intervals, as a whole and by partition.
+
+    A journal contains only finished records. Records that were produced but never finished are missing towards its
+    end; records that finished before it began are missing at its start. Timestamps are trusted even if the producer
+    set them, from its own clock or from the time of an event.
+
+    Args:
+        journal: The journal to analyze.
+        moments: Number of intervals; the last one ends with the journal.
+    """
+    step = -(-journal.wall_us // moments)
+    errors = "SELECT count_if(produced_us > arrived_us) AS clock_errors FROM {rows} WHERE service_us IS NOT NULL"
+    # A record changes the counts when it is produced, arrives and finishes; running sums give the counts at a moment.
+    changes = journal.rows.where("service_us IS NOT NULL").selectExpr(
+        "partition_name AS name",
+        """stack(3, least(produced_us, arrived_us), 1, 0, arrived_us, 0, 1, finished_us, -1, -1)
+            AS (at_us, unfinished, in_flight)""",
+    )
+    counts = """SELECT name, slot, sum(sum(unfinished)) OVER so_far AS unfinished,
+            sum(sum(in_flight)) OVER so_far AS in_flight
+        FROM (
+            SELECT name, greatest(ceil((at_us - {start}) / {step}), 0) AS slot, unfinished, in_flight FROM {changes}
+            UNION ALL
+            SELECT DISTINCT name, slot, 0, 0 FROM {changes} LATERAL VIEW explode(sequence(0, {moments})) AS slot)
+        GROUP BY name, slot WINDOW so_far AS (PARTITION BY name ORDER BY slot) ORDER BY name, slot"""
+    times = [{"at_us": slot * step, "unfinished": 0, "in_flight": 0, "partitions": {}} for slot in range(moments + 1)]
+    most: dict[str, dict[str, Any]] = {}
+    for row in journal.query(counts, changes=changes, start=journal.start_us, step=step, moments=moments):
+        name, at, now = row["name"], times[row["slot"]], {key: row[key] for key in ("unfinished", "in_flight")}
+        at["partitions"][name] = now
+        at["unfinished"] += now["unfinished"]
+        at["in_flight"] += now["in_flight"]
+        if name not in most or now["unfinished"] > most[name]["unfinished"]:
+            most[name] = {"partition": name, **now, "at_us": at["at_us"]}
+    return {"handler": journal.handler, **journal.query(errors)[0], "most": [*most.values()], "moments": times}
+
+
+# For people ---------------------------------------------------------------------------
+
+
+def as_tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    """Yield the title, the headings and the cells of each table of a report; its facts come first."""
+    facts = {name: value for name, value in report.items() if not isinstance(value, list)}
+    yield "", ("", ""), [(_heading(name), _cell(name, value)) for name, value in facts.items()]
+    for title, rows in report.items():
+        if isinstance(rows, list) and rows:
+            names = [name for name, value in rows[0].items() if not isinstance(value, dict)]
+            yield title, list(map(_heading, names)), [[_cell(name, row[name]) for name in names] for row in rows]
+
+
+def _heading(name: str) -> str:
+    return name.removesuffix("_us").replace("_", " ")
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_us"):
+        return f"{value / 1e3:.2f} ms" if value < 1e6 else f"{value / 1e6:.2f} s"  # noqa: PLR2004 - a second
+    if name.endswith("_share"):
+        return f"{100 * value:.1f} %"
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def report_page(journal: Journal, *, title: str | None = None) -> str:
+    """Return all reports as one page that fetches nothing; it has a dark mode and a layout for phones."""
+    title = _escaped(title or f"Journal of {journal.handler}")
+    began = datetime.fromtimestamp(journal.start_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    parts = [f"<h1>{title}</h1><p>Since {began}.</p>"]
+    for report, content in (("Tail", tail(journal)), ("Skew", skew(journal)), ("Lag", lag(journal, 60))):
+        parts.append(f"<h2>{report}</h2>")
+        if report == "Lag":
+            parts.append(_plot(content["moments"]))
+        for name, headings, rows in as_tables(content):
+            head = "".join(f"<th>{_escaped(heading)}</th>" for heading in headings)
+            lines = ("".join(f"<td>{_escaped(cell)}</td>" for cell in row) for row in rows)
+            body = "".join(f"<tr>{line}</tr>" for line in lines)
+            table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+            parts.append(f"<h3>{name.capitalize()}</h3>{table}")
+    return _PAGE.format(title=title, body="\n".join(parts))
+
+
+def _plot(moments: Sequence[Mapping[str, Any]]) -> str:
+    """Plot the lag over time as an SVG element."""
+    most = max(moment["unfinished"] for moment in moments)
+    lines = []
+    for name in ("unfinished", "in_flight"):
+        points = " ".join(
+            f"{_WIDTH * slot / (len(moments) - 1):.1f},{_HEIGHT * (1 - moment[name] / max(most, 1)):.1f}"
+            for slot, moment in enumerate(moments)
+        )
+        lines.append(f'<polyline class="{name}" points="{points}"/>')
+    legend = '<span class="unfinished">unfinished</span><span class="in_flight">of them in flight</span>'
+    caption = f"<figcaption>Records over time: at most {most:,}</figcaption>"
+    svg = f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(lines)}</svg>'
+    return f"<figure>{caption}{svg}{legend}</figure>"
+
+
+def _escaped(text: str) -> str:
+    """Escape text for HTML and make it printable; keys can contain anything."""
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return html.escape(shown)
+
+
+_WIDTH, _HEIGHT = 700, 200
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+:root {{ --text: #1c2430; --faint: #97a1ae; --page: #ffffff; --one: #2f6fde; --two: #e07b1f; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --text: #e4e8ee; --faint: #707b8a; --page: #14181e; --one: #6da2ff; --two: #f5a24f; }}
+}}
+body {{ margin: 0 auto; max-width: 56rem; padding: 1rem; background: var(--page); color: var(--text);
+  font: 16px/1.5 system-ui, sans-serif; }}
+h2 {{ margin-top: 2.5rem; border-bottom: 1px solid var(--faint); }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: left; padding: 0.25rem 1rem 0.25rem 0; white-space: nowrap; }}
+tbody tr {{ border-top: 1px solid var(--faint); }}
+figure {{ margin: 0.75rem 0; }}
+svg {{ display: block; width: 100%; height: auto; border-bottom: 1px solid var(--faint); }}
+polyline {{ fill: none; stroke: currentColor; stroke-width: 2; }}
+.unfinished {{ color: var(--one); margin-right: 1rem; }}
+.in_flight {{ color: var(--two); }}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""

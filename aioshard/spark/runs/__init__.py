@@ -1,1 +1,0 @@
-"""A run on disk: its plan, its directory and its progress."""

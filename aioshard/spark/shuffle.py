@@ -1,0 +1,364 @@
+"""The tasks of a shuffle: they compute the shards of records before it, and run handlers over the rows after it.
+
+Such rows have no log, no offsets of a single partition, and no end known in advance.
+"""
+
+import asyncio
+import functools
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import pyarrow as pa
+
+from aioshard.core.flow import Usage
+from aioshard.core.sharding import identity, key_bytes, shard_key_of
+from aioshard.engine.handler import Handler
+from aioshard.engine.runtime import Engine
+from aioshard.errors import PlanError, RunError
+from aioshard.kafka.groupless import Groupless
+from aioshard.ports import (
+    AllowanceOf,
+    Committed,
+    Fault,
+    FetchedBatch,
+    GroupListener,
+    LogRange,
+    Oversized,
+    record_size,
+)
+from aioshard.records import Record, TopicPartition
+from aioshard.spark.rows import records_of
+from aioshard.spark.task import run_handlers
+from aioshard.spark.work import Work
+
+SHARD = "aioshard_shard"
+"""Column: rows with the same value are processed by one task, in order."""
+MOMENT = "aioshard_moment"
+"""Column: the latest timestamp in the record's partition up to and including the record."""
+
+_DIGEST = 8
+_ENDLESS = 1 << 62
+"""End of a partition whose end is not known yet."""
+_PART = Usage(2_000, 4 * 1024 * 1024)
+"""Maximum size of the parts that a batch of rows is divided into: records, and bytes by their average size."""
+_MAX_WAITING = Usage(10_000, 32 * 1024 * 1024)
+"""Records and bytes that may wait for room in the engine before reading pauses."""
+
+
+def with_shards(work: Work, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the same rows with the shard and the moment of each record, for `mapInArrow`.
+
+    Records are sorted by `MOMENT`. If the clocks of a partition's producers disagree, timestamps can go backwards. The
+    latest timestamp so far never does, so the offset order within each partition is preserved.
+
+    Args:
+        work: The handlers.
+        rows: Rows; those of a partition must arrive in offset order.
+    """
+    shard_of = functools.cache(functools.partial(_sharding, work.load().handlers))
+    latest: dict[tuple[str, int], float] = {}
+    for batch in rows:
+        records = records_of(batch)
+        shards = [shard_of(record.topic)(record) for record in records]
+        moments = []
+        for record in records:
+            name = (record.topic, record.partition)
+            latest[name] = moment = max(record.timestamp, latest.get(name, record.timestamp))
+            moments.append(moment)
+        yield pa.RecordBatch.from_arrays(
+            [*batch.columns, pa.array(shards, pa.int64()), pa.array(moments, pa.float64())],
+            names=[*batch.schema.names, SHARD, MOMENT],
+        )
+
+
+def handlers_over_rows(work: Work, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Run an app's handlers over ordered rows and yield outcome rows, for `mapInArrow`."""
+    first = next(rows, None)
+    if first is None:
+        return
+    transport = RowTransport(itertools.chain([first], rows), work.load().handlers)
+    yield from run_handlers(work, lambda _: transport, transport.awaited_by)
+    transport.finish()
+
+
+def _sharding(handlers: Sequence[Handler], topic: str) -> Callable[[Record], int]:
+    """Return the function that shards the records of a topic.
+
+    Its numbers are equal for records that must be processed in order, and almost never for others.
+    """
+    number = _handler_of(handlers, topic)
+    handler = handlers[number]
+    one_topic = len(handler.topics) == 1 and handler.pattern is None
+    shard_key = shard_key_of(handler.shard_by, one_topic=one_topic)
+
+    def shard(record: Record) -> int:
+        key = identity(shard_key, record)  # if it fails, the record fails when it is processed, as in an app
+        if key is None:
+            name = b"r%d/%d/%s" % (record.partition, record.offset, topic.encode())
+        else:
+            name = b"%d:" % number + key_bytes(key)
+        return int.from_bytes(hashlib.blake2b(name, digest_size=_DIGEST).digest(), "big", signed=True)
+
+    return shard
+
+
+def _handler_of(handlers: Sequence[Handler], topic: str) -> int:
+    """Return the number of the handler that takes a topic.
+
+    Raises:
+        PlanError: No handler takes it.
+    """
+    for number, handler in enumerate(handlers):
+        if handler.takes(topic):
+            return number
+    raise PlanError(f"no handler of the app takes rows of topic {topic!r}: leave them out, or add a handler")
+
+
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Divide a batch into parts small enough to read ahead."""
+    size = max(min(_PART.records, _PART.bytes * len(batch) // max(batch.nbytes, 1)), 1)
+    return (batch.slice(begin, size) for begin in range(0, len(batch), size))
+
+
+class _Lane:
+    """The records of one handler, numbered in order of arrival."""
+
+    def __init__(self, topic_partition: TopicPartition) -> None:
+        self.topic_partition = topic_partition
+        self.waiting: deque[tuple[Record, int]] = deque()
+        self.position = 0
+        self.paused = True
+        self.opened = False
+        """Whether the engine has opened the partition, which it does by resuming it."""
+
+    @property
+    def end(self) -> int:
+        """Number of records that have arrived so far."""
+        return self.position + len(self.waiting)
+
+    def take(self, allowance: AllowanceOf) -> FetchedBatch | Oversized | None:
+        """Take the waiting records that the allowance permits."""
+        if self.paused or not self.waiting:
+            return None
+        allowed = allowance(self.topic_partition)
+        if allowed.records <= 0:
+            return None
+        room, alone = allowed.bytes, allowed.alone
+        records: list[Record] = []
+        sizes: list[int] = []
+        waiting = self.waiting
+        while waiting and len(records) < allowed.records and (waiting[0][1] <= room or alone):
+            record, size = waiting.popleft()
+            records.append(record)
+            sizes.append(size)
+            room, alone = room - size, False
+        if not records:
+            return Oversized(self.topic_partition, waiting[0][1])
+        positions = range(self.position, self.position + len(records))
+        self.position = positions.stop
+        return FetchedBatch(self.topic_partition, records, sizes, positions.stop, positions)
+
+
+class RowTransport(Groupless):
+    """Presents rows to the engine as one partition per handler; implements `aioshard.ports.Transport`.
+
+    Shuffled rows come from any partition, so their offsets do not show how far a task has progressed. Instead, each
+    record gets a position in the order of arrival, and the engine tracks these positions. Handlers see the records
+    with their own coordinates.
+
+    A thread reads the rows, while Spark's thread takes the outcomes.
+
+    Invariants:
+        * The records of a handler arrive in the order of the rows.
+        * A position is never delivered twice: nothing can be read again.
+        * It reads ahead at most `_MAX_WAITING`, one part of about `_PART`, and one Spark batch.
+    """
+
+    def __init__(self, rows: Iterator[pa.RecordBatch], handlers: Sequence[Handler]) -> None:
+        """Create a transport; nothing is read yet.
+
+        Args:
+            rows: The rows.
+            handlers: The handlers of the app; each topic of the rows belongs to one of them.
+        """
+        super().__init__("rows", {})
+        self._rows = rows
+        self._parts = (records_of(part) for batch in rows for part in _parts(batch))
+        self._handlers = handlers
+        self._lanes: dict[TopicPartition, _Lane] = {}
+        self._lane_of: dict[str, _Lane] = {}
+        self._unassigned: list[_Lane] = []
+        self._records = self._bytes = 0  # waiting in the lanes
+        self._listener: GroupListener | None = None
+        self._exhausted = False
+        self._woken = False
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "aioshard rows")
+        self._reading: asyncio.Future[list[Record] | None] | None = None
+
+    def finish(self) -> None:
+        """Read and discard the remaining rows, or the next task of this worker would find them."""
+        self._thread.shutdown()
+        deque(self._rows, maxlen=0)
+
+    # Progress ---------------------------------------------------------------------------
+
+    def ends(self) -> Mapping[TopicPartition, int]:
+        """Return the ends of the partitions once the last row has arrived; empty before that."""
+        return {lane.topic_partition: lane.end for lane in self._lanes.values()} if self._exhausted else {}
+
+    def awaited_by(self, engine: Engine) -> bool:
+        """Whether the engine has completed all records so far and more may arrive; it learns the ends once known."""
+        engine.rebalance.ends.update(self.ends())
+        return not self._exhausted and not self._records and not engine.buffer.records
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`."""
+        return None
+
+    # Life -------------------------------------------------------------------------------
+
+    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+        """See `Transport.start`; ignores *topics* and *pattern* and reads the rows.
+
+        Raises:
+            RunError: Spark's rows could not be read to the end.
+            PlanError: The rows belong to a topic that no handler takes.
+        """
+        self._listener = listener
+        self._read_on()
+        await self._arrived.wait()
+        self._read_on()
+        if not self._lanes:
+            self._assign()
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+
+    def _assign(self) -> None:
+        """Assign lanes whose first records have arrived to the engine, one assignment after another."""
+        assert self._listener is not None  # noqa: S101 - started
+        lanes, self._unassigned = self._unassigned, []
+        self._listener.assigned([lane.topic_partition for lane in lanes], self.membership())
+
+    # Records ----------------------------------------------------------------------------
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`.
+
+        Raises:
+            RunError: Spark's rows could not be read to the end.
+            PlanError: The rows belong to a topic that no handler takes.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            self._arrived.clear()
+            self._read_on()
+            # One lane per call, because its records reduce the room left for the others. The lanes take turns.
+            for partition, lane in tuple(self._lanes.items()):
+                item = lane.take(allowance)
+                if item is not None:
+                    self._lanes[partition] = self._lanes.pop(partition)
+                    if isinstance(item, FetchedBatch):
+                        self._records -= len(item.records)
+                        self._bytes -= sum(item.sizes)
+                    return [item]
+            remaining = deadline - loop.time()
+            if self._woken or remaining <= 0:
+                return ()
+            with anyio.move_on_after(remaining):
+                await self._arrived.wait()
+
+    def _read_on(self) -> None:
+        """Sort the records that were read, and read the next ones unless enough are waiting."""
+        if self._reading is not None and self._reading.done():
+            try:
+                records = self._reading.result()
+            except Exception as error:
+                raise RunError(f"Spark's rows ended before their end: {error!r}") from error
+            self._reading = None
+            self._exhausted = records is None
+            self._sort(records or ())
+        room = self._records < _MAX_WAITING.records and self._bytes < _MAX_WAITING.bytes
+        if room and self._reading is None and not self._exhausted:
+            self._reading = asyncio.get_running_loop().run_in_executor(self._thread, next, self._parts, None)
+            self._reading.add_done_callback(lambda _: self._arrived.set())
+        if self._unassigned and all(lane.opened for lane in self._lanes.values() if lane not in self._unassigned):
+            self._assign()
+
+    def _sort(self, records: Sequence[Record]) -> None:
+        """Add each record to the lane of its handler."""
+        lanes = self._lane_of
+        for record in records:
+            lane = lanes.get(record.topic) or self._find_lane(record.topic)
+            size = record_size(record.key, record.value, record.headers)
+            lane.waiting.append((record, size))
+            self._bytes += size
+        self._records += len(records)
+
+    def _find_lane(self, topic: str) -> _Lane:
+        number = _handler_of(self._handlers, topic)
+        lanes = self._lanes.values()
+        lane = next((lane for lane in lanes if _handler_of(self._handlers, lane.topic_partition.topic) == number), None)
+        if lane is None:
+            at = TopicPartition(topic, 0)
+            lane = self._lanes[at] = _Lane(at)
+            self._committed[at] = Committed(0, "")
+            self._unassigned.append(lane)
+        self._lane_of[topic] = lane
+        return lane
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._arrived.set()
+
+    # Positions --------------------------------------------------------------------------
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        lane = self._lanes.get(topic_partition)
+        return None if lane is None else lane.position
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`; None until the last row has arrived."""
+        return self.ends().get(topic_partition)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        for partition in partitions:
+            self._lanes[partition].paused = True
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`."""
+        for lane in map(self._lanes.__getitem__, partitions):
+            lane.paused, lane.opened = False, True
+        self._arrived.set()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`; does nothing, because the engine only seeks to the current position."""
+
+    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
+        """See `Transport.adjust_prefetch`; does nothing, because reading ahead has its own limits."""
+
+    # Group and topic metadata -------------------------------------------------------------
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`; the end is unknown until the last row has arrived."""
+        ends = self.ends()
+        return {name: LogRange(0, ends.get(name, _ENDLESS)) for name in partitions}
+
+    async def partitions(self, topic: str) -> frozenset[int]:  # noqa: ARG002
+        """See `Transport.partitions`; each handler has one."""
+        return frozenset([0])
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`; rows do not have topics that could be listed."""
+        return frozenset()

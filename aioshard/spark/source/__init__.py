@@ -1,1 +1,0 @@
-"""`format("aioshard")` as a Spark data source and sink."""

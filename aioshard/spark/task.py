@@ -1,0 +1,447 @@
+"""Code that runs in a Spark task: the engine with an app's handlers, or a plain read of the log.
+
+Spark's thread takes the outcomes. The engine runs in an event loop in another thread of the worker, with the same code
+as in an app: shards, workers, retries, timeouts and failure policies.
+"""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import gc
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import pyarrow as pa
+
+from aioshard.app import App
+from aioshard.core.on_failure import DeadLetter
+from aioshard.engine.control import caught_up, halted_of
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import Handler
+from aioshard.engine.runtime import Engine
+from aioshard.errors import HaltedError, NotDrainedError, StuckError, TransportError
+from aioshard.kafka.aiokafka.connections import silence_client
+from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.ranges import RangeTransport
+from aioshard.loops import loop_factory
+from aioshard.ports import (
+    Allowance,
+    AllowanceOf,
+    Fault,
+    FetchedBatch,
+    LogRange,
+    Membership,
+    Message,
+    Oversized,
+    Transport,
+)
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import as_text
+from aioshard.settings import Settings
+from aioshard.spark.plans import DEAD_LETTER
+from aioshard.spark.rows import outcome_batch, raw_batch
+from aioshard.spark.work import Work, check_handlers
+from aioshard.telemetry.outcome_rows import OutcomeRows, Trouble
+
+T = TypeVar("T")
+
+_COLLECT_AFTER = 100_000, 20, 20
+"""Thresholds of the garbage collector. Thousands of records and rows are alive at the same time in a task. With the
+default first threshold of 700, repeated scans of them cost almost as much as everything else together."""
+
+
+@functools.cache
+def worker_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this worker process, which runs in a thread of its own.
+
+    It is created with the first task: threads do not survive the fork that precedes it. Spark reuses its workers, and
+    their tasks run one after another, so the event loop outlives a task; nothing that a task started on it may. If a
+    coroutine does not end on it, `worker_loop.cache_clear()` gives the next task a new one.
+    """
+    loop = loop_factory()()
+    threading.Thread(target=loop.run_forever, name="aioshard event loop", daemon=True).start()
+    silence_client()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
+    return loop
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    """Run a coroutine in the event loop of this process; a thread can wait for its result."""
+    return asyncio.run_coroutine_threadsafe(coroutine, worker_loop())
+
+
+_ROWS = 5_000
+"""Rows of one Arrow batch."""
+_BATCHES = 6
+"""Batches that may wait for Spark; beyond that, reading pauses."""
+
+
+class Collected:
+    """The completed records of one task. `take` belongs to Spark's thread, everything else to the event loop's.
+
+    Invariants:
+        * Every added record is taken, unless the task is abandoned.
+        * Nothing more should be read while it `is_full`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Create an empty collection for records that complete in *loop*."""
+        self.rows = OutcomeRows(self._flush, _ROWS, max_bytes=math.inf, keep_failed=True)
+        self._ahead = time.time() - loop.time()  # read once, so that intervals do not change
+        self._flushed = 0
+        self._ready: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether Spark does not keep up."""
+        return self._ready.qsize() > _BATCHES
+
+    @property
+    def ended(self) -> int:
+        """Number of records added so far."""
+        return self._flushed + len(self.rows)
+
+    def close(self) -> None:
+        """Flush all rows and mark the end; nothing may be added afterwards."""
+        if len(self.rows):
+            self._flush()
+        self._ready.put(None)
+
+    def _flush(self) -> None:
+        self._flushed += len(self.rows)
+        self._ready.put(self.rows.take()[0])
+
+    # Spark's thread ----------------------------------------------------------------------
+
+    def take(self, timeout: float) -> pa.RecordBatch | None:
+        """Return the next rows, or None at the end.
+
+        Raises:
+            Empty: No rows arrived within *timeout* seconds.
+        """
+        flat = self._ready.get(timeout=timeout)
+        return None if flat is None else outcome_batch(flat, self._ahead)
+
+
+_CHECK_INTERVAL = 0.1
+"""Seconds between checks for halted or stuck handlers."""
+_END_INTERVAL = 0.01
+"""Seconds between checks for the end: a job has many tasks, and each of them waits for its last check."""
+_FULL_INTERVAL = 0.01
+"""Seconds between checks whether Spark keeps up again."""
+_SILENCE = 1.0
+"""Seconds that Spark's thread waits for rows before it checks whether the event loop is alive."""
+_SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
+"""No client waits for a task to become ready, and Spark repeats the unfinished work of an abandoned task."""
+_END_TIMEOUT = 30.0
+"""Seconds that an abandoned task has to end before its event loop is abandoned too."""
+
+
+class _Obstacle(NamedTuple):
+    """A record that prevents a task from finishing."""
+
+    delivery: Delivery
+    error: str
+    message: str
+
+    def __str__(self) -> str:
+        """Return the record, its key and the error."""
+        return f"{self.delivery!r} (key {self.delivery.record.key!r}, {self.error}: {self.message})"
+
+
+def run_handlers(
+    work: Work, make_transport: Callable[[App], Transport], awaits_more: Callable[[Engine], bool] = lambda _: False
+) -> Iterator[pa.RecordBatch]:
+    """Run the handlers of an app over a client's records until its end; yield outcome rows.
+
+    Args:
+        work: The handlers to run and their settings.
+        make_transport: Creates the client for the app with the task's settings.
+        awaits_more: Whether the engine waits for records that may still arrive. Called regularly; it adds the ends of
+            the engine's partitions once they are known.
+
+    Raises:
+        HaltedError: A record's retries are exhausted and its handler halts, or the diversion budget is exhausted, or no
+            record completed for `stuck_after` seconds. Not raised with `Work.halted_rows`.
+        StuckError: No records can be read, or a handler blocks the event loop.
+        AioshardError: The app cannot be imported, or cannot continue.
+    """
+    app = work.load()
+    check_handlers(app, work.on_failure, work.total_concurrency)
+    app.configure(**work.settings, auto_offset_reset="error", **_SETTINGS)
+    yield from _Task(app, work, make_transport, awaits_more).run()
+
+
+class _Task:
+    """One Spark task. `run` belongs to Spark's thread, the coroutines to the event loop's."""
+
+    def __init__(
+        self,
+        app: App,
+        work: Work,
+        make_transport: Callable[[App], Transport],
+        awaits_more: Callable[[Engine], bool],
+    ) -> None:
+        self._app = app
+        self._awaits_more = awaits_more
+        self._work = work
+        self._make_transport = make_transport
+        self._loop = worker_loop()
+        self._collected = Collected(self._loop)
+        self._ended = threading.Event()
+        self._end_timeout = _END_TIMEOUT
+        self._progress_at = self._alive_at = time.monotonic()
+
+    def run(self) -> Iterator[pa.RecordBatch]:
+        """Yield rows until the end."""
+        running = submit(self._serve())
+        try:
+            while True:
+                try:
+                    rows = self._collected.take(_SILENCE)
+                except queue.Empty:
+                    self._check_alive()
+                    continue
+                if rows is None:
+                    break
+                yield rows
+                self._note_alive()
+            running.result()
+        finally:
+            if not self._ended.is_set():
+                running.cancel()
+                if not self._ended.wait(self._end_timeout):
+                    worker_loop.cache_clear()
+
+    def _check_alive(self) -> None:
+        patience = max(self._app.settings.stuck_after, 2 * _SILENCE)
+        if time.monotonic() - self._alive_at > patience:
+            self._end_timeout = 0.0
+            raise StuckError(
+                f"a handler has kept the event loop for {patience:g} s without an await, and nothing else can run: "
+                f"{self._app.explain().strip()}"
+            )
+        self._loop.call_soon_threadsafe(self._note_alive)
+
+    def _note_alive(self) -> None:
+        """Note that the event loop is alive: it called this, or produced rows."""
+        self._alive_at = time.monotonic()
+
+    async def _serve(self) -> None:
+        app, collected = self._app, self._collected
+        obstacles: Sequence[_Obstacle] = ()
+        try:
+            started = app.started(
+                lambda: _Paced(self._make_transport(app), collected),
+                (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
+                adapt=functools.partial(_adapted, self._work, self._work.concurrency_of(app.handlers)),
+                observe=collected.rows.observe,
+                replay=True,
+            )
+            try:
+                async with started:
+                    obstacles = await self._until_done(app.running_engine(), collected)
+                    self._add_obstacles(app.running_engine(), obstacles)
+            except NotDrainedError:
+                if not obstacles:
+                    raise
+            if obstacles and not self._work.halted_rows:
+                raise HaltedError(map(str, obstacles))
+        finally:
+            collected.close()
+            self._ended.set()
+
+    async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[_Obstacle]:
+        """Wait until all records are complete; otherwise return the records that prevent it."""
+        done = asyncio.create_task(caught_up(engine, _END_INTERVAL), name="caught up")
+        seen = -1
+        try:
+            while True:
+                await asyncio.wait([done], timeout=_CHECK_INTERVAL)
+                now = time.monotonic()
+                if collected.ended != seen or collected.is_full or self._awaits_more(engine):
+                    seen, self._progress_at = collected.ended, now
+                if done.done():
+                    done.result()
+                    return ()
+                # Records after a halted one would be repeated together with it, so continuing gains nothing.
+                obstacles = _halted(engine) or _exhausted(engine) or self._stuck(engine)
+                if obstacles:
+                    return obstacles
+        except HaltedError:
+            return _halted(engine)
+        finally:
+            done.cancel()
+            await asyncio.wait([done])
+
+    def _stuck(self, engine: Engine) -> Sequence[_Obstacle]:
+        """Return the oldest records if nothing has completed for too long."""
+        stuck_after = self._app.settings.stuck_after
+        if time.monotonic() - self._progress_at < stuck_after:
+            return ()
+        epochs = engine.rebalance.epochs
+        oldest = [delivery for epoch in epochs if (delivery := epoch.tracker.oldest) is not None]
+        if not oldest:
+            waiting = ", ".join(f"{epoch.topic_partition} from offset {epoch.tracker.position} on" for epoch in epochs)
+            trouble = (
+                engine.trouble.why or (engine.transport and engine.transport.trouble) or "the brokers send nothing"
+            )
+            raise StuckError(
+                f"nothing was read for stuck_after={stuck_after:g} s, {waiting or 'of no partition'}: {trouble}"
+            )
+        message = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
+        return [_Obstacle(delivery, StuckError.__name__, message) for delivery in oldest]
+
+    def _add_obstacles(self, engine: Engine, obstacles: Sequence[_Obstacle]) -> None:
+        """Add the blocking records to the rows."""
+        for delivery, error, message in obstacles:
+            spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
+            trouble = Trouble("halted", error, as_text(message).decode(), delivery.record)
+            self._collected.rows.add(spec, delivery, trouble)
+
+
+class _Paced:
+    """Wraps a client so that it delivers nothing while Spark does not keep up."""
+
+    def __init__(self, transport: Transport, collected: Collected) -> None:
+        self._transport = transport
+        self._collected = collected
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`."""
+        if self._collected.is_full:
+            await asyncio.sleep(min(timeout, _FULL_INTERVAL))
+            return ()
+        return await self._transport.poll(allowance, timeout)
+
+
+def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
+    """Return a handler adapted to one of several tasks, which share its limits."""
+    rate_limit = spec.rate_limit and spec.rate_limit.shared_by(work.at_once)
+    spec = spec._replace(publish_dead_letter=_discard, rate_limit=rate_limit)
+    if work.on_failure is not None:
+        skip, topic = work.on_failure == "skip", work.on_failure.removeprefix(DEAD_LETTER)
+        spec = spec._replace(on_failure="skip" if skip else DeadLetter(topic))
+    if most is None:
+        return spec
+    spec = spec._replace(concurrency=min(spec.concurrency, most))
+    if spec.resized is not None:
+        spec.resized(spec.concurrency)
+    if spec.adaptive is not None:
+        adaptive = dataclasses.asdict(spec.adaptive)
+        limits = {name: min(adaptive[name], most) for name in ("minimum", "maximum", "initial") if adaptive[name]}
+        spec = spec._replace(adaptive=dataclasses.replace(spec.adaptive, **limits))
+    return spec
+
+
+async def _discard(message: Message) -> int:  # noqa: ARG001 - the signature of `Publish`
+    """Discard the message: the outcome row holds the dead letter, and a planned run sends it later."""
+    return 0
+
+
+def _halted(engine: Engine) -> Sequence[_Obstacle]:
+    """Return the records that failed permanently."""
+    return [_obstacle(delivery) for delivery in halted_of(engine)]
+
+
+def _obstacle(delivery: Delivery) -> _Obstacle:
+    failure = delivery.failure
+    return (
+        _Obstacle(delivery, "HandlerError", "it halts")
+        if failure is None
+        else _Obstacle(delivery, failure.error, failure.message)
+    )
+
+
+def _exhausted(engine: Engine) -> Sequence[_Obstacle]:
+    """Return records that can no longer be diverted: a dependency of the handler seems to be down."""
+    obstacles = []
+    for epoch in engine.rebalance.epochs:
+        for reason in epoch.pauses.values():
+            failed = next(
+                (delivery for delivery in epoch.tracker.values() if delivery.failure is not None), epoch.tracker.oldest
+            )
+            if failed is not None:
+                cause = _obstacle(failed)
+                obstacles.append(cause._replace(message=f"{cause.message}; {reason}"))
+    return obstacles
+
+
+_RAW_ROWS = 2_000
+"""Rows of one Arrow batch."""
+_ALLOWANCE = Allowance(_RAW_ROWS, 64 * 1024 * 1024, alone=True)
+_POLL_TIMEOUT = 0.5
+_STALLED = 30.0
+"""Seconds without progress after which a read fails."""
+
+
+def read_raw(
+    settings: Settings,
+    ranges: Mapping[TopicPartition, LogRange],
+    finished: Mapping[TopicPartition, Collection[int]] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the records of some ranges; records of the same partition come in offset order.
+
+    Args:
+        settings: The brokers and the isolation level.
+        ranges: At most one per partition.
+        finished: Offsets to leave out.
+
+    Raises:
+        DataLossError: Retention has deleted the start of a range.
+        TransportError: The records cannot be read.
+    """
+    transport = RangeTransport(settings, ranges, finished)
+    remaining = {partition: bounds for partition, bounds in ranges.items() if bounds.start < bounds.end}
+    progress_at = time.monotonic()
+    try:
+        submit(_open(transport, remaining)).result()
+        while remaining:
+            records: list[Record] = []
+            for result in submit(transport.poll(lambda _: _ALLOWANCE, _POLL_TIMEOUT)).result():
+                if isinstance(result, FetchedBatch):
+                    records += result.records
+                    progress_at = time.monotonic()
+                    if result.next_offset >= remaining[result.topic_partition].end:
+                        del remaining[result.topic_partition]
+                elif isinstance(result, Fault) and not result.error.retriable:
+                    raise result.error
+            if records:
+                yield raw_batch(records)
+                progress_at = time.monotonic()
+            elif time.monotonic() - progress_at > _STALLED:
+                raise TransportError(
+                    f"nothing was read from {', '.join(map(str, remaining))} for {_STALLED:g} s: check that the "
+                    "brokers run and that each partition has a leader"
+                )
+    finally:
+        submit(transport.close()).result()
+
+
+async def _open(transport: RangeTransport, ranges: Mapping[TopicPartition, LogRange]) -> None:
+    await transport.start((), None, _NoGroup())
+    for partition, bounds in ranges.items():
+        transport.seek(partition, bounds.start)
+    transport.resume(ranges)
+
+
+class _NoGroup:
+    """A `GroupListener` for a reader without a group: all partitions are assigned at the start."""
+
+    def assigned(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        """See `GroupListener.assigned`."""
+
+    async def revoked(self, partitions: Collection[TopicPartition]) -> None:
+        """See `GroupListener.revoked`."""
+
+    def lost(self, partitions: Collection[TopicPartition]) -> None:
+        """See `GroupListener.lost`."""

@@ -1,1 +1,0 @@
-"""Code that runs in Spark's workers: the engine, its event loop, its rows."""

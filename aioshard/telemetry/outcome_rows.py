@@ -1,0 +1,236 @@
+"""One row per completed record, as the journal and Spark write it: collected in the event loop, converted to Arrow."""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from aioshard.core.sharding import ShardKey, key_hash
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.handler import Handler
+from aioshard.engine.observed import Completed
+from aioshard.engine.outcomes import Outcome
+from aioshard.errors import MissingExtraError
+from aioshard.records import Record
+from aioshard.serde.payloads import encoded_result
+from aioshard.serde.side_records import as_text
+
+try:
+    import pyarrow as pa
+except ImportError as error:
+    raise MissingExtraError("the journal", "journal") from error
+
+logger = logging.getLogger("aioshard.telemetry.outcome_rows")
+
+ROW_WIDTH = 13
+"""Number of values per record: its handler (a `Handler`); topic, partition, offset, key and timestamp; loop time of
+its arrival; start, end and result of its latest run, or `_NO_RUN`; the key of its delivery; the number of attempts; and
+a `Trouble`, or None if it was processed.
+
+They are kept in one flat list, row after row. Tuples would cost twice as much: each is another object that the garbage
+collector scans repeatedly for as long as the row waits.
+"""
+
+_NO_RUN = (math.nan, math.nan, None)
+_LONGEST_CACHED = 128
+_MOST_CACHED = 20_000
+_PROCESSED = Outcome.PROCESSED  # in Python 3.11 each access to an enum member costs a call
+_RETURNED = Outcome.RETURNED
+
+
+class Trouble(NamedTuple):
+    """The outcome of a record that was not processed."""
+
+    status: str
+    error_type: str | None
+    error: str | None
+    record: Record | None
+    """The record, if its value and headers are to be written."""
+
+
+class OutcomeRows:
+    """Collects rows in the event loop until there are enough to pass on."""
+
+    def __init__(self, full: Callable[[], None], rows: int, *, max_bytes: float, keep_failed: bool = False) -> None:
+        """Create an empty collection.
+
+        Args:
+            full: Called when there are enough rows; it should `take` them.
+            rows: Number of rows that are enough.
+            max_bytes: Bytes of keys, results and messages that are enough.
+            keep_failed: Whether to keep the records that were not processed.
+        """
+        self._full = full
+        self._values = rows * ROW_WIDTH
+        self._max_bytes = max_bytes
+        self._keep_failed = keep_failed
+        self._flat: list[Any] = []
+        self._size = 0
+        self._encoded: tuple[object, bytes | None] = (None, None)
+        """The latest run with a result, and the result as bytes: encoded once for all records of a batch."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._flat) // ROW_WIDTH
+
+    def take(self) -> tuple[list[Any], int]:
+        """Return and remove the rows: `ROW_WIDTH` values each, and the bytes of their keys, results and messages."""
+        taken = self._flat, self._size
+        self._flat, self._size = [], 0
+        return taken
+
+    def observe(self, spec: Handler) -> Completed:
+        """Return the callback that adds a handler's completed records; see `aioshard.engine.observed.Observe`."""
+        return functools.partial(self.add, spec)
+
+    def add(self, spec: Handler, delivery: Delivery, trouble: Trouble | None = None) -> None:
+        """Add a completed record, or one that cannot be completed because of *trouble*."""
+        outcome, attempts = delivery.outcome, delivery.failures
+        topic, partition, offset, key, _, _, timestamp = delivery.record
+        began, ended, result = run = getattr(delivery, "run", _NO_RUN)
+        if trouble is not None:
+            result = None
+        elif outcome is _PROCESSED:
+            attempts += 1
+            if result is not None:
+                result = self._as_bytes(run)
+        elif outcome is _RETURNED:
+            return  # parked again: the record has not ended yet
+        else:
+            result, trouble = None, self._trouble_of(delivery)
+        if key is not None:
+            self._size += len(key)
+        flat = self._flat
+        flat += (
+            spec,
+            topic,
+            partition,
+            offset,
+            key,
+            timestamp,
+            delivery.arrived,
+            began,
+            ended,
+            result,
+            delivery.key,
+            attempts,
+            trouble,
+        )
+        if len(flat) >= self._values or self._size >= self._max_bytes:
+            self._full()
+
+    def _trouble_of(self, delivery: Delivery) -> Trouble:
+        failure = delivery.failure
+        record = delivery.record if self._keep_failed else None
+        if failure is None:
+            return Trouble(delivery.outcome.value, None, None, record)
+        self._size += len(failure.message)
+        # Arrow rejects lone surrogates, such as in a file name that is not UTF-8.
+        return Trouble(delivery.outcome.value, failure.error, as_text(failure.message).decode(), record)
+
+    def _as_bytes(self, run: tuple[float, float, object]) -> bytes | None:
+        """Encode the result of a run now, because other code that holds it may change it."""
+        if self._encoded[0] is not run:
+            try:
+                result = encoded_result(run[2])
+            except Exception as error:  # noqa: BLE001 - the user's own methods; the record is complete anyway
+                logger.warning(
+                    "a result of type %s cannot be encoded and is left out: %r", type(run[2]).__name__, error
+                )
+                result = None
+            self._encoded = (run, result)
+            self._size += len(result or b"")
+        return self._encoded[1]
+
+
+def outcome_columns(flat: Sequence[Any], ahead: float) -> dict[str, pa.Array]:
+    """Convert rows to the columns that the journal and Spark share.
+
+    Sums are computed here instead of in Arrow, which releases the interpreter lock for each: while the event loop is
+    busy, it takes 5 ms to get the lock back.
+
+    Args:
+        flat: `ROW_WIDTH` values per row; at least one row.
+        ahead: Seconds to add to loop time for wall-clock time.
+    """
+    specs, topics, partitions, offsets, keys, _, _, begins, ends, *rest = columns_of(flat)
+    results, shard_keys, attempts, troubles = rest
+    count = len(specs)
+    if troubles.count(None) == count:
+        statuses, kinds, errors = ["processed"], [None], [None]
+    else:
+        statuses = ["processed" if trouble is None else trouble.status for trouble in troubles]
+        kinds = [None if trouble is None else trouble.error_type for trouble in troubles]
+        errors = [None if trouble is None else trouble.error for trouble in troubles]
+    if specs.count(specs[0]) == count and specs[0].shards is None:
+        names, shards = [specs[0].name], hashes(shard_keys)
+    else:
+        names = [spec.name for spec in specs]
+        numbered = zip(specs, shard_keys, strict=True)
+        shards = pa.array([_hashes[key] if spec.shards is None else key for spec, key in numbered], pa.int64())
+    return {
+        "topic": _column(topics, pa.string(), count),
+        "partition": pa.array(partitions, pa.int32()),
+        "offset": pa.array(offsets, pa.int64()),
+        "handler": _column(names, pa.string(), count),
+        "status": _column(statuses, pa.string(), count),
+        "attempts": _column(attempts, pa.int32(), count),
+        "error_type": _column(kinds, pa.string(), count),
+        "error": _column(errors, pa.string(), count),
+        "started": _times([began + ahead for began in begins]),
+        "duration": _times([ended - began for began, ended in zip(begins, ends, strict=True)]),
+        "shard": shards,
+        "key": pa.array(keys, pa.binary()),
+        "result": _column(results, pa.binary(), count),
+    }
+
+
+def columns_of(flat: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the `ROW_WIDTH` columns of rows."""
+    return [flat[number::ROW_WIDTH] for number in range(ROW_WIDTH)]
+
+
+def hashes(keys: Sequence[ShardKey]) -> pa.Array:
+    """Return the hashes of record keys or shard keys; null without a key."""
+    return pa.array(map(_hashes.__getitem__, keys), pa.int64(), size=len(keys))
+
+
+def _column(values: Sequence[object], kind: pa.DataType, count: int) -> pa.Array:
+    """Create an array, with a fast path for equal values, which are the usual case."""
+    if values.count(values[0]) == len(values):
+        return pa.repeat(pa.scalar(values[0], kind), count)
+    return pa.array(values, kind)
+
+
+def _times(moments: Iterable[float]) -> pa.Array:
+    """Create an array, with null for missing times."""
+    return pa.array(moments, pa.float64(), from_pandas=True)
+
+
+class _Hashes(dict[ShardKey, int | None]):
+    """Hashes of record keys and shard keys; a dictionary, because a cached hash must not cost a function call.
+
+    The hash is None without a key, or if the user's own key cannot be hashed.
+    """
+
+    def __missing__(self, key: ShardKey) -> int | None:
+        try:
+            hashed = key_hash(key)
+        except Exception:  # noqa: BLE001 - the user's own methods may raise anything
+            return None
+        if _is_short(key):
+            if len(self) >= _MOST_CACHED:
+                self.clear()
+            self[key] = hashed
+        return hashed
+
+
+def _is_short(key: ShardKey) -> bool:
+    """Return whether the cache may keep a key alive: not a long one, and none of the user's own objects."""
+    if isinstance(key, bytes | str):
+        return len(key) <= _LONGEST_CACHED
+    return key is None or isinstance(key, int) or (isinstance(key, tuple) and all(map(_is_short, key)))
+
+
+_hashes = _Hashes()

@@ -1,0 +1,126 @@
+"""The dashboard of an app: shows its activity, explains why a partition is stuck, and with a token allows actions.
+
+It is one page, one script and one stylesheet; the script polls `dashboard.json` and keeps the history of its graphs.
+All its URLs are relative, so it works below any path. Nothing is loaded from other sites.
+
+| path | answer |
+| --- | --- |
+| `/` | the dashboard; with `page.js`, `page.css` and `icon.svg` |
+| `/dashboard.json` | its data: `statistics`, `diagnosis`, `workload`, `actions` and `at` |
+| `/actions` | POST: its actions, as described in `aioshard.web.actions`; this path exists only with a token |
+
+`statistics` and `diagnosis` are `App.statistics()` and `App.diagnose()`. Of the partitions in `diagnosis`, only those
+that are waiting or stuck are included, the worst first, at most `MOST_DIAGNOSED`; its `left_out` is the number of
+further ones. `workload` is `App.workload()`, None while the app is not running. `actions` says whether a client with
+the token can perform actions; `at` is the time of the snapshot, in seconds since the epoch.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from aioshard.app import App
+from aioshard.errors import MissingExtraError
+from aioshard.observe import PartitionDiagnosis, PartitionStatistics
+from aioshard.web.actions import action_route
+
+try:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import BaseRoute, Route
+
+    from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
+except ImportError as error:
+    raise MissingExtraError("the dashboard", "web") from error
+
+MOST_DIAGNOSED = 100
+"""Maximum number of diagnosed partitions."""
+_PARTITION_FIELDS = [field.name for field in dataclasses.fields(PartitionStatistics)]
+_STATIC = Path(__file__).with_name("static")
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+
+def dashboard(app: App, *, token: str | None = None) -> Starlette:
+    """Return the dashboard as a separate application, to be mounted in FastAPI or Starlette.
+
+    Args:
+        app: The app to show; it may run in another event loop than the dashboard.
+        token: Allows anyone who has it to act; at least 16 characters. With None the dashboard is read-only.
+
+    Raises:
+        SettingsError: The token is too short, or cannot be sent in a header.
+
+    Example:
+        >>> from starlette.applications import Starlette
+        >>> from aioshard import App
+        >>> shard_app = App("billing", bootstrap_servers="localhost:9092", auto_offset_reset="earliest")
+        >>> web = Starlette(lifespan=shard_app.lifespan)
+        >>> web.mount("/aioshard", dashboard(shard_app))  # the dashboard is at /aioshard/
+    """
+    return Starlette(routes=dashboard_routes(app, token=token), exception_handlers=NOT_FOUND)
+
+
+def dashboard_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
+    """Return the routes of the dashboard, to be served with others.
+
+    Args:
+        app: As in `dashboard`.
+        token: As in `dashboard`.
+
+    Raises:
+        SettingsError: As for `dashboard`.
+    """
+
+    def data(_: Request) -> Response:
+        return JSONResponse(snapshot(app, actions=token is not None), headers=SAFE)
+
+    routes = [_file(path, name, media_type) for path, (name, media_type) in _FILES.items()]
+    # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
+    routes += routes_in_threads({"/dashboard.json": data}, threads=1)
+    if token is not None:
+        routes.append(action_route(app, token))
+    return routes
+
+
+def _file(path: str, name: str, media_type: str) -> BaseRoute:
+    content = (_STATIC / name).read_bytes()
+
+    async def answer(_: Request) -> Response:
+        return Response(content, media_type=media_type, headers=SAFE)
+
+    return Route(path, answer)
+
+
+def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
+    """Return the data of the dashboard, ready for JSON; safe from any thread.
+
+    Args:
+        app: The app to show.
+        actions: Whether actions are available.
+    """
+    statistics, diagnosis, workload = app.statistics(), app.diagnose(), app.workload()
+    # `asdict` copies deeply, which takes most of the time with many partitions, and these are flat.
+    partitions = [{name: getattr(partition, name) for name in _PARTITION_FIELDS} for partition in statistics.partitions]
+    others = dataclasses.replace(statistics, partitions=())
+    delayed = sorted(
+        (partition for partition in diagnosis.partitions if partition.verdict in ("stuck", "waiting")), key=_worst_first
+    )
+    explained = dataclasses.replace(diagnosis, partitions=tuple(delayed[:MOST_DIAGNOSED]))
+    return {
+        "statistics": {**others.asdict(), "partitions": partitions},
+        "diagnosis": {**explained.asdict(), "left_out": max(len(delayed) - MOST_DIAGNOSED, 0)},
+        "workload": None if workload is None else workload.asdict(),
+        "actions": actions,
+        "at": time.time(),
+    }
+
+
+def _worst_first(partition: PartitionDiagnosis) -> tuple[bool, float]:
+    return partition.verdict != "stuck", -(partition.since or 0.0)

@@ -1,0 +1,279 @@
+"""What a partition takes in of its side topic, and what it leaves alone: plain records, no broker."""
+
+import math
+
+import pytest
+
+from aioshard.core.flow import Usage
+from aioshard.core.parking import NEVER
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.epoch import Delivery, Epoch
+from aioshard.engine.parking import ParkedPartition
+from aioshard.ports import FetchedBatch, Message
+from aioshard.records import Record, TopicPartition
+from aioshard.serde.side_records import (
+    Coordinates,
+    Failure,
+    Place,
+    Removed,
+    park,
+    read_parked,
+    release,
+    tombstone,
+)
+
+ORDERS = TopicPartition("orders", 0)
+STORED_IN = TopicPartition("parked", 0)
+FAILURE = Failure("g", "h", 1, "ValueError", "no", 0.0)
+
+
+def original(offset: int, key: bytes = b"k") -> Record:
+    return Record("orders", 0, offset, key, b"", (), 0.0)
+
+
+def parked(
+    offset: int,
+    at: int,
+    generation: int,
+    key: bytes = b"k",
+    *,
+    failure: Failure = FAILURE,
+    due: float = 60.0,
+    replays: int = 0,
+) -> Record:
+    message = park("parked", original(offset, key), failure, generation=generation, due=due, replays=replays)
+    return stored(message, at)
+
+
+def removed(offset: int, at: int, generation: int) -> Record:
+    return stored(tombstone("parked", Place(Coordinates("orders", 0, offset), generation)), at)
+
+
+def stored(message: Message, at: int) -> Record:
+    return Record("parked", 0, at, message.key, message.value, tuple(message.headers), 0.0)
+
+
+def lot(*before: Record, start: int = 100, generation: int = 7) -> tuple[ParkedPartition, list[Message]]:
+    """The parked records of a partition that became ours; *before* is what was in its side topic."""
+    buffer = Buffer(Usage(1_000, 1 << 20), lambda: None)
+    epoch = Epoch(ORDERS, 1, start, buffer)
+    made = ParkedPartition(epoch, STORED_IN.topic, generation, buffer=buffer, identity=lambda record: record.key)
+    for record in before:
+        made.restore(record)
+    made.finish_restoring(newest=generation)
+    answers = made.outgoing()
+    made.read_to = before[-1].offset + 1 if before else 0
+    return made, answers
+
+
+def offsets(of: ParkedPartition) -> list[int]:
+    return sorted(entry.offset for entry in of.keys)
+
+
+def arrive(at: ParkedPartition, offset: int) -> Delivery:
+    """A record of the partition itself is delivered."""
+    delivery = Delivery(original(offset), at.source, b"k", 1, 0.0)
+    at.source.take_in(FetchedBatch(ORDERS, [delivery.record], [1], offset + 1), [delivery])
+    return delivery
+
+
+def acknowledged(at: ParkedPartition, offset: int, stored_at: int) -> None:
+    at.add(at.entry(original(offset), at.generation, stored_at, 60.0, 0), FAILURE)
+
+
+def test_what_the_partition_delivers_again_is_not_parked_and_is_taken_out() -> None:
+    made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(5, 2, 6), start=4)
+    assert offsets(made) == [3]
+    assert [read_parked(stored(answer, 9)) for answer in reversed(answers)] == [
+        Removed(Place(Coordinates("orders", 0, 4), 5), by=7),
+        Removed(Place(Coordinates("orders", 0, 5), 6), by=7),
+    ]
+
+
+def test_the_tombstone_of_another_generation_takes_nothing_out() -> None:
+    made, _ = lot(parked(3, 0, 5), removed(3, 1, 4))
+    made.read(removed(3, 2, 6))
+    assert offsets(made) == [3]
+    made.read(removed(3, 3, 5))
+    assert offsets(made) == []
+
+
+def test_what_a_later_owner_takes_out_stays_parked_here() -> None:
+    """Who has lost the partition and does not know it must not go on with the key: the owner runs the record first."""
+    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=8), 2))
+    assert offsets(made) == [3, 4]
+    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6), 3))
+    made.read(stored(tombstone("parked", Place(Coordinates("orders", 0, 4), 5)), 4))
+    assert offsets(made) == []
+
+
+def test_a_tombstone_that_is_older_than_the_park_takes_nothing_out() -> None:
+    """It is read after the park was acknowledged, though it lies before it."""
+    made, _ = lot()
+    acknowledged(made, 3, stored_at=10)
+    made.read(removed(3, 9, 7))
+    assert offsets(made) == [3]
+    made.read(removed(3, 11, 7))
+    assert offsets(made) == []
+
+
+def test_what_was_parked_in_a_later_generation_is_somebody_elses() -> None:
+    made, answers = lot(parked(3, 0, 8))
+    assert offsets(made) == []
+    assert answers == []
+    made.read(parked(4, 1, 8))
+    assert made.outgoing() == []
+
+
+def test_where_the_group_began_anew_what_was_parked_in_a_later_generation_is_ours_too() -> None:
+    before = [parked(3, 0, 8), parked(4, 1, 9), removed(4, 2, 9), parked(5, 3, 6), parked(5, 4, 8), parked(100, 5, 8)]
+    made, answers = lot(*before)
+    assert made.in_doubt
+    assert offsets(made) == [5]
+    assert answers == []
+
+    made.finish_restoring(newest=math.inf)
+
+    assert not made.in_doubt
+    assert offsets(made) == [3, 5]
+    taken_out = [answer.key for answer in made.outgoing()]
+    assert taken_out == [b"orders/0/5@8", b"orders/0/100@8"], "what is parked twice, and what comes again by itself"
+    assert made.outgoing() == []
+    made.read(removed(3, 9, 8))
+    assert offsets(made) == [5]
+
+
+def test_what_was_parked_twice_counts_as_it_was_parked_last() -> None:
+    made, _ = lot(parked(3, 0, 6), parked(3, 1, 5))
+    (entry,) = made.keys
+    assert (entry.generation, entry.stored_at) == (6, 0)
+
+
+EARLIER, LATER = parked(3, 0, 5, due=50.0), parked(3, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [[EARLIER, LATER], [LATER, parked(3, 2, 5, due=50.0)], [EARLIER, LATER, parked(3, 2, 5), parked(3, 3, 6)]],
+    ids=["before it", "after it", "both again"],
+)
+def test_what_is_stored_under_an_earlier_generation_too_is_taken_out(before: list[Record]) -> None:
+    """Left there it is a parked record for who reads the topic when the one that counts is gone from it."""
+    made, answers = lot(*before)
+    assert [entry.generation for entry in made.keys] == [6]
+    assert {answer.key for answer in answers} == {b"orders/0/3@5"}
+
+
+def test_what_is_stored_twice_and_comes_again_is_taken_out_of_both_places() -> None:
+    made, answers = lot(EARLIER, LATER, parked(3, 2, 4), start=3)
+    assert offsets(made) == []
+    assert sorted(answer.key or b"" for answer in answers) == [b"orders/0/3@4", b"orders/0/3@5", b"orders/0/3@6"]
+
+
+@pytest.mark.parametrize("gone", [4, 5, 6])
+def test_of_what_is_stored_three_times_and_taken_out_once_the_latest_that_is_left_counts(gone: int) -> None:
+    """Nobody knows whether the others are only traces of it: twice is better than not at all."""
+    made, answers = lot(EARLIER, LATER, parked(3, 2, 4), removed(3, 3, gone))
+    kept, *others = sorted({4, 5, 6} - {gone}, reverse=True)
+    assert [entry.generation for entry in made.keys] == [kept]
+    assert [answer.key for answer in answers] == [f"orders/0/3@{other}".encode() for other in others]
+    assert made.failures == {b"k": FAILURE}
+
+
+def test_what_was_parked_again_is_due_as_was_said_last() -> None:
+    """Else a key that has used up its attempts would have them again after each restart."""
+    again = FAILURE._replace(message="again")
+    made, answers = lot(parked(3, 0, 5), parked(4, 1, 5), parked(3, 2, 5, failure=again, due=NEVER, replays=2))
+    assert [(entry.offset, entry.due, entry.replays, entry.stored_at) for entry in made.keys] == [
+        (3, NEVER, 2, 2),
+        (4, 60.0, 0, 1),
+    ]
+    assert made.keys.next_due == NEVER
+    assert made.failures == {b"k": again}
+    assert answers == []
+
+
+def test_a_park_that_was_stored_and_not_acknowledged_is_taken_out_when_its_record_has_ended_otherwise() -> None:
+    made, _ = lot()
+    delivery = arrive(made, 100)
+    made.source.open()
+    made.read(parked(100, 0, 7))
+    assert made.outgoing() == [], "it failed, and is going to be tried again"
+    made.source.complete(delivery)
+    assert [answer.key for answer in made.outgoing()] == [b"orders/0/100@7"]
+    assert made.outgoing() == []
+
+
+def test_a_park_that_is_seen_before_it_is_acknowledged_stays() -> None:
+    made, _ = lot()
+    delivery = arrive(made, 100)
+    made.read(parked(100, 0, 7))
+    assert made.outgoing() == [], "its write is on its way"
+    acknowledged(made, 100, stored_at=0)
+    made.source.complete(delivery)
+    assert made.outgoing() == []
+    assert offsets(made) == [100]
+
+
+def test_a_release_does_not_run_a_key_twice_at_once() -> None:
+    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+    entry = made.keys.take_due(60.0)
+    assert entry is not None
+    made.keys.release(b"k")
+    assert made.keys.take_due(60.0) is None, "it was released while it was fetched to be run again"
+    made.replay(entry, original(3), b"k", 0.0)
+    made.keys.release(b"k")
+    assert made.keys.take_due(60.0) is None, "it was released while it ran again"
+    made.remove(3)
+    following = made.keys.take_due(60.0)
+    assert following is not None
+    assert following.offset == 4
+
+
+def test_a_key_that_waits_is_released() -> None:
+    made, _ = lot(parked(3, 0, 5))
+    assert made.keys.take_due(0.0) is None
+    made.keys.release(b"k")
+    assert made.keys.take_due(0.0) is not None
+
+
+def test_a_release_is_answered_when_it_was_done_and_not_before() -> None:
+    made, _ = lot(parked(3, 0, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3)), 1))
+    assert made.outgoing() == [], "its key waits for its turn: the next owner would have to do it"
+    entry = made.keys.take_due(0.0)
+    assert entry is not None
+    made.replay(entry, original(3), b"k", 0.0)
+    assert made.outgoing() == [], "its key runs"
+    made.remove(3)
+    assert made.outgoing() == [release("parked", Coordinates("orders", 0, 3), answered=True)]
+    assert made.outgoing() == [], "it was answered"
+
+
+def test_a_release_stays_unanswered_while_its_key_could_not_be_run() -> None:
+    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5))
+    made.read(stored(release("parked", Coordinates("orders", 0, 3)), 2))
+    assert made.keys.take_due(0.0) is not None
+    made.keys.postpone(b"k", 1.0)  # its payload could not be read, or its partition is being revoked
+    assert made.outgoing() == [], "the next owner would have to do it"
+    made.remove(3)
+    made.keys.postpone(b"k", 2.0)
+    assert made.outgoing() == [], "the records behind it are released with it"
+
+
+def test_a_release_that_was_begun_goes_on_with_the_next_owner() -> None:
+    asked = release("parked", Coordinates("orders", 0, 3))
+    removed = tombstone("parked", Place(Coordinates("orders", 0, 3), 5), by=6)
+    made, _ = lot(parked(3, 0, 5), parked(4, 1, 5), stored(asked, 2), stored(removed, 3))
+    assert made.outgoing() == [], "the record that it names has run, the one behind it has not"
+    entry = made.keys.take_due(0.0)
+    assert entry is not None
+    assert entry.offset == 4
+
+
+def test_a_key_that_is_parked_anew_has_a_new_reason() -> None:
+    made, _ = lot(parked(3, 0, 5))
+    made.remove(3)
+    made.add(made.entry(original(101), 7, 1, 60.0, 0), FAILURE._replace(message="another"))
+    assert made.failures[b"k"].message == "another"

@@ -1,0 +1,199 @@
+"""The dashboard: what it serves, and how it keeps others out of it."""
+
+import asyncio
+import importlib
+import json
+import re
+from collections.abc import AsyncIterator
+from itertools import starmap
+from pathlib import Path
+from typing import cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from aioshard import App, Record
+from aioshard.observe import Diagnosis, PartitionDiagnosis, Verdict
+from aioshard.testing import InMemoryBroker, TestClient
+from aioshard.web.dashboard import MOST_DIAGNOSED, dashboard, snapshot
+from tests.engine.running import until
+
+PATHS = ["/", "/page.js", "/page.css", "/icon.svg", "/dashboard.json"]
+STATIC = Path(importlib.import_module("aioshard.web.dashboard").__file__ or "").with_name("static")
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=dashboard(App("billing")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as made:
+        yield made
+
+
+# What is served ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_nothing_of_another_site_gets_in_or_around_it(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+
+    assert answer.status_code == 200
+    policy = dict(one.split(" ", 1) for one in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    assert answer.headers["x-frame-options"] == "DENY"
+    assert not {"set-cookie", "access-control-allow-origin"} & set(answer.headers)
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_nothing_inline() -> None:
+    html = (STATIC / "index.html").read_text()
+    script = (STATIC / "page.js").read_text()
+
+    addresses = re.findall(r'(?:src|href)="([^"#][^"]*)"', html)
+    assert sorted(set(addresses)) == ["explain", "icon.svg", "page.css", "page.js"], "relative, and ours"
+    assert not re.search(r"<script(?! src)|<style|\sstyle=|\son\w+=|javascript:", html)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html + script + (STATIC / "page.css").read_text())
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|localStorage", script)
+
+
+def test_the_page_is_small() -> None:
+    assert sum(file.stat().st_size for file in STATIC.iterdir()) < 80_000
+
+
+async def test_it_works_below_any_path() -> None:
+    api = FastAPI()
+    api.mount("/ops/aioshard", dashboard(App("billing")))
+    transport = httpx.ASGITransport(app=api)
+    async with httpx.AsyncClient(transport=transport, base_url="http://app", follow_redirects=True) as client:
+        found = await client.get("/ops/aioshard")
+        assert found.url.path == "/ops/aioshard/", "else its relative addresses lead beside it"
+        assert "<title>aioshard</title>" in found.text
+        for path in PATHS:
+            assert (await client.get(f"/ops/aioshard{path}")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../pyproject.toml",
+        "/%2e%2e/dashboard.py",
+        "/..%2fdashboard.py",
+        "/static/page.js",
+        "/page.js/",
+        "http://app//page.js",
+        "/dashboard.py",
+        "/index.html",
+        "/page.js%00",
+        "/dashboard.json/../actions",
+        "/<script>",
+        "/" + "x" * 5_000,
+        "/actions",
+    ],
+    ids=str,
+)
+async def test_odd_paths_lead_nowhere(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+
+    assert answer.status_code in {307, 404}
+    if answer.status_code == 404:
+        assert answer.json() == {"error": "nothing is at this path"}
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_shown_is_only_read(client: httpx.AsyncClient, path: str) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        assert (await client.request(method, path)).status_code == 405
+
+
+# What is shown ----------------------------------------------------------------------------
+
+
+async def test_an_app_that_does_not_run_is_shown_too(client: httpx.AsyncClient) -> None:
+    found = (await client.get("/dashboard.json")).json()
+
+    assert found["workload"] is None
+    assert found["statistics"]["state"] == "stopped"
+    assert found["diagnosis"]["partitions"] == []
+    assert found["actions"] is False
+
+
+async def test_the_document_has_statistics_diagnosis_and_workload_but_no_value() -> None:
+    app = App("billing")
+    over = asyncio.Event()
+
+    @app.consume("orders", concurrency=2)
+    async def on_order(record: Record) -> None:
+        if record.key == b"stuck":
+            await over.wait()
+
+    async with TestClient(app) as client:
+        await client.publish("orders", b"a secret value", key="stuck", partition=0)
+        await client.publish("orders", b"a secret value", key="stuck", partition=0)
+        await until(lambda: snapshot(app)["diagnosis"]["partitions"])
+        shown = snapshot(app)
+        expected = app.statistics().asdict()
+        text = json.dumps(shown)
+        over.set()
+
+    (found,) = shown["diagnosis"]["partitions"]
+    assert (found["topic"], found["partition"], found["verdict"]) == ("orders", 0, "waiting")
+    assert shown["statistics"].keys() == expected.keys()
+    assert [one.keys() for one in shown["statistics"]["partitions"]] == [one.keys() for one in expected["partitions"]]
+    assert shown["workload"]["workers"][0]["key"] == found["head"]["key"]
+    assert "secret" not in text
+    assert '"stuck"' not in text
+
+
+async def test_what_is_explained_is_bounded() -> None:
+    app = App("billing")
+    over = asyncio.Event()
+    partitions = MOST_DIAGNOSED + 20
+
+    @app.consume("orders", concurrency=4)
+    async def on_order(_: Record) -> None:
+        await over.wait()
+
+    async with TestClient(app, broker=InMemoryBroker(partitions=partitions)) as client:
+        for partition in range(partitions):
+            await client.publish("orders", b"", key=str(partition), partition=partition)
+        await until(lambda: snapshot(app)["diagnosis"]["left_out"] == 20)
+        shown = snapshot(app)
+        over.set()
+
+    assert len(shown["diagnosis"]["partitions"]) == MOST_DIAGNOSED
+    assert shown["diagnosis"]["left_out"] == 20
+
+
+class Standing(App):
+    """An app of which a test says which partitions wait."""
+
+    def diagnose(self) -> Diagnosis:
+        found = (("waiting", 3.0), ("up to date", None), ("stuck", 1.0), ("waiting", 9.0), ("advancing", None))
+        verdicts = cast("list[tuple[Verdict, float | None]]", found)
+        return Diagnosis("running", (), tuple(starmap(self._partition, enumerate(verdicts))), ())
+
+    def _partition(self, number: int, told: tuple[Verdict, float | None]) -> PartitionDiagnosis:
+        return PartitionDiagnosis("orders", number, told[0], told[1], "a sentence", None, (), 0, 0)
+
+
+def test_the_worst_is_explained_first_and_what_advances_not_at_all() -> None:
+    shown = snapshot(Standing("billing"))
+
+    assert [(one["partition"], one["verdict"]) for one in shown["diagnosis"]["partitions"]] == [
+        (2, "stuck"),
+        (3, "waiting"),
+        (0, "waiting"),
+    ]
+    assert shown["diagnosis"]["left_out"] == 0
+
+
+def test_its_module_describes_the_data() -> None:
+    described = set(re.findall(r"`(\w+)`", importlib.import_module("aioshard.web.dashboard").__doc__ or ""))
+
+    assert snapshot(App("billing")).keys() <= described
