@@ -33,7 +33,9 @@ async def test_a_coordinator_moves_from_node_to_node_and_no_node_ends(
 ) -> None:
     await brokers.create_topic(topic)
     first = await brokers.coordinator_of(group)
-    async with AIOKafkaConsumer(bootstrap_servers=brokers.bootstrap, group_id=group) as member:
+    async with AIOKafkaConsumer(
+        bootstrap_servers=brokers.bootstrap, group_id=group, enable_auto_commit=False
+    ) as member:
         member.assign([TopicPartition(topic, 0)])
         await member.commit({TopicPartition(topic, 0): 7})
 

@@ -95,9 +95,12 @@ class Running:
 
     async def ends(self) -> int:
         """Wait for the end; `output` and `errors` are complete then."""
-        async with asyncio.timeout(DEADLINE):
-            await asyncio.gather(*self._readers)
-            return await self.process.wait()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.wait(self._readers)  # leaves them running for `kill` if it is cancelled
+                return await self.process.wait()
+        except TimeoutError:
+            raise TimeoutError(f"it still runs after {DEADLINE:g} s; on standard error:\n{self.errors}") from None
 
     async def kill(self) -> None:
         """End the process if it has not ended."""
