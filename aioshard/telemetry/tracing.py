@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
-from aioshard.core.histogram import DURATION_BOUNDS
 from aioshard.core.on_failure import Park
 from aioshard.engine.current_record import serving
 from aioshard.engine.epoch import Delivery
@@ -28,7 +27,6 @@ try:
     from opentelemetry import propagate
     from opentelemetry import trace as api
     from opentelemetry.context import Context
-    from opentelemetry.metrics import Counter, Histogram, MeterProvider
     from opentelemetry.trace import (
         INVALID_SPAN,
         Link,
@@ -84,34 +82,8 @@ ATTRIBUTES: Final = {
 }
 """The spans that have each attribute, and its meaning; only the last one is not from the conventions."""
 
-METRICS: Final = {
-    "messaging.process.duration": ("histogram", "s", "Duration of an attempt, the same as that of its span."),
-    "messaging.client.consumed.messages": (
-        "counter",
-        "{message}",
-        "Records that were given to a handler, each once per delivery however many attempts it takes.",
-    ),
-    "messaging.client.operation.duration": ("histogram", "s", "Duration of a commit request, or of publishing."),
-    "messaging.client.sent.messages": ("counter", "{message}", "Messages that were published, or failed to be."),
-}
-"""Instrument, unit and meaning of each metric."""
-
-_METRIC_ATTRIBUTES = frozenset(
-    {
-        "messaging.system",
-        "messaging.operation.name",
-        TOPIC,
-        PARTITION,
-        "messaging.consumer.group.name",
-        ERROR_TYPE,
-        "server.address",
-        "server.port",
-    }
-)
-"""Span attributes with few distinct values, as the conventions require for metrics."""
-
 Attributes = dict[str, str | int | bool]
-"""Attributes of a span; metrics use some of them."""
+"""Attributes of a span."""
 
 NOWHERE = Context()
 """A context without a span: a span started in it is the root of a trace."""
@@ -137,48 +109,6 @@ def error_type(error: BaseException) -> str:
     """
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-class Metering:
-    """The four instruments of the messaging conventions, in a meter of the given provider."""
-
-    def __init__(self, provider: MeterProvider) -> None:
-        """Create the instruments."""
-        meter = provider.get_meter("aioshard", version(), schema_url=SCHEMA_URL)
-
-        def histogram(name: str) -> Histogram:
-            _, unit, meaning = METRICS[name]
-            return meter.create_histogram(name, unit, meaning, explicit_bucket_boundaries_advisory=DURATION_BOUNDS)
-
-        def counter(name: str) -> Counter:
-            _, unit, meaning = METRICS[name]
-            return meter.create_counter(name, unit, meaning)
-
-        self._processing = histogram("messaging.process.duration")
-        self._operations = histogram("messaging.client.operation.duration")
-        self._consumed = counter("messaging.client.consumed.messages")
-        self._sent = counter("messaging.client.sent.messages")
-
-    def measure(self, operation: str, seconds: float, attributes: Attributes, delivered: int) -> None:
-        """Measure an operation that has ended, successfully or not.
-
-        Args:
-            operation: `process`, `commit` or `send`.
-            seconds: Its duration.
-            attributes: Those of its span.
-            delivered: Number of records that an attempt delivered to the handler for the first time.
-        """
-        kept = {name: value for name, value in attributes.items() if name in _METRIC_ATTRIBUTES}
-        if operation == "process":
-            self._processing.record(seconds, kept)
-            if delivered:
-                kept.pop(ERROR_TYPE, None)  # they were delivered, even if the handler failed
-                self._consumed.add(delivered, kept)
-            return
-        named = "messaging.operation.type"
-        self._operations.record(seconds, kept | {named: attributes[named]})
-        if operation == "send":
-            self._sent.add(1, kept)
 
 
 Headers = Sequence[tuple[str, bytes | None]]
@@ -241,20 +171,16 @@ class Spans:
     Owned by the event loop, like the objects it wraps.
     """
 
-    def __init__(
-        self, tracer: Tracer, metering: Metering | None, group_id: str, settings: "Settings", *, parent: bool
-    ) -> None:
+    def __init__(self, tracer: Tracer, group_id: str, settings: "Settings", *, parent: bool) -> None:
         """Prepare the common attributes of the spans.
 
         Args:
             tracer: A tracer of the chosen provider.
-            metering: The instruments, if metrics were requested.
             group_id: The consumer group.
             settings: The settings of the run.
             parent: True to make the span in a record's headers the parent of its attempts, in addition to linking it.
         """
         self._tracer = tracer
-        self._metering = metering
         self._settings = settings
         self._parent = parent
         self._parked: set[str] = set()
@@ -277,9 +203,8 @@ class Spans:
         links: Sequence[Link] = (),
         carried: Context | None = NOWHERE,
         name_error: Callable[[BaseException], str] = error_type,
-        delivered: int = 0,
     ) -> Iterator[Span]:
-        """Keep a span current inside a `with` block, and measure it.
+        """Keep a span current inside a `with` block.
 
         Errors of a sampler, a processor or an exporter never reach the code inside.
 
@@ -290,7 +215,6 @@ class Spans:
             links: Links to other spans.
             carried: Context for the code inside, in addition to the span, such as baggage. None keeps its own context.
             name_error: Returns the name of an error.
-            delivered: See `Metering.measure`.
         """
         span: Span = INVALID_SPAN
         began, closed = time.time_ns(), False
@@ -319,11 +243,8 @@ class Spans:
         finally:
             if not closed:
                 contexts.detach(token)
-            ended = max(time.time_ns(), began)
             try:
-                span.end(ended)
-                if self._metering is not None:
-                    self._metering.measure(operation, (ended - began) / 1e9, attributes, delivered)
+                span.end(max(time.time_ns(), began))
             except Exception as failure:  # noqa: BLE001 - as above
                 _log_once(_SDK_FAILED, failure)
 
@@ -364,7 +285,6 @@ class Spans:
             links=(Link(origin),) if origin.is_valid else (),
             carried=carried,
             name_error=_name_failure,
-            delivered=int(delivery.starts == 1),
         )
 
     def _batch_span(self, deliveries: Sequence[Delivery]) -> AbstractContextManager[Span]:
@@ -379,7 +299,6 @@ class Spans:
             attributes,
             links=[Link(origin, _place(record)) for origin, record in origins if origin is not None],
             name_error=_name_failure,
-            delivered=sum(delivery.starts == 1 for delivery in deliveries),
         )
 
     def _destination(self, partitions: Iterable[TopicPartition]) -> Attributes:
@@ -510,7 +429,6 @@ def trace(
     app: Traceable,
     *,
     tracer_provider: TracerProvider | None = None,
-    meter_provider: MeterProvider | None = None,
     parent: bool = False,
 ) -> None:
     """Trace an app from its next start; another call replaces the earlier one.
@@ -520,7 +438,6 @@ def trace(
     Args:
         app: The app.
         tracer_provider: Destination of the spans; by default the provider of the process when the app starts.
-        meter_provider: Destination of the metrics of OpenTelemetry's conventions; None measures nothing.
         parent: True to make the span named in a record's headers the parent of its attempts, so that they are in the
             producer's trace. The span is linked either way. Batches are only linked.
 
@@ -533,7 +450,7 @@ def trace(
         >>> app = App("billing", bootstrap_servers="localhost:9092")
         >>> trace(app, parent=True)
     """
-    app.traced_by(Tracing(tracer_provider, meter_provider, parent))
+    app.traced_by(Tracing(tracer_provider, parent))
 
 
 def warn_of_no_provider() -> None:
@@ -549,15 +466,13 @@ class Tracing(NamedTuple):
     """The tracing configuration of an app; see `trace`."""
 
     tracer_provider: TracerProvider | None
-    meter_provider: MeterProvider | None
     parent: bool
 
     def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: "Settings") -> tuple[Clients, Adapt]:
         """Return the clients and the handler adapter of a run with tracing added."""
         provider = self.tracer_provider or api.get_tracer_provider()
         tracer = provider.get_tracer("aioshard", version(), SCHEMA_URL)
-        metering = None if self.meter_provider is None else Metering(self.meter_provider)
-        spans = Spans(tracer, metering, group_id, settings, parent=self.parent)
+        spans = Spans(tracer, group_id, settings, parent=self.parent)
         traced = clients._replace(
             transport=lambda: spans.transport(clients.transport()),
             producer=lambda: spans.producer(clients.producer()),

@@ -18,7 +18,6 @@ from aioshard.core.assignment import ASSIGNORS, Member
 from aioshard.settings import Settings, default_of, unit_of
 from aioshard.telemetry.metrics import METRICS
 from aioshard.telemetry.tracing import ATTRIBUTES
-from aioshard.telemetry.tracing import METRICS as OTEL_METRICS
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
@@ -74,12 +73,6 @@ def attributes() -> str:
     """One row for each attribute of spans."""
     rows = ((f"`{name}`", spans, meaning) for name, (spans, meaning) in ATTRIBUTES.items())
     return _table(("attribute", "spans", "what it is"), rows)
-
-
-def otel_metrics() -> str:
-    """One row for each metric of OpenTelemetry's conventions."""
-    rows = ((f"`{name}`", kind, f"`{unit}`", meaning) for name, (kind, unit, meaning) in OTEL_METRICS.items())
-    return _table(("metric", "instrument", "unit", "what it is"), rows)
 
 
 def commands() -> str:
@@ -189,7 +182,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "settings": settings,
     "metrics": metrics,
     "attributes": attributes,
-    "conventions": otel_metrics,
     "commands": commands,
     "exit codes": exit_codes,
     "evidence": evidence,
