@@ -2,15 +2,14 @@
 
 import asyncio
 import datetime as dt
-import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
-from aioshard.cli.output import as_text, cut, duration_as_text, print_json, print_table
+from aioshard.cli.output import as_text, cut, print_json, print_table
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.errors import CommitRefusedError, GroupBusyError, StateError
 from aioshard.kafka.aiokafka.admin import Coordinator, Group, GroupMember, KafkaAdmin, LogBounds
@@ -46,12 +45,6 @@ class Position(NamedTuple):
     """None if the partition no longer exists."""
     member: GroupMember | None
     """Its owner."""
-    committed_rate: float | None = None
-    """Offsets per second by which the commit advanced since the previous snapshot; None in the first one."""
-    arriving_rate: float | None = None
-    """The same for the end of the log."""
-    stuck_since: float | None = None
-    """When a snapshot first found this position, if it has a lag and did not advance since."""
 
     @property
     def metadata(self) -> CommitMetadata:
@@ -75,17 +68,6 @@ class Position(NamedTuple):
             return None
         return max(self.bounds.stable - max(self.offset, self.bounds.start), 0)
 
-    def compared(self, before: "Position | None", at: float, seconds: float) -> "Position":
-        """Return this position with the changes since *before*, found at *at*, that many seconds earlier."""
-        if before is None or before.bounds is None or self.bounds is None or not 0 <= before.offset <= self.offset:
-            return self
-        stuck = self.lag and (before.offset, before.finished) == (self.offset, self.finished)
-        return self._replace(
-            committed_rate=(self.offset - before.offset) / seconds,
-            arriving_rate=(self.bounds.stable - before.bounds.stable) / seconds,
-            stuck_since=(before.stuck_since or at) if stuck else None,
-        )
-
     def as_object(self) -> dict[str, Any]:
         """Return it for JSON."""
         return {
@@ -104,60 +86,35 @@ class Position(NamedTuple):
 class Snapshot(NamedTuple):
     """A group at one moment."""
 
-    at: float
     coordinator: Coordinator
     group: Group
     positions: Sequence[Position]
     """Every partition with a commit or an owner, in order."""
-    advanced_at: float
-    """When a snapshot last found a new commit; the time of the first snapshot if there was none."""
 
     @property
     def lag(self) -> int:
         """Sum of the lags of all partitions."""
         return sum(position.lag or 0 for position in self.positions)
 
-    def compared(self, before: "Snapshot") -> "Snapshot":
-        """Return this snapshot with the changes since the previous one."""
-        seconds = max(self.at - before.at, 0.001)
-        previous = {position.partition: position for position in before.positions}
-        positions = [
-            position.compared(previous.get(position.partition), before.at, seconds) for position in self.positions
-        ]
-        advanced = any(position.committed_rate for position in positions)
-        return self._replace(positions=positions, advanced_at=self.at if advanced else before.advanced_at)
 
-    @property
-    def cause(self) -> str | None:
-        """Why the group as a whole does not advance; None if it does, or if the cause is unknown."""
-        if not self.lag:
-            return None
-        cause = cause_of_group(self.group)
-        if self.at <= self.advanced_at:
-            return cause
-        worst = max(self.positions, key=lambda position: position.lag or 0)
-        cause = cause or cause_of(self.group, worst) or "unknown cause"
-        grows = ", and the lag grows" if any(position.arriving_rate for position in self.positions) else ""
-        return f"nothing was committed for {self.at - self.advanced_at:.0f} s{grows}: {cause}"
-
-
-async def take_snapshot(brokers: KafkaAdmin, group_id: str, topics: Collection[str] = ()) -> Snapshot:
+async def take_snapshot(settings: Settings, group_id: str, topics: Collection[str] = ()) -> Snapshot:
     """Take a snapshot of a group; with *topics*, only of their partitions.
 
     Raises:
         TransportError: The brokers did not answer.
     """
-    coordinator, group, commits = await asyncio.gather(
-        brokers.coordinator(group_id), brokers.group(group_id), brokers.all_commits(group_id)
-    )
-    owners, now = group.owners, time.time()
-    partitions = sorted(partition for partition in {*commits, *owners} if not topics or partition.topic in topics)
-    bounds = await _bounds(brokers, partitions)
+    async with KafkaAdmin(settings) as brokers:
+        coordinator, group, commits = await asyncio.gather(
+            brokers.coordinator(group_id), brokers.group(group_id), brokers.all_commits(group_id)
+        )
+        owners = group.owners
+        partitions = sorted(partition for partition in {*commits, *owners} if not topics or partition.topic in topics)
+        bounds = await _bounds(brokers, partitions)
     positions = [
         Position(partition, commits.get(partition), bounds.get(partition), owners.get(partition))
         for partition in partitions
     ]
-    return Snapshot(now, coordinator, group, positions, now)
+    return Snapshot(coordinator, group, positions)
 
 
 async def _bounds(brokers: KafkaAdmin, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
@@ -190,7 +147,7 @@ def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
 
     For each commit it shows the metadata that aioshard stores: records finished beyond the offset.
     """
-    snapshot = run(_show(settings_of(bootstrap_servers), group))
+    snapshot = run(take_snapshot(settings_of(bootstrap_servers), group))
     description = snapshot.group
     if as_json:
         members = [
@@ -220,11 +177,6 @@ def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
         print_table(
             ("partition", "committed", "log", "finished beyond", "metadata"), map(_position_row, snapshot.positions)
         )
-
-
-async def _show(settings: Settings, group_id: str) -> Snapshot:
-    async with KafkaAdmin(settings) as brokers:
-        return await take_snapshot(brokers, group_id)
 
 
 def _member_row(member: GroupMember) -> tuple[str, ...]:
@@ -259,138 +211,73 @@ def cause_of_group(group: Group) -> str | None:
 
 
 def cause_of(group: Group, position: Position) -> str | None:
-    """Return why a partition has a lag, and how long it may last; None if unknown, or without a lag."""
-    return next(_causes(group, position), None)
-
-
-def _causes(group: Group, position: Position) -> Iterator[str]:
-    """Yield the causes that fit, the most certain one first."""
+    """Return why a partition has a lag; None if unknown, or without a lag."""
+    cause = cause_of_group(group) if position.lag else None
     if position.bounds is None:
-        yield "the partition is gone"
+        cause = "the partition is gone"
     elif position.committed is not None and position.offset < position.bounds.start:
-        yield f"records from {position.offset} to {position.bounds.start - 1} were deleted before they were read"
-    if not position.lag:
-        return
-    if (group_cause := cause_of_group(group)) is not None:
-        yield group_cause.partition(":")[0].partition(";")[0]
-    if position.member is None:
-        yield "no member owns it"
-    if position.committed_rate:
-        net = position.committed_rate - (position.arriving_rate or 0.0)
-        if net > 0:
-            yield f"catching up, in about {duration_as_text(max(position.lag / net, 1.0))}"
-        yield "records arrive as fast as they are committed, or faster"
-    if position.finished:
-        yield f"record {position.offset} is not finished, {position.finished} beyond it are: run aioshard explain"
-    if position.stuck_since is not None:
-        yield "its member commits nothing: it hangs, is paused or halted (run aioshard explain), or has just died"
+        cause = f"records from {position.offset} to {position.bounds.start - 1} were deleted before they were read"
+    elif cause is not None:
+        cause = cause.partition(":")[0].partition(";")[0]
+    elif position.lag and position.member is None:
+        cause = "no member owns it"
+    elif position.lag and position.finished:
+        cause = f"record {position.offset} is not finished, {position.finished} beyond it are: run aioshard explain"
+    return cause
 
 
 @command.command()
 @options.group_argument
 @click.option("--topic", "-t", "topics", multiple=True, help="Only this topic; repeatable.")
-@click.option(
-    "--watch",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help="Take a snapshot every SECONDS, until interrupted, with rates and since when a partition is stuck.",
-)
 @options.bootstrap_servers()
-@options.as_json("each snapshot")
-def lag(
-    group: str,
-    *,
-    topics: tuple[str, ...],
-    watch: float | None,
-    bootstrap_servers: str | None,
-    as_json: bool,
-) -> None:
+@options.as_json("the lag")
+def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, as_json: bool) -> None:
     """Show the consumer lag of GROUP for each partition, and its cause.
 
     The lag counts offsets from the committed one to the last stable one, including those that finished beyond it,
-    which have a column of their own. Only --watch can tell whether a partition is stuck. The cause is a guess from the
-    brokers' view: they do not report heartbeats, so a dead member counts until its session expires.
+    which have a column of their own. The cause is a guess from the brokers' view: they do not report heartbeats, so a
+    dead member counts until its session expires.
     """
-
-    async def work() -> None:
-        async for snapshot in snapshots(settings_of(bootstrap_servers), group, topics, watch or 0.0):
-            if as_json:
-                print_json(_snapshot_as_object(group, snapshot))
-            else:
-                _print(group, snapshot)
-            if watch is None:
-                break
-
-    run(work())
-
-
-async def snapshots(
-    settings: Settings, group_id: str, topics: Collection[str], pause: float
-) -> AsyncGenerator[Snapshot, None]:
-    """Yield snapshots of a group, each compared with the one before."""
-    async with KafkaAdmin(settings) as brokers:
-        snapshot = await take_snapshot(brokers, group_id, topics)
-        while True:
-            yield snapshot
-            await asyncio.sleep(pause)
-            snapshot = (await take_snapshot(brokers, group_id, topics)).compared(snapshot)
-
-
-def _snapshot_as_object(group_id: str, snapshot: Snapshot) -> dict[str, Any]:
-    return {
-        "group": group_id,
-        "at": snapshot.at,
-        "state": snapshot.group.state,
-        "coordinator": snapshot.coordinator,
-        "members": len(snapshot.group.members),
-        "lag": snapshot.lag,
-        "cause": snapshot.cause,
-        "partitions": [
+    snapshot = run(take_snapshot(settings_of(bootstrap_servers), group, topics))
+    description, positions = snapshot.group, snapshot.positions
+    cause = cause_of_group(description) if snapshot.lag else None
+    if as_json:
+        print_json(
             {
-                **position.as_object(),
-                "stuck_since": position.stuck_since,
-                "committed_per_second": position.committed_rate,
-                "arriving_per_second": position.arriving_rate,
-                "cause": cause_of(snapshot.group, position),
+                "group": group,
+                "state": description.state,
+                "coordinator": snapshot.coordinator,
+                "members": len(description.members),
+                "lag": snapshot.lag,
+                "cause": cause,
+                "partitions": [
+                    {**position.as_object(), "cause": cause_of(description, position)} for position in positions
+                ],
             }
-            for position in snapshot.positions
-        ],
-    }
-
-
-_LAG_HEADINGS = (
-    *("partition", "committed", "end", "lag", "finished beyond", "committed/s", "arriving/s"),
-    *("member", "stuck", "why"),
-)
-
-
-def _print(group_id: str, snapshot: Snapshot) -> None:
-    members, behind = counted(len(snapshot.group.members), "member"), counted(snapshot.lag, "offset")
-    click.echo(
-        f"{dt.datetime.fromtimestamp(snapshot.at, dt.UTC).astimezone():%H:%M:%S} "
-        + _heading(group_id, snapshot, f" with {members}, and {behind} behind; ")
-    )
-    if snapshot.cause is not None:
-        click.echo(snapshot.cause)
-    rows = []
-    for position in snapshot.positions:
-        owner, stuck = position.member, position.stuck_since
-        rows.append(
-            (
-                str(position.partition),
-                "-" if position.committed is None else str(position.offset),
-                "gone" if position.bounds is None else str(position.bounds.stable),
-                "-" if position.lag is None else f"{position.lag:,}",
-                str(position.finished),
-                "-" if position.committed_rate is None else f"{position.committed_rate:,.1f}",
-                "-" if position.arriving_rate is None else f"{position.arriving_rate:,.1f}",
-                "-" if owner is None else as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
-                "-" if stuck is None else f"for {snapshot.at - stuck:.0f} s",
-                cause_of(snapshot.group, position) or "-",
-            )
         )
-    if rows:
-        print_table(_LAG_HEADINGS, rows)
+        return
+    members, behind = counted(len(description.members), "member"), counted(snapshot.lag, "offset")
+    click.echo(_heading(group, snapshot, f" with {members}, and {behind} behind; "))
+    if cause is not None:
+        click.echo(cause)
+    if positions:
+        print_table(
+            ("partition", "committed", "end", "lag", "finished beyond", "member", "why"),
+            [_lag_row(description, position) for position in positions],
+        )
+
+
+def _lag_row(group: Group, position: Position) -> tuple[str, ...]:
+    owner = position.member
+    return (
+        str(position.partition),
+        "-" if position.committed is None else str(position.offset),
+        "gone" if position.bounds is None else str(position.bounds.stable),
+        "-" if position.lag is None else f"{position.lag:,}",
+        str(position.finished),
+        "-" if owner is None else as_text(owner.instance_id or f"{owner.client_id}@{owner.host.lstrip('/')}"),
+        cause_of(group, position) or "-",
+    )
 
 
 # reset --------------------------------------------------------------------------------
