@@ -64,11 +64,6 @@ ServeHealth = Callable[[App], AbstractAsyncContextManager[object]]
 )
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option(
-    "--log-config",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Configure logging with this file instead: JSON for dictConfig, or an ini file.",
-)
 @click.option("--tracing", is_flag=True, help="Trace with OpenTelemetry, using the tracer provider of the process.")
 @options.app_dir
 @options.as_json("how it ended")
@@ -87,7 +82,6 @@ def command(
     web: bool,
     log_level: str,
     log_format: logs.LogFormat,
-    log_config: str | None,
     tracing: bool,
     as_json: bool,
     parent: int | None,
@@ -99,12 +93,9 @@ def command(
     if reload and workers is not None:
         raise click.UsageError("--reload cannot be combined with --workers: it runs one process, for development")
     worker = None if workers is None or parent is None else int(os.environ[WORKER_VARIABLE])
-    if log_config is not None:
-        logs.configure_from(log_config)
-    else:
-        handler = logs.configure(log_level, log_format)
-        if worker is not None:
-            handler.addFilter(functools.partial(_add_worker, worker))
+    handler = logs.configure(log_level, log_format)
+    if worker is not None:
+        handler.addFilter(functools.partial(_add_worker, worker))
     overrides = {"bootstrap_servers": bootstrap_servers, "assign": assign}
     load = functools.partial(_load, target, app_dir, overrides, workers=workers, worker=worker, tracing=tracing)
     if parent is None and workers is not None:

@@ -7,15 +7,12 @@ you configure logging yourself.
 import copy
 import json
 import logging
-import logging.config
 import math
 import sys
 import time
-from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from aioshard.engine.current_record import CurrentRecord, current_record
-from aioshard.errors import SettingsError
 
 LogFormat = Literal["text", "json"]
 
@@ -54,31 +51,6 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
         logging.getLogger(name).setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
     logging.captureWarnings(capture=True)
     return handler
-
-
-def configure_from(file: str) -> None:
-    """Configure logging from the user's own file alone.
-
-    Args:
-        file: JSON for `logging.config.dictConfig` if the name ends with `.json`, otherwise an ini file for
-            `logging.config.fileConfig`.
-
-    Raises:
-        SettingsError: The file is unreadable, or not a valid logging configuration.
-    """
-    path = Path(file)
-    try:
-        if path.suffix.lower() == ".json":
-            # Loggers already exist; those that the file does not mention must not be silenced.
-            logging.config.dictConfig({"disable_existing_loggers": False, **json.loads(path.read_text("utf-8"))})
-        else:
-            with path.open(encoding="utf-8"):
-                logging.config.fileConfig(path, disable_existing_loggers=False, encoding="utf-8")
-    except Exception as error:  # the file may name any code
-        kind = "JSON for logging.config.dictConfig" if path.suffix.lower() == ".json" else "an ini file of logging"
-        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        message = f"the log configuration {file} cannot be used: {error}{cause}; expected {kind}"
-        raise SettingsError(message) from error
 
 
 class RecordFilter(logging.Filter):

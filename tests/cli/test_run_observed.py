@@ -73,30 +73,3 @@ async def test_without_a_provider_it_is_said_that_spans_go_nowhere(start: Start)
     app = await start(NOWHERE, "--tracing", traced=False, timeout=1.0)
 
     await app.warns("spans go nowhere")
-
-
-async def test_the_users_own_log_file_is_all_that_counts(start: Start, tmp_path: Path) -> None:
-    file = tmp_path / "log.json"
-    formatters = {"mine": {"format": "MINE %(levelname)s %(name)s"}}
-    handlers = {"out": {"class": "logging.StreamHandler", "formatter": "mine"}}
-    root = {"level": "ERROR", "handlers": ["out"]}
-    file.write_text(json.dumps({"version": 1, "formatters": formatters, "handlers": handlers, "root": root}))
-
-    app = await start(NOWHERE, "--log-config", str(file), timeout=1.0)
-
-    assert await app.ends() == 1
-    *lines, last = app.errors.splitlines()
-    assert lines
-    assert all(line.startswith(("MINE ERROR", "MINE CRITICAL")) for line in lines)
-    assert last.startswith("Error: ")
-
-
-async def test_a_log_file_that_cannot_be_used_is_refused(start: Start, tmp_path: Path) -> None:
-    file = tmp_path / "log.json"
-    file.write_text("{")
-
-    app = await start(NOWHERE, "--log-config", str(file))
-
-    assert await app.ends() == 2
-    assert "cannot be used" in app.errors
-    assert "Traceback" not in app.errors

@@ -10,16 +10,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioshard import App, Batch, BatchContext, Record, Retry
 from aioshard.engine.current_record import current_record
-from aioshard.errors import SettingsError
 from aioshard.records import TopicPartition
-from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, _Aggregating, configure, configure_from
+from aioshard.telemetry.logs import REPEAT_INTERVAL, LogFormat, _Aggregating, configure
 from aioshard.telemetry.tracing import trace
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.telemetry.traces import Spans, span_id
@@ -439,51 +437,21 @@ def test_a_line_of_the_engine_says_what_happened_and_to_what(configured: Configu
 # The user's own configuration --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["log.json", "log.ini"])
-def test_the_users_own_file_configures_everything(tmp_path: Path, name: str) -> None:
+def test_the_configuration_of_an_apps_module_replaces_that_of_the_command() -> None:
     given = {
         "version": 1,
+        "disable_existing_loggers": False,
         "formatters": {"mine": {"format": "MINE %(message)s -"}},
         "filters": {"record": {"()": "aioshard.telemetry.logs.RecordFilter"}},
         "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "mine", "filters": ["record"]}},
         "root": {"level": "WARNING", "handlers": ["out"]},
     }
-    ini = (
-        "[loggers]\nkeys=root\n[handlers]\nkeys=out\n[formatters]\nkeys=mine\n"
-        "[logger_root]\nlevel=WARNING\nhandlers=out\n"
-        "[handler_out]\nclass=StreamHandler\nformatter=mine\nargs=(sys.stderr,)\n"
-        "[formatter_mine]\nformat=MINE %(message)s -\n"
-    )
-    file = tmp_path / name
-    file.write_text(json.dumps(given) if name.endswith("json") else ini)
     script = (
-        "import logging, sys, aioshard.app\nfrom aioshard.telemetry.logs import configure_from\n"
-        "configure_from(sys.argv[1])\n"
+        "import json, logging.config, sys, aioshard.app\nfrom aioshard.telemetry.logs import configure\n"
+        "configure()\nlogging.config.dictConfig(json.loads(sys.argv[1]))\n"
         "logging.getLogger('aioshard.engine').info('quiet')\nlogging.getLogger('aioshard.engine').warning('heard')\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script, json.dumps(given)], capture_output=True, text=True, check=True)
 
     assert done.stderr == "MINE heard -\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("log.json", "{", "expected JSON for logging.config.dictConfig"),
-        ("log.json", '{"version": 2}', "expected JSON"),
-        ("log.json", '{"version": 1, "handlers": {"a": {"class": "no.Such"}}}', "no"),
-        ("log.json", "[]", "expected JSON"),
-        ("log.ini", "nothing", "expected an ini file"),
-        ("log.ini", "[loggers]\nkeys=root\n", "expected an ini file"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path, name: str, text: str, said: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-
-    with pytest.raises(SettingsError, match="cannot be used") as refused:
-        configure_from(str(file))
-
-    assert said in str(refused.value)
-    assert str(file) in str(refused.value)
