@@ -231,7 +231,7 @@ class Settings(BaseSettings):
     """The group protocol. With `consumer` (KIP-848) the broker assigns partitions; it needs Kafka 4.0 and
     `client="confluent"`."""
     assignor: Literal["range", "roundrobin", "sticky", "fair", "lag"] = "sticky"
-    """Assigns partitions to members; all members of a group need the same. With `client="confluent"`, `sticky` is the
+    """Assigns partitions to members; all members of a group need the same. With `client="confluent"` only `sticky`, the
     client's `cooperative-sticky`."""
     reassignment_delay: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), "seconds"] = 0.0
     """How long the partitions of a member that left or died stay unread while they wait for its replacement. 0 assigns
@@ -474,11 +474,8 @@ def _check_group(settings: Settings) -> Iterator[str]:
             f"reassignment_delay={settings.reassignment_delay:g} s has no effect here: only 'sticky' and 'lag' of "
             "client='aiokafka' know the previous owners; set assignor='sticky', or remove it"
         )
-    if confluent and classic and assignor in {"fair", "lag"}:
-        yield (
-            f"assignor={assignor!r} is not available with client='confluent': use 'sticky', 'roundrobin' or 'range', "
-            "or client='aiokafka'"
-        )
+    if confluent and classic and assignor != "sticky":
+        yield f"assignor={assignor!r} is not available with client='confluent': use 'sticky', or client='aiokafka'"
     session, rebalance = settings.session_timeout, settings.rebalance_timeout
     if confluent and classic and rebalance < session:
         yield (

@@ -40,11 +40,11 @@ async def test_the_metadata_of_a_member_hold_its_id_and_its_generation(
             "group.id": group,
             "group.protocol": protocol,
             "auto.offset.reset": "error",
-        },
+        }
+        | ({} if protocol == "consumer" else {"partition.assignment.strategy": "cooperative-sticky"}),
         group,
         30.0,
         Callbacks(ignore, assigned, ignore, ignore),
-        incremental=protocol == "consumer",
     )
     try:
         await read.call(read.subscribe, [topic])

@@ -81,7 +81,7 @@ class World:
         self.draining, self.drained = asyncio.Event(), asyncio.Event()
         self.failures: list[KafkaError] = []
         callbacks = Callbacks(self._check, self._assigned, self._revoked, self.failures.append)
-        self.thread = ConsumerThread({}, "billing", SESSION, callbacks, incremental=True)
+        self.thread = ConsumerThread({}, "billing", SESSION, callbacks)
         self.client: Any = self.thread._consumer
         self.now = 0.0
 
@@ -373,7 +373,7 @@ from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread
 
 async def main():
     options = {"bootstrap.servers": "127.0.0.1:9", "group.id": "g", "log_level": 0}
-    thread = ConsumerThread(options, "g", 45.0, Callbacks(*[print] * 4), incremental=True)
+    thread = ConsumerThread(options, "g", 45.0, Callbacks(*[print] * 4))
     print(await thread.call(sum, [1, 2]))
     thread.call(threading.Event().wait)
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from aioshard.core.assignment import ASSIGNORS
 from aioshard.errors import AuthorizationError, TransportError
 from aioshard.kafka.confluent.transport import ConfluentTransport
 from aioshard.ports import NOT_A_MEMBER, Membership
@@ -85,11 +86,13 @@ async def test_a_removal_that_was_refused_is_not_tried_again() -> None:
 
 
 async def test_the_group_does_not_wait_for_a_session_of_who_was_before(
-    kafka: SharedKafka, topic: str, group: str
+    kafka: SharedKafka, topic: str, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kafka.create_topic(topic, 1)
-    same = {"assignor": "range", "session_timeout": SESSION, "rebalance_timeout": SESSION}
+    same = {"session_timeout": SESSION, "rebalance_timeout": SESSION}
+    monkeypatch.setitem(ASSIGNORS, "cooperative-sticky", ASSIGNORS["range"])  # both must name the same assignor
     was = Member(settings_for(kafka.bootstrap, **same), group)
+    was.transport._options["partition_assignment_strategy"][0].name = "cooperative-sticky"
     (before,) = [(await was.join(topic)).membership]
     assert was.transport._internals is not None
     await was.transport._internals.tear_down()  # without a word to the group

@@ -28,7 +28,7 @@ def settings_for(bootstrap: str, **overrides: Any) -> Settings:
         "session_timeout": 6,
         "heartbeat_interval": 0.2,
         "rebalance_timeout": 20,
-        "assignor": "roundrobin",
+        "assignor": "sticky" if overrides.get("client") == "confluent" else "roundrobin",
         "fetch_max_wait": 0.05,
         "metadata_max_age": 0.5,
     }

@@ -4,8 +4,8 @@ The tests know a client only as the port. Another implementation takes part with
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
@@ -136,30 +136,23 @@ class KafkaHarness:
 
 
 class ConfluentHarness(KafkaHarness):
-    """The client on confluent-kafka, with an assignor that takes everything from everybody."""
-
-    settings: Mapping[str, Any] = {"client": "confluent"}
+    """The client on confluent-kafka, whose rebalances take only the partitions that move."""
 
     def client(self) -> ConfluentTransport:
-        made = ConfluentTransport(settings_for(self.kafka.bootstrap, **self.settings), self.group)
+        made = ConfluentTransport(settings_for(self.kafka.bootstrap, client="confluent"), self.group)
         self.clients.append(made)
         return made
-
-
-class CooperativeHarness(ConfluentHarness):
-    settings: Mapping[str, Any] = {"client": "confluent", "assignor": "sticky"}
 
 
 EAGER = [
     pytest.param(InMemoryHarness, id="in memory"),
     pytest.param(KafkaHarness, id="kafka", marks=pytest.mark.kafka),
-    pytest.param(ConfluentHarness, id="confluent", marks=pytest.mark.kafka),
 ]
 when_everything_is_taken = pytest.mark.parametrize("unprepared", EAGER, indirect=True)
 """For what is so in rebalances that take every partition from everybody; tests/confluent has the others."""
 
 
-@pytest.fixture(params=[*EAGER, pytest.param(CooperativeHarness, id="cooperative", marks=pytest.mark.kafka)])
+@pytest.fixture(params=[*EAGER, pytest.param(ConfluentHarness, id="confluent", marks=pytest.mark.kafka)])
 def unprepared(request: pytest.FixtureRequest) -> Harness:
     """Not async: the broker's fixture is not."""
     made: Harness = request.param(request)

@@ -92,10 +92,9 @@ class Buffers:
         * A buffer exceeds its share by at most the records that the client had in its own queue.
     """
 
-    def __init__(self, share: int, *, incremental: bool = True) -> None:
-        """Buffer about *share* bytes per partition; *incremental*: whether partitions can be assigned individually."""
+    def __init__(self, share: int) -> None:
+        """Buffer about *share* bytes per partition."""
         self.share = share
-        self._incremental = incremental
         self._partitions: dict[tuple[str, int], _Partition] = {}
         self._ready: dict[_Partition, None] = {}
         """Partitions with something to return; the one served last is at the end."""
@@ -200,8 +199,6 @@ class Buffers:
             wanted = partition.wanted
             if wanted and partition.full_since is not None:
                 wanted = partition.fetching and now < partition.full_since + self._patience()
-            if wanted and partition.broken and not self._incremental:
-                continue  # before the next read, all partitions start over
             if wanted and (partition.moved or not partition.fetching):
                 partition.moved = False
                 partition.fetching = True
@@ -222,15 +219,6 @@ class Buffers:
         if partition.failures >= _FAILURES:
             partition.failures = 0
             partition.broken = True
-
-    def start_over(self) -> bool:
-        """Return whether the caller must assign all partitions again: if one is broken and cannot be assigned alone."""
-        if self._incremental or not any(p.broken and p.wanted for p in self._partitions.values()):
-            return False
-        for partition in self._partitions.values():
-            partition.broken = partition.fetching = False
-            partition.moved = True
-        return True
 
     def _patience(self) -> float:
         starving = any(p.fetching and not p.records and p.full_since is None for p in self._partitions.values())

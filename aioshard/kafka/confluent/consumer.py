@@ -87,8 +87,6 @@ class ConsumerThread:
         group_id: str,
         session_timeout: float,
         callbacks: Callbacks,
-        *,
-        incremental: bool,
     ) -> None:
         """Create the client, and start its thread.
 
@@ -98,7 +96,6 @@ class ConsumerThread:
             session_timeout: Seconds without an answer to a commit after which other members may have our partitions.
                 The client itself notices that only while no rebalance is in progress, and not at all under KIP-848.
             callbacks: Where to report.
-            incremental: Whether a rebalance revokes only the partitions that move.
 
         Raises:
             KafkaException: The client refused an option; also `TypeError` and `ValueError`.
@@ -107,7 +104,6 @@ class ConsumerThread:
         self._group_id = group_id
         self._session_timeout = session_timeout
         self._callbacks = callbacks
-        self._incremental = incremental
         self._kip_848 = options.get("group.protocol") == "consumer"
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closing = False
@@ -226,14 +222,11 @@ class ConsumerThread:
         """Return the client's current membership."""
         return membership_of(self._consumer.consumer_group_metadata())
 
-    def assign(self, partitions: Collection[TopicPartition], *, incremental: bool = False) -> None:
-        """Assign partitions, paused: all of them, or *incremental* ones in addition."""
+    def assign(self, partitions: Collection[TopicPartition]) -> None:
+        """Assign more partitions, paused."""
         # A position that is always valid keeps the client from giving up; nothing is read from it.
         client_partitions = [ClientPartition(*partition, OFFSET_BEGINNING) for partition in partitions]
-        if incremental:
-            self._consumer.incremental_assign(client_partitions)
-        else:
-            self._consumer.assign(client_partitions)
+        self._consumer.incremental_assign(client_partitions)
         if client_partitions:
             self._consumer.pause(client_partitions)
 
@@ -243,7 +236,7 @@ class ConsumerThread:
         if self._closing:
             return
         partitions = _topic_partitions(client_partitions)
-        self.assign(partitions, incremental=self._incremental)
+        self.assign(partitions)
         report = self._callbacks.assigned(partitions, self.membership())
         asyncio.run_coroutine_threadsafe(report, self._loop).result()
 
@@ -269,10 +262,7 @@ class ConsumerThread:
             self._serve()
         finally:
             self._revoking = self._lost = False
-        if self._incremental:
-            self._consumer.incremental_unassign(list(client_partitions))
-        else:
-            self._consumer.unassign()
+        self._consumer.incremental_unassign(list(client_partitions))
 
     # Commits ------------------------------------------------------------------------------
 

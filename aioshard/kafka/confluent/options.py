@@ -8,8 +8,6 @@ from aioshard.kafka.aiokafka.options import partition_share
 if TYPE_CHECKING:
     from aioshard.settings import Settings
 
-_ASSIGNORS = {"sticky": "cooperative-sticky", "range": "range", "roundrobin": "roundrobin"}
-"""Assignor names in the settings, and the client's names for them."""
 _PARTITION_FETCH = 256 * 1024
 """Maximum bytes per partition in a fetch, unless a single batch is larger."""
 _LEAST_FETCH = 1024 * 1024
@@ -22,11 +20,6 @@ _LEAST_SOCKET_TIMEOUT = 10.0
 
 _LOGGER = logging.getLogger("aioshard.kafka.confluent.librdkafka")
 """Receives librdkafka's own log lines; without `debug`, they never show what is committed."""
-
-
-def is_incremental(settings: "Settings") -> bool:
-    """Whether a rebalance revokes only the partitions that move."""
-    return settings.group_protocol == "consumer" or settings.assignor == "sticky"
 
 
 def share_of_buffer(partitions: int, max_bytes: int) -> int:
@@ -63,7 +56,7 @@ def _connection_options(settings: "Settings") -> dict[str, Any]:
 
 def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
     """Build all options of the consumer. `Settings` has checked which of them users may override."""
-    quarter = max(settings.max_buffered_bytes // 8, _LEAST_FETCH)
+    eighth = max(settings.max_buffered_bytes // 8, _LEAST_FETCH)
     options = _connection_options(settings) | {
         "group.id": group_id,
         "enable.auto.commit": False,
@@ -77,9 +70,9 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
         "socket.timeout.ms": _milliseconds(max(2 * settings.commit_timeout, _LEAST_SOCKET_TIMEOUT)),
         "topic.metadata.refresh.interval.ms": _milliseconds(settings.metadata_max_age),
         "fetch.wait.max.ms": _milliseconds(settings.fetch_max_wait),
-        "fetch.message.max.bytes": min(_PARTITION_FETCH, quarter),
-        "fetch.max.bytes": quarter,
-        "queued.max.messages.kbytes": max(quarter // 1024, 1),
+        "fetch.message.max.bytes": min(_PARTITION_FETCH, eighth),
+        "fetch.max.bytes": eighth,
+        "queued.max.messages.kbytes": eighth // 1024,
         "queued.min.messages": _MOST_QUEUED,
         "fetch.queue.backoff.ms": _FETCH_PAUSE_MS,
     }
@@ -90,7 +83,7 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
     else:
         options["session.timeout.ms"] = _milliseconds(settings.session_timeout)
         options["heartbeat.interval.ms"] = _milliseconds(settings.heartbeat_interval)
-        options["partition.assignment.strategy"] = _ASSIGNORS[settings.assignor]
+        options["partition.assignment.strategy"] = "cooperative-sticky"
     return options | settings.client_options
 
 

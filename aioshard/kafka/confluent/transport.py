@@ -16,7 +16,7 @@ from aioshard.kafka import errors
 from aioshard.kafka.aiokafka.transport import check_ownership, manual_membership
 from aioshard.kafka.confluent.buffers import Buffers
 from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread
-from aioshard.kafka.confluent.options import consumer_options, is_incremental, share_of_buffer
+from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
 from aioshard.kafka.confluent.queries import QueryClient
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
 from aioshard.ports import (
@@ -71,8 +71,7 @@ class ConfluentTransport:
         self._settings = settings
         self._group_id = group_id
         self._options = consumer_options(settings, group_id)
-        self._incremental = is_incremental(settings)
-        self._buffers = Buffers(share_of_buffer(1, settings.max_buffered_bytes // 2), incremental=self._incremental)
+        self._buffers = Buffers(share_of_buffer(1, settings.max_buffered_bytes // 2))
         self._queries = QueryClient(settings, group_id)
         self._consumer: ConsumerThread | None = None
         self._listener: GroupListener | None = None
@@ -132,7 +131,7 @@ class ConfluentTransport:
         callbacks = Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail)
         timeout = self._settings.session_timeout
         try:
-            return ConsumerThread(self._options, self._group_id, timeout, callbacks, incremental=self._incremental)
+            return ConsumerThread(self._options, self._group_id, timeout, callbacks)
         except (KafkaException, ValueError, TypeError) as error:
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
 
@@ -200,8 +199,6 @@ class ConfluentTransport:
                     async with asyncio.timeout(seconds):
                         await self._room.wait()
                 continue
-            if self._buffers.start_over():
-                await consumer.call(consumer.assign, self._buffers.partitions)
             messages, failed = await consumer.call(consumer.read, self._buffers.changes(loop.time()))
             for change in failed:
                 self._buffers.not_changed(change)
@@ -399,8 +396,6 @@ class ConfluentTransport:
         """Pass our whole current assignment to the engine."""
         if self._listener is None or self._closed:
             return
-        if not self._incremental:
-            self._buffers.remove(self._buffers.partitions)
         self._buffers.add(partitions)
         self._membership = membership
         self._note_member(membership)
@@ -428,8 +423,6 @@ class ConfluentTransport:
         finally:
             # In one step: the callback makes the calls queued until now; later commits of these partitions are refused.
             self._buffers.remove(partitions)
-            if not self._incremental:
-                self._membership = NOT_A_MEMBER
             self._consumer.end_revocation()
             self._handed_over.set()
             self._readable.set()
