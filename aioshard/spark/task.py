@@ -6,6 +6,7 @@ as in an app: shards, workers, retries, timeouts and failure policies.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import anyio
 import pyarrow as pa
 
 from aioshard.app import App
@@ -82,53 +84,6 @@ _BATCHES = 6
 """Batches that may wait for Spark; beyond that, reading pauses."""
 
 
-class Collected:
-    """The completed records of one task. `take` belongs to Spark's thread, everything else to the event loop's.
-
-    Invariants:
-        * Every added record is taken, unless the task is abandoned.
-        * Nothing more should be read while it `is_full`.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Create an empty collection for records that complete in *loop*."""
-        self.rows = OutcomeRows(self._flush, _ROWS, max_bytes=math.inf, keep_failed=True)
-        self._ahead = time.time() - loop.time()  # read once, so that intervals do not change
-        self._flushed = 0
-        self._ready: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether Spark does not keep up."""
-        return self._ready.qsize() > _BATCHES
-
-    @property
-    def ended(self) -> int:
-        """Number of records added so far."""
-        return self._flushed + len(self.rows)
-
-    def close(self) -> None:
-        """Flush all rows and mark the end; nothing may be added afterwards."""
-        if len(self.rows):
-            self._flush()
-        self._ready.put(None)
-
-    def _flush(self) -> None:
-        self._flushed += len(self.rows)
-        self._ready.put(self.rows.take()[0])
-
-    # Spark's thread ----------------------------------------------------------------------
-
-    def take(self, timeout: float) -> pa.RecordBatch | None:
-        """Return the next rows, or None at the end.
-
-        Raises:
-            Empty: No rows arrived within *timeout* seconds.
-        """
-        flat = self._ready.get(timeout=timeout)
-        return None if flat is None else outcome_batch(flat, self._ahead)
-
-
 _CHECK_INTERVAL = 0.1
 """Seconds between checks for halted or stuck handlers."""
 _END_INTERVAL = 0.01
@@ -179,7 +134,11 @@ def run_handlers(
 
 
 class _Task:
-    """One Spark task. `run` belongs to Spark's thread, the coroutines to the event loop's."""
+    """One Spark task. `run` belongs to Spark's thread, the coroutines to the event loop's.
+
+    Invariants:
+        * Every completed record becomes a row that `run` yields, unless the task is abandoned.
+    """
 
     def __init__(
         self,
@@ -192,99 +151,104 @@ class _Task:
         self._awaits_more = awaits_more
         self._work = work
         self._make_transport = make_transport
-        self._loop = worker_loop()
-        self._collected = Collected(self._loop)
+        self._rows = OutcomeRows(self._flush, _ROWS, max_bytes=math.inf, keep_failed=True)
+        self._ready: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._end_timeout = _END_TIMEOUT
-        self._progress_at = self._alive_at = time.monotonic()
 
     def run(self) -> Iterator[pa.RecordBatch]:
         """Yield rows until the end."""
+        ahead = time.time() - worker_loop().time()  # read once, so that intervals do not change
         running = submit(self._serve())
         try:
-            while True:
-                try:
-                    rows = self._collected.take(_SILENCE)
-                except queue.Empty:
-                    self._check_alive()
-                    continue
-                if rows is None:
-                    break
-                yield rows
-                self._note_alive()
+            while (flat := self._take()) is not None:
+                yield outcome_batch(flat, ahead)
             running.result()
         finally:
-            if not self._ended.is_set():
-                running.cancel()
-                if not self._ended.wait(self._end_timeout):
-                    worker_loop.cache_clear()
+            running.cancel()
+            if not self._ended.wait(_END_TIMEOUT):
+                worker_loop.cache_clear()
 
-    def _check_alive(self) -> None:
+    def _take(self) -> list[Any] | None:
+        """Return the next rows, or None at the end; check meanwhile that the event loop is alive.
+
+        Raises:
+            StuckError: A handler blocks the event loop. The loop is abandoned.
+        """
         patience = max(self._app.settings.stuck_after, 2 * _SILENCE)
-        if time.monotonic() - self._alive_at > patience:
-            self._end_timeout = 0.0
-            raise StuckError(
-                f"a handler has kept the event loop for {patience:g} s without an await, and nothing else can run: "
-                f"{self._app.explain().strip()}"
-            )
-        self._loop.call_soon_threadsafe(self._note_alive)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=_SILENCE)
+            alive = threading.Event()
+            worker_loop().call_soon_threadsafe(alive.set)
+            if not alive.wait(patience):
+                worker_loop.cache_clear()
+                self._ended.set()
+                raise StuckError(
+                    f"a handler has kept the event loop for {patience:g} s without an await, and nothing else can run: "
+                    f"{self._app.explain().strip()}"
+                )
 
-    def _note_alive(self) -> None:
-        """Note that the event loop is alive: it called this, or produced rows."""
-        self._alive_at = time.monotonic()
+    def _flush(self) -> None:
+        self._ready.put(self._rows.take()[0])
+
+    def _is_full(self) -> bool:
+        """Whether Spark does not keep up."""
+        return self._ready.qsize() > _BATCHES
 
     async def _serve(self) -> None:
-        app, collected = self._app, self._collected
+        app = self._app
         obstacles: Sequence[_Obstacle] = ()
         try:
             started = app.started(
-                lambda: _Paced(self._make_transport(app), collected),
+                lambda: _Paced(self._make_transport(app), self._is_full),
                 (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
                 adapt=functools.partial(_adapted, self._work, self._work.concurrency_of(app.handlers)),
-                observe=collected.rows.observe,
+                observe=self._rows.observe,
                 replay=True,
             )
             try:
                 async with started:
-                    obstacles = await self._until_done(app.running_engine(), collected)
-                    self._add_obstacles(app.running_engine(), obstacles)
+                    engine = app.running_engine()
+                    obstacles = await self._until_done(engine)
+                    for delivery, error, message in obstacles:
+                        spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
+                        trouble = Trouble("halted", error, as_text(message).decode(), delivery.record)
+                        self._rows.add(spec, delivery, trouble)
             except NotDrainedError:
                 if not obstacles:
                     raise
             if obstacles and not self._work.halted_rows:
                 raise HaltedError(map(str, obstacles))
         finally:
-            collected.close()
+            if len(self._rows):
+                self._flush()
+            self._ready.put(None)
             self._ended.set()
 
-    async def _until_done(self, engine: Engine, collected: Collected) -> Sequence[_Obstacle]:
+    async def _until_done(self, engine: Engine) -> Sequence[_Obstacle]:
         """Wait until all records are complete; otherwise return the records that prevent it."""
-        done = asyncio.create_task(caught_up(engine, _END_INTERVAL), name="caught up")
-        seen = -1
-        try:
-            while True:
-                await asyncio.wait([done], timeout=_CHECK_INTERVAL)
-                now = time.monotonic()
-                if collected.ended != seen or collected.is_full or self._awaits_more(engine):
-                    seen, self._progress_at = collected.ended, now
-                if done.done():
-                    done.result()
-                    return ()
-                # Records after a halted one would be repeated together with it, so continuing gains nothing.
-                obstacles = _halted(engine) or _exhausted(engine) or self._stuck(engine)
-                if obstacles:
-                    return obstacles
-        except HaltedError:
-            return _halted(engine)
-        finally:
-            done.cancel()
-            await asyncio.wait([done])
+        rows, progress_at = -1, 0.0
+        while True:
+            with anyio.move_on_after(_CHECK_INTERVAL), contextlib.suppress(HaltedError):
+                await caught_up(engine, _END_INTERVAL)
+                return ()
+            now = time.monotonic()
+            if len(self._rows) != rows or self._is_full() or self._awaits_more(engine):
+                rows, progress_at = len(self._rows), now
+            # Records after a halted one would be repeated together with it, so continuing gains nothing.
+            obstacles = [_obstacle(delivery) for delivery in halted_of(engine)] or _exhausted(engine)
+            if not obstacles and now - progress_at >= self._app.settings.stuck_after:
+                obstacles = self._stuck(engine)
+            if obstacles:
+                return obstacles
 
     def _stuck(self, engine: Engine) -> Sequence[_Obstacle]:
-        """Return the oldest records if nothing has completed for too long."""
+        """Return the oldest records, because nothing has completed for too long.
+
+        Raises:
+            StuckError: There are none.
+        """
         stuck_after = self._app.settings.stuck_after
-        if time.monotonic() - self._progress_at < stuck_after:
-            return ()
         epochs = engine.rebalance.epochs
         oldest = [delivery for epoch in epochs if (delivery := epoch.tracker.oldest) is not None]
         if not oldest:
@@ -298,27 +262,20 @@ class _Task:
         message = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
         return [_Obstacle(delivery, StuckError.__name__, message) for delivery in oldest]
 
-    def _add_obstacles(self, engine: Engine, obstacles: Sequence[_Obstacle]) -> None:
-        """Add the blocking records to the rows."""
-        for delivery, error, message in obstacles:
-            spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
-            trouble = Trouble("halted", error, as_text(message).decode(), delivery.record)
-            self._collected.rows.add(spec, delivery, trouble)
-
 
 class _Paced:
     """Wraps a client so that it delivers nothing while Spark does not keep up."""
 
-    def __init__(self, transport: Transport, collected: Collected) -> None:
+    def __init__(self, transport: Transport, is_full: Callable[[], bool]) -> None:
         self._transport = transport
-        self._collected = collected
+        self._is_full = is_full
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         """See `Transport.poll`."""
-        if self._collected.is_full:
+        if self._is_full():
             await asyncio.sleep(min(timeout, _FULL_INTERVAL))
             return ()
         return await self._transport.poll(allowance, timeout)
@@ -346,11 +303,6 @@ def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
 async def _discard(message: Message) -> int:  # noqa: ARG001 - the signature of `Publish`
     """Discard the message: the outcome row holds the dead letter, and a planned run sends it later."""
     return 0
-
-
-def _halted(engine: Engine) -> Sequence[_Obstacle]:
-    """Return the records that failed permanently."""
-    return [_obstacle(delivery) for delivery in halted_of(engine)]
 
 
 def _obstacle(delivery: Delivery) -> _Obstacle:
