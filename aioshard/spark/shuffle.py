@@ -44,9 +44,8 @@ _DIGEST = 8
 _ENDLESS = 1 << 62
 """End of a partition whose end is not known yet."""
 _PART = Usage(2_000, 4 * 1024 * 1024)
-"""Maximum size of the parts that a batch of rows is divided into: records, and bytes by their average size."""
-_MAX_WAITING = Usage(10_000, 32 * 1024 * 1024)
-"""Records and bytes that may wait for room in the engine before reading pauses."""
+"""Maximum size of the parts that a batch of rows is divided into: records, and bytes by their average size. The next
+part is read once the engine has taken the records of the last one."""
 
 
 def with_shards(work: Work, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -132,8 +131,6 @@ class _Lane:
         self.waiting: deque[tuple[Record, int]] = deque()
         self.position = 0
         self.paused = True
-        self.opened = False
-        """Whether the engine has opened the partition, which it does by resuming it."""
 
     @property
     def end(self) -> int:
@@ -175,7 +172,7 @@ class RowTransport(Groupless):
     Invariants:
         * The records of a handler arrive in the order of the rows.
         * A position is never delivered twice: nothing can be read again.
-        * It reads ahead at most `_MAX_WAITING`, one part of about `_PART`, and one Spark batch.
+        * It reads ahead at most two parts of about `_PART`, and one Spark batch.
     """
 
     def __init__(self, rows: Iterator[pa.RecordBatch], handlers: Sequence[Handler]) -> None:
@@ -191,8 +188,6 @@ class RowTransport(Groupless):
         self._handlers = handlers
         self._lanes: dict[TopicPartition, _Lane] = {}
         self._lane_of: dict[str, _Lane] = {}
-        self._unassigned: list[_Lane] = []
-        self._records = self._bytes = 0  # waiting in the lanes
         self._listener: GroupListener | None = None
         self._exhausted = False
         self._woken = False
@@ -214,7 +209,7 @@ class RowTransport(Groupless):
     def awaited_by(self, engine: Engine) -> bool:
         """Whether the engine has completed all records so far and more may arrive; it learns the ends once known."""
         engine.rebalance.ends.update(self.ends())
-        return not self._exhausted and not self._records and not engine.buffer.records
+        return not self._exhausted and not self._waiting() and not engine.buffer.records
 
     @property
     def trouble(self) -> str | None:
@@ -235,16 +230,10 @@ class RowTransport(Groupless):
         await self._arrived.wait()
         self._read_on()
         if not self._lanes:
-            self._assign()
+            listener.assigned([], self.membership())
 
     async def close(self) -> None:
         """See `Transport.close`."""
-
-    def _assign(self) -> None:
-        """Assign lanes whose first records have arrived to the engine, one assignment after another."""
-        assert self._listener is not None  # noqa: S101 - started
-        lanes, self._unassigned = self._unassigned, []
-        self._listener.assigned([lane.topic_partition for lane in lanes], self.membership())
 
     # Records ----------------------------------------------------------------------------
 
@@ -266,9 +255,7 @@ class RowTransport(Groupless):
                 item = lane.take(allowance)
                 if item is not None:
                     self._lanes[partition] = self._lanes.pop(partition)
-                    if isinstance(item, FetchedBatch):
-                        self._records -= len(item.records)
-                        self._bytes -= sum(item.sizes)
+                    self._read_on()
                     return [item]
             remaining = deadline - loop.time()
             if self._woken or remaining <= 0:
@@ -286,32 +273,31 @@ class RowTransport(Groupless):
             self._reading = None
             self._exhausted = records is None
             self._sort(records or ())
-        room = self._records < _MAX_WAITING.records and self._bytes < _MAX_WAITING.bytes
-        if room and self._reading is None and not self._exhausted:
+        if self._reading is None and not self._exhausted and not self._waiting():
             self._reading = asyncio.get_running_loop().run_in_executor(self._thread, next, self._parts, None)
             self._reading.add_done_callback(lambda _: self._arrived.set())
-        if self._unassigned and all(lane.opened for lane in self._lanes.values() if lane not in self._unassigned):
-            self._assign()
+
+    def _waiting(self) -> bool:
+        """Whether records wait for room in the engine."""
+        return any(lane.waiting for lane in self._lanes.values())
 
     def _sort(self, records: Sequence[Record]) -> None:
-        """Add each record to the lane of its handler."""
-        lanes = self._lane_of
+        """Add each record to the lane of its handler; assign new lanes to the engine."""
+        assert self._listener is not None  # noqa: S101 - started
+        assigned = len(self._lanes)
         for record in records:
-            lane = lanes.get(record.topic) or self._find_lane(record.topic)
-            size = record_size(record.key, record.value, record.headers)
-            lane.waiting.append((record, size))
-            self._bytes += size
-        self._records += len(records)
+            lane = self._lane_of.get(record.topic) or self._find_lane(record.topic)
+            lane.waiting.append((record, record_size(record.key, record.value, record.headers)))
+        if len(self._lanes) > assigned:
+            self._listener.assigned([*self._lanes], self.membership())
 
     def _find_lane(self, topic: str) -> _Lane:
-        number = _handler_of(self._handlers, topic)
-        lanes = self._lanes.values()
-        lane = next((lane for lane in lanes if _handler_of(self._handlers, lane.topic_partition.topic) == number), None)
+        handler = self._handlers[_handler_of(self._handlers, topic)]
+        lane = next((lane for name, lane in self._lanes.items() if handler.takes(name.topic)), None)
         if lane is None:
-            at = TopicPartition(topic, 0)
-            lane = self._lanes[at] = _Lane(at)
-            self._committed[at] = Committed(0, "")
-            self._unassigned.append(lane)
+            name = TopicPartition(topic, 0)
+            lane = self._lanes[name] = _Lane(name)
+            self._committed[name] = Committed(0, "")
         self._lane_of[topic] = lane
         return lane
 
@@ -338,8 +324,8 @@ class RowTransport(Groupless):
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
         """See `Transport.resume`."""
-        for lane in map(self._lanes.__getitem__, partitions):
-            lane.paused, lane.opened = False, True
+        for partition in partitions:
+            self._lanes[partition].paused = False
         self._arrived.set()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
