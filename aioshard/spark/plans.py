@@ -310,19 +310,14 @@ def advanced(start: Vector, end: Vector, most: int) -> dict[str, dict[str, int]]
     """
     left = ranges_between(start, end)
     total = sum(planned.end - planned.start for planned in left)
+    most = min(most, total)
     result = {topic: dict(offsets) for topic, offsets in start.items()}
-    if total <= most:
-        for planned in left:
-            result[planned.topic][str(planned.partition)] = planned.end
-        return result
-    shares = [(planned.end - planned.start) * most // total for planned in left]
-    spare = most - sum(shares)
-    # Distribute the rounding remainder to the partitions that lost most by it; ties go to the first.
-    by_loss = sorted(range(len(left)), key=lambda index: -((left[index].end - left[index].start) * most % total))
-    for index in by_loss[:spare]:
-        shares[index] += 1
-    for planned, more in zip(left, shares, strict=True):
-        result[planned.topic][str(planned.partition)] = planned.start + more
+    before = 0
+    for planned in left:
+        after = before + planned.end - planned.start
+        # Rounding the running total instead of each share loses no offset.
+        result[planned.topic][str(planned.partition)] += after * most // total - before * most // total
+        before = after
     return result
 
 
@@ -338,16 +333,13 @@ def packed(ranges: Sequence[PlannedRange], tasks: int | None) -> list[list[Plann
         >>> [[planned.end for planned in task] for task in packed(sizes, 2)]
         [[9], [5, 4]]
     """
-    count = min(tasks or len(ranges), len(ranges))
-    if not count:
-        return []
-    loads = [(0, number) for number in range(count)]
-    result: list[list[PlannedRange]] = [[] for _ in range(count)]
+    loads: list[tuple[int, int, list[PlannedRange]]]
+    loads = [(0, number, []) for number in range(min(tasks or len(ranges), len(ranges)))]
     for planned in sorted(ranges, key=lambda planned: (planned.start - planned.end, planned.topic, planned.partition)):
-        load, number = heapq.heappop(loads)
-        result[number].append(planned)
-        heapq.heappush(loads, (load + planned.end - planned.start, number))
-    return result
+        load, number, task = loads[0]
+        task.append(planned)
+        heapq.heapreplace(loads, (load + planned.end - planned.start, number, task))
+    return [task for _, _, task in loads]
 
 
 def split(ranges: Sequence[PlannedRange], tasks: int) -> list[list[PlannedRange]]:
@@ -365,10 +357,7 @@ def split(ranges: Sequence[PlannedRange], tasks: int) -> list[list[PlannedRange]
     for planned in ranges:
         start = planned.start
         while start < planned.end:
-            # A task must not hold two parts of the same partition.
-            if room == 0 or any(
-                other.topic == planned.topic and other.partition == planned.partition for other in result[-1]
-            ):
+            if room == 0:
                 result.append([])
                 room = size
             end = min(start + room, planned.end)

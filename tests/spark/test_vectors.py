@@ -56,15 +56,3 @@ def test_divided_tasks_are_about_equal_and_hold_a_partition_once(ranges: list[Pl
     for task in found:
         assert offsets(task).total() <= -(-total // tasks)
         assert len({(one.topic, one.partition) for one in task}) == len(task)
-
-
-def test_two_ranges_of_a_partition_are_never_in_one_task() -> None:
-    """Of the offsets that a verification reads again; a task reads one range of a partition."""
-    ranges = [PlannedRange(topic="t", partition=0, start=start, end=start + 10) for start in (0, 100, 200)]
-    found = split([*ranges, PlannedRange(topic="t", partition=1, start=0, end=10)], 1)
-
-    assert sum((offsets(task) for task in found), Counter()) == offsets(ranges) + offsets(
-        [PlannedRange(topic="t", partition=1, start=0, end=10)]
-    )
-    for task in found:
-        assert len({(one.topic, one.partition) for one in task}) == len(task)
