@@ -36,7 +36,7 @@ async def transport_that_was(member_id: str, **settings: Any) -> ConfluentTransp
 
 
 async def removed(transport: ConfluentTransport, brokers: Brokers) -> list[str]:
-    transport._queries = cast("Any", brokers)
+    transport._remove_member = brokers.remove_member  # type: ignore[method-assign]
     await transport._remove_stale_members()
     return brokers.removed
 

@@ -121,7 +121,9 @@ def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[Topic
     for topic, partitions in answer.topics:
         for partition, offset, metadata, code in partitions:
             raise_for(code)
-            commits[TopicPartition(topic, partition)] = Committed(offset, metadata or "")
+            commits[TopicPartition(topic, partition)] = Committed(
+                offset, (metadata or "").removesuffix("\0")
+            )  # librdkafka sends C strings
     _refuse_missing(asked, commits, "committed offset")
     return {topic_partition: committed for topic_partition, committed in commits.items() if committed.offset >= 0}
 

@@ -5,7 +5,8 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Awaitable, Collection, Container, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -52,18 +53,15 @@ _RETRY_BACKOFF = 0.1
 _LIVES = itertools.count()
 
 
-class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
-    """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
+class KafkaTransport(ABC):
+    """What the transports of both client libraries have in common: its queries go through aiokafka.
 
     One instance is one life of the client: after `close`, or after `poll` raised, build a new one. With manual
     assignment (`assign`), it never joins the group: it takes its partitions at the start and keeps them until closed.
-
-    Invariants:
-        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while
-          the group rebalances.
-        * The client never chooses or resets a position, never commits on its own, and never leaves
-          the group because nobody polls.
     """
+
+    _buffer: Any
+    """The positions of the assigned partitions, and their records."""
 
     def __init__(self, settings: "Settings", group_id: str) -> None:
         """Check the options; connects to nothing yet.
@@ -75,27 +73,21 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
         self._group_id = group_id
         self._options = consumer_options(settings, group_id)
         self._topics: frozenset[str] = frozenset()
-        self._instance = _InstanceWatch(settings, group_id)
         self._internals: Internals | None = None
-        self._buffer = FetchBuffer(
-            read_committed=settings.isolation_level == "read_committed",
-            may_wait_longer="fetch_max_wait" not in settings.model_fields_set,
-        )
         self._closed = False
         """Whether `close` was called: from then on, `poll` returns no records."""
         self._left = False
         """Whether all requests must stop, including the commits of a final drain."""
         self._membership = NOT_A_MEMBER
         self._listener: GroupListener | None = None
-        self._listener_failure: Exception | None = None
         self._released = asyncio.Event()
+        """Set unless the engine is handing partitions over."""
         self._released.set()
-        self._waiter: asyncio.Future[None] | None = None
         self._woken = False
 
     @property
     def trouble(self) -> str | None:
-        """See `Transport.trouble`. The group's coordinator counts only after `start`."""
+        """See `Transport.trouble`."""
         internals = self._internals
         if internals is None or self._closed:
             return None
@@ -104,14 +96,12 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
         known = internals.cluster.partitions_for_topic
         if missing := [topic for topic in sorted(self._topics) if not known(topic)]:
             return f"topics that do not exist, or that this user may not see: {named(missing)}"
-        if self._listener is not None and internals.coordinator.coordinator_id is None:
-            return f"group {self._group_id!r} has no coordinator now: nothing can be committed"
         return None
 
     # Lifecycle ------------------------------------------------------------------------
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """See `Transport.start`; takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
+        """See `Transport.start`; connecting takes at most three and a half times `CONNECT_TIMEOUT`, which is 3 s.
 
         Topics and a pattern may be combined; the pattern must match a whole topic name.
         """
@@ -119,27 +109,18 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
             raise StateError("this transport was started before: build a new one for each life of the client")
         self._listener = listener
         try:
-            internals = await self.connect(topics)
-            if self._settings.assign is not None:
-                internals.consumer.assign(await self.manual_assignment())
+            self._topics = frozenset(topics)
+            await self._join(await self._connect_to_group(), pattern, listener)
         except BaseException:
             await self.close()
             raise
-        if self._settings.assign is not None:
-            self.on_partitions_assigned(())
-        else:
-            internals.watch_session(self._settings.session_timeout, self._lose)
-            chosen = {"topics": tuple(topics)} if pattern is None else {"pattern": _combined(topics, pattern)}
-            internals.consumer.subscribe(**chosen, listener=self)
-        self._watch_tasks(internals)
 
-    def _watch_tasks(self, internals: Internals) -> None:
-        for task in internals.background_tasks().values():
-            task.add_done_callback(self._look_again)
+    @abstractmethod
+    async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:
+        """Join the group, or take the manually assigned partitions."""
 
-    async def connect(self, topics: Collection[str]) -> Internals:
-        """Connect and look up *topics* without joining the group: enough for all queries. Afterwards, call `close`."""
-        self._topics = frozenset(topics)
+    async def _connect_to_group(self) -> Internals:
+        """Connect and look up the topics without joining the group: enough for all queries."""
         internals = await self._connect()
         denied = sorted(self._topics & internals.cluster.unauthorized_topics)
         if denied:
@@ -166,7 +147,7 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
         return internals
 
     async def close(self) -> None:
-        """See `Transport.close`. Waits for a drain in progress, and for the answer to our LeaveGroup request.
+        """See `Transport.close`. Waits for a drain in progress, and until we have left the group.
 
         If a cancellation cuts this short, all tasks and connections still end.
         """
@@ -174,15 +155,11 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
             return
         self._closed = True
         self._look_again()
-        internals = self._internals
-        if internals is None:
-            return
         try:
             # A drain in progress ends at its own deadline; cutting it short would lose its commit.
             await self._released.wait()
             self._left = True
-            if self._group_id:
-                await internals.leave()
+            await self._leave()
         except Exception as error:  # noqa: BLE001 - the group notices by itself after the session time-out
             logger.info("leaving group %r failed: %s", self._group_id, reason(error))
         finally:
@@ -190,12 +167,277 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
             self._end_assignment()
             # A deadline may have ended the code above, and would also end every await that follows.
             with anyio.CancelScope(shield=True):
-                await internals.tear_down()
+                await self._tear_down()
+
+    @abstractmethod
+    async def _leave(self) -> None:
+        """Leave the group; wait for the answer."""
+
+    @abstractmethod
+    def _end_assignment(self) -> None:
+        """Forget all partitions and the membership."""
+
+    async def _tear_down(self) -> None:
+        """End all tasks and connections."""
+        if self._internals is not None:
+            await self._internals.tear_down()
 
     def _running(self) -> Internals:
         if self._internals is None or self._left:
             raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
         return self._internals
+
+    # Records and positions ------------------------------------------------------------
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._woken = True
+        self._look_again()
+
+    @abstractmethod
+    def _look_again(self, _ended: object = None) -> None:
+        """Make a waiting poll look again; also usable as a task's callback."""
+
+    def position(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.position`."""
+        return self._buffer.position(topic_partition)  # type: ignore[no-any-return]
+
+    def end_offset(self, topic_partition: TopicPartition) -> int | None:
+        """See `Transport.end_offset`."""
+        return self._buffer.end_offset(topic_partition)  # type: ignore[no-any-return]
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.pause`."""
+        self._buffer.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """See `Transport.resume`.
+
+        Raises:
+            StateError: A partition was not seeked since it was assigned, so it has no position.
+        """
+        self._buffer.resume(partitions)
+        self._look_again()
+
+    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
+        """See `Transport.seek`."""
+        self._buffer.seek(topic_partition, offset)
+        self._look_again()
+
+    # The group ------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        """See `Transport.membership`: that of the latest assignment passed to the engine."""
+        return self._membership
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+        """See `Transport.commit`. Has no deadline; you can cancel it safely."""
+        if not offsets:
+            return
+        internals = self._running()
+        if self._settings.assign is None:
+            await self._commit_as_member(internals, offsets, membership)
+        else:
+            self._check_commit(offsets, membership)
+            await commit_without_member(internals, offsets)
+
+    @abstractmethod
+    async def _commit_as_member(
+        self, internals: Internals, offsets: Mapping[TopicPartition, Committed], membership: Membership
+    ) -> None:
+        """Send one commit, if it is still ours."""
+
+    def _check_commit(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
+        """Refuse a commit before it is sent if we no longer have *membership* or its partitions.
+
+        Raises:
+            CommitRefusedError: The group has rebalanced since.
+        """
+        current = self.membership()
+        if current == NOT_A_MEMBER:
+            why = "we are not a member of it now"
+        elif membership != current:
+            why = f"it was made for generation {membership.generation}, and ours is {current.generation}"
+        elif foreign := [topic_partition for topic_partition in partitions if topic_partition not in self._buffer]:
+            why = f"not assigned to us: {named(foreign)}"
+        else:
+            return
+        raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: {why}")
+
+    # Queries --------------------------------------------------------------------------
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`. Has no deadline; retries transient errors."""
+        while partitions:
+            internals = self._running()
+            try:
+                await internals.find_coordinator()
+                commits = await internals.committed_once(partitions)
+            except kafka.KafkaError as error:
+                if not error.retriable:
+                    what = f"return the committed offsets of {named(partitions)}"
+                    raise request_error(cause_of(error), what, self._group_id) from error
+                await asyncio.sleep(_RETRY_BACKOFF)
+            else:
+                return {topic_partition: commits.get(topic_partition) for topic_partition in partitions}
+        return {}
+
+    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
+        """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""
+        request = self._running().log_ranges(partitions, self._settings.commit_timeout / 3)
+        return await self._answered(request, f"return the bounds of {named(partitions)}")
+
+    async def partitions(self, topic: str) -> frozenset[int]:
+        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
+        internals = self._running()
+        known = internals.cluster.partitions_for_topic(topic)
+        if known:
+            return frozenset(known)
+        return await self._answered(internals.look_up_topic(topic), f"return the partitions of topic {topic!r}")
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`."""
+        return await self._answered(self._running().look_up_topics(), "list the topics")
+
+    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
+        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
+        request = self._running().offset_at(topic_partition, timestamp)
+        return await self._answered(request, f"return the offsets of {topic_partition} by time")
+
+    async def _answered(self, request: Awaitable[T], what: str) -> T:
+        try:
+            return await request
+        except kafka.KafkaError as error:
+            raise request_error(cause_of(error), what, self._group_id) from error
+
+    # Manual assignment ----------------------------------------------------------------
+
+    async def _manual_assignment(self) -> list[TopicPartition]:
+        """Return the partitions in `assign`, after checking that they exist and the group is inactive.
+
+        If the brokers do not list the group's members, the first commit finds out.
+
+        Raises:
+            GroupHasMembersError: The group has members.
+            TransportError: A topic does not have such a partition; not retriable.
+        """
+        assign = self._settings.assign or {}
+        for topic, numbers in assign.items():
+            existing = await self.partitions(topic)
+            if missing := sorted(set(numbers) - existing):
+                actual = f"has partitions 0 to {max(existing)}" if existing else "does not exist"
+                raise TransportError(
+                    f"topic {topic!r} {actual}, but assign names {topic}/{named(missing)}: correct assign, or create "
+                    "the partitions",
+                    retriable=False,
+                )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT), KafkaAdmin(self._settings) as admin:
+                members = (await admin.group(self._group_id)).members
+        except (TransportError, TimeoutError) as error:
+            logger.debug("the members of group %r are unknown: %s", self._group_id, reason(error))
+            members = ()
+        if members:
+            raise _has_members(self._group_id, named(members))
+        return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
+
+
+def manual_membership() -> Membership:
+    """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
+
+    Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
+    keeps an answer requested in one life of the client from being used in the next.
+    """
+    return Membership("", next(_LIVES))
+
+
+async def commit_without_member(internals: Internals, offsets: Mapping[TopicPartition, Committed]) -> None:
+    """Send one commit without a member, once; brokers accept it while the group has no members.
+
+    Raises:
+        GroupHasMembersError: The group has members. Nothing was stored.
+        TransportError: The commit was not acknowledged; all or part of it may have been stored.
+    """
+    try:
+        await internals.find_coordinator()
+        await internals.commit_once(offsets, without_member=True)
+    except kafka.KafkaError as error:
+        if (why := GROUP_CHANGED.get(cause_of(error).code)) is not None:
+            raise _has_members(internals.group_id, f"a commit was refused: {why}") from error
+        raise commit_error(cause_of(error), offsets, internals.group_id) from error
+
+
+def _has_members(group_id: str, what: str) -> GroupHasMembersError:
+    return GroupHasMembersError(
+        f"group {group_id!r} has members ({what}), so the brokers refuse commits of this app, which uses manual "
+        "assignment. Stop the members (a killed one counts until its session time-out), remove assign to join them, "
+        "or use another group id"
+    )
+
+
+def _combined(topics: Collection[str], pattern: str) -> str:
+    """Combine topics and pattern, because aiokafka accepts only one of the two. Anchored at the end for its `match`."""
+    choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
+    return rf"(?:{'|'.join(choices)})\Z"
+
+
+class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ignore[misc]
+    """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
+
+    Invariants:
+        * `poll` returns nothing of a partition before the engine has seeked and resumed it, nor while
+          the group rebalances.
+        * The client never chooses or resets a position, never commits on its own, and never leaves
+          the group because nobody polls.
+    """
+
+    _buffer: FetchBuffer
+
+    def __init__(self, settings: "Settings", group_id: str) -> None:
+        """Check the options; connects to nothing yet.
+
+        Raises:
+            SettingsError: TLS and SASL settings cannot work.
+        """
+        super().__init__(settings, group_id)
+        self._instance = _InstanceWatch(settings, group_id)
+        self._buffer = FetchBuffer(
+            read_committed=settings.isolation_level == "read_committed",
+            may_wait_longer="fetch_max_wait" not in settings.model_fields_set,
+        )
+        self._listener_failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        """See `Transport.trouble`. The group's coordinator counts only after `start`."""
+        internals, trouble = self._internals, super().trouble
+        if trouble is not None or internals is None or self._closed:
+            return trouble
+        if self._listener is not None and internals.coordinator.coordinator_id is None:
+            return f"group {self._group_id!r} has no coordinator now: nothing can be committed"
+        return None
+
+    # Lifecycle ------------------------------------------------------------------------
+
+    async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+        if self._settings.assign is not None:
+            internals.consumer.assign(await self._manual_assignment())
+            self.on_partitions_assigned(())
+        else:
+            internals.watch_session(self._settings.session_timeout, self._lose)
+            topics = tuple(self._topics)
+            chosen = {"topics": topics} if pattern is None else {"pattern": _combined(topics, pattern)}
+            internals.consumer.subscribe(**chosen, listener=self)
+        self._watch_tasks(internals)
+
+    def _watch_tasks(self, internals: Internals) -> None:
+        for task in internals.background_tasks().values():
+            task.add_done_callback(self._look_again)
+
+    async def _leave(self) -> None:
+        if self._internals is not None and self._group_id:
+            await self._internals.leave()
 
     # Records --------------------------------------------------------------------------
 
@@ -229,11 +471,6 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
                 timer.cancel()
                 self._waiter = None
 
-    def wake(self) -> None:
-        """See `Transport.wake`."""
-        self._woken = True
-        self._look_again()
-
     def _look_again(self, _ended: object = None) -> None:
         """Make a waiting poll look again; also usable as a task's callback."""
         if self._waiter is not None and not self._waiter.done():
@@ -252,33 +489,6 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
         if (pending := internals.take_pending_error()) is not None:
             raise group_error(cause_of(pending), self._group_id) from pending
 
-    # Positions ------------------------------------------------------------------------
-
-    def position(self, topic_partition: TopicPartition) -> int | None:
-        """See `Transport.position`."""
-        return self._buffer.position(topic_partition)
-
-    def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """See `Transport.end_offset`."""
-        return self._buffer.end_offset(topic_partition)
-
-    def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """See `Transport.pause`."""
-        self._buffer.pause(partitions)
-
-    def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """See `Transport.resume`.
-
-        Raises:
-            StateError: A partition was not seeked since it was assigned, so it has no position.
-        """
-        self._buffer.resume(partitions)
-        self._look_again()
-
-    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """See `Transport.seek`."""
-        self._buffer.seek(topic_partition, offset)
-
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
         """See `Transport.adjust_prefetch`; at least 16 KiB and at most 1 MiB per partition."""
         if self._internals is not None:
@@ -293,19 +503,13 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
             return NOT_A_MEMBER
         return self._membership
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """See `Transport.commit`. Has no deadline; you can cancel it safely."""
-        if not offsets:
-            return
-        internals = self._running()
-        if self._settings.assign is not None:
-            check_ownership(self._group_id, offsets, self._buffer, membership, self.membership())
-            await commit_without_member(internals, offsets)
-            return
+    async def _commit_as_member(
+        self, internals: Internals, offsets: Mapping[TopicPartition, Committed], membership: Membership
+    ) -> None:
         try:
             await internals.find_coordinator()
             # No await between this check and building the request.
-            check_ownership(self._group_id, offsets, self._buffer, membership, self.membership())
+            self._check_commit(offsets, membership)
             await internals.commit_once(offsets)
         except kafka.KafkaError as error:
             raise commit_error(cause_of(error), offsets, self._group_id) from error
@@ -368,152 +572,6 @@ class AiokafkaTransport(ConsumerRebalanceListener):  # type: ignore[misc]
         if self._internals is not None:
             self._internals.end_session()
         self._membership = NOT_A_MEMBER
-
-    # Queries --------------------------------------------------------------------------
-
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`. Has no deadline; retries transient errors."""
-        while partitions:
-            internals = self._running()
-            try:
-                await internals.find_coordinator()
-                commits = await internals.committed_once(partitions)
-            except kafka.KafkaError as error:
-                if not error.retriable:
-                    what = f"return the committed offsets of {named(partitions)}"
-                    raise request_error(cause_of(error), what, self._group_id) from error
-                await asyncio.sleep(_RETRY_BACKOFF)
-            else:
-                return {topic_partition: commits.get(topic_partition) for topic_partition in partitions}
-        return {}
-
-    async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""
-        request = self._running().log_ranges(partitions, self._settings.commit_timeout / 3)
-        return await self._answered(request, f"return the bounds of {named(partitions)}")
-
-    async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
-        internals = self._running()
-        known = internals.cluster.partitions_for_topic(topic)
-        if known:
-            return frozenset(known)
-        return await self._answered(internals.look_up_topic(topic), f"return the partitions of topic {topic!r}")
-
-    async def topics(self) -> frozenset[str]:
-        """See `Transport.topics`."""
-        return await self._answered(self._running().look_up_topics(), "list the topics")
-
-    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
-        request = self._running().offset_at(topic_partition, timestamp)
-        return await self._answered(request, f"return the offsets of {topic_partition} by time")
-
-    async def _answered(self, request: Awaitable[T], what: str) -> T:
-        try:
-            return await request
-        except kafka.KafkaError as error:
-            raise request_error(cause_of(error), what, self._group_id) from error
-
-    # Manual assignment ----------------------------------------------------------------
-
-    async def manual_assignment(self) -> list[TopicPartition]:
-        """Return the partitions in `assign`, after checking that they exist and the group is inactive.
-
-        If the brokers do not list the group's members, the first commit finds out.
-
-        Raises:
-            GroupHasMembersError: The group has members.
-            TransportError: A topic does not have such a partition; not retriable.
-        """
-        assign = self._settings.assign or {}
-        for topic, numbers in assign.items():
-            existing = await self.partitions(topic)
-            if missing := sorted(set(numbers) - existing):
-                actual = f"has partitions 0 to {max(existing)}" if existing else "does not exist"
-                raise TransportError(
-                    f"topic {topic!r} {actual}, but assign names {topic}/{named(missing)}: correct assign, or create "
-                    "the partitions",
-                    retriable=False,
-                )
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT), KafkaAdmin(self._settings) as admin:
-                members = (await admin.group(self._group_id)).members
-        except (TransportError, TimeoutError) as error:
-            logger.debug("the members of group %r are unknown: %s", self._group_id, reason(error))
-            members = ()
-        if members:
-            raise _has_members(self._group_id, named(members))
-        return [TopicPartition(topic, number) for topic, numbers in assign.items() for number in numbers]
-
-
-def manual_membership() -> Membership:
-    """Return a membership for manual assignment: no member id, and a new generation for each life of a client.
-
-    Neither is sent to the brokers. Without a member id, no partition is ever resumed in place. The new generation
-    keeps an answer requested in one life of the client from being used in the next.
-    """
-    return Membership("", next(_LIVES))
-
-
-def check_ownership(
-    group_id: str,
-    partitions: Collection[TopicPartition],
-    assigned: Container[object],
-    membership: Membership,
-    current: Membership,
-) -> None:
-    """Refuse a commit before it is sent if we no longer have *membership* or its partitions.
-
-    Args:
-        group_id: For the error message.
-        partitions: The partitions to commit.
-        assigned: The partitions that we have now.
-        membership: The membership that the commit was made for.
-        current: Our membership now.
-
-    Raises:
-        CommitRefusedError: The group has rebalanced since.
-    """
-    if current == NOT_A_MEMBER:
-        why = "we are not a member of it now"
-    elif membership != current:
-        why = f"it was made for generation {membership.generation}, and ours is {current.generation}"
-    elif foreign := [topic_partition for topic_partition in partitions if topic_partition not in assigned]:
-        why = f"not assigned to us: {named(foreign)}"
-    else:
-        return
-    raise CommitRefusedError(f"a commit of group {group_id!r} was not sent: {why}")
-
-
-async def commit_without_member(internals: Internals, offsets: Mapping[TopicPartition, Committed]) -> None:
-    """Send one commit without a member, once; brokers accept it while the group has no members.
-
-    Raises:
-        GroupHasMembersError: The group has members. Nothing was stored.
-        TransportError: The commit was not acknowledged; all or part of it may have been stored.
-    """
-    try:
-        await internals.find_coordinator()
-        await internals.commit_once(offsets, without_member=True)
-    except kafka.KafkaError as error:
-        if (why := GROUP_CHANGED.get(cause_of(error).code)) is not None:
-            raise _has_members(internals.group_id, f"a commit was refused: {why}") from error
-        raise commit_error(cause_of(error), offsets, internals.group_id) from error
-
-
-def _has_members(group_id: str, what: str) -> GroupHasMembersError:
-    return GroupHasMembersError(
-        f"group {group_id!r} has members ({what}), so the brokers refuse commits of this app, which uses manual "
-        "assignment. Stop the members (a killed one counts until its session time-out), remove assign to join them, "
-        "or use another group id"
-    )
-
-
-def _combined(topics: Collection[str], pattern: str) -> str:
-    """Combine topics and pattern, because aiokafka accepts only one of the two. Anchored at the end for its `match`."""
-    choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
-    return rf"(?:{'|'.join(choices)})\Z"
 
 
 class _InstanceWatch:

@@ -8,16 +8,16 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from confluent_kafka import KafkaError, KafkaException
 
-from aioshard.errors import ClientLostError, SettingsError, StateError, TransportError
+from aioshard.errors import ClientLostError, SettingsError, TransportError
 from aioshard.kafka import errors
-from aioshard.kafka.aiokafka.transport import check_ownership, manual_membership
+from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.kafka.aiokafka.internals import Internals
+from aioshard.kafka.aiokafka.transport import KafkaTransport, manual_membership
 from aioshard.kafka.confluent.buffers import Buffers
 from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread
 from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
-from aioshard.kafka.confluent.queries import QueryClient
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -46,14 +46,12 @@ _NO_TOPIC = "^aioshard has found no topic$"
 """A subscription that matches no topic; joining the group with it yields an empty assignment."""
 
 
-class ConfluentTransport:
+class ConfluentTransport(KafkaTransport):
     """A member of a consumer group through confluent-kafka; implements `aioshard.ports.Transport`.
 
-    With manual assignment (`assign`), it never joins the group: it takes those partitions at the start, and commits
-    through the query client.
-
-    One instance is one life of the client: after `close`, or after `poll` raised, build a new one. A thread calls the
-    client, one call at a time: reads, commits between them, and everything that a rebalance callback needs.
+    A thread calls the client, one call at a time: reads, commits between them, and everything that a rebalance callback
+    needs. Queries do not wait for it: they use aiokafka, also because librdkafka's own queries do not recover from a
+    broker restart. It keeps sending the leader epoch from before.
 
     Invariants:
         * `poll` returns nothing of a partition before the engine has seeked and resumed it.
@@ -62,35 +60,26 @@ class ConfluentTransport:
         * Partitions kept in a rebalance stay buffered, and `poll` returns their records even while others drain.
     """
 
+    _buffer: Buffers
+
     def __init__(self, settings: "Settings", group_id: str) -> None:
         """Check the options; connects to nothing yet.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
-        self._settings = settings
-        self._group_id = group_id
-        self._options = consumer_options(settings, group_id)
-        self._buffers = Buffers(share_of_buffer(1, settings.max_buffered_bytes // 2))
-        self._queries = QueryClient(settings, group_id)
+        queries: dict[str, Any] = {"client": "aiokafka", "client_options": {}, "group_protocol": "classic"}
+        super().__init__(settings.replace(**queries), group_id)
+        self._consumer_options = consumer_options(settings, group_id)
+        self._buffer = Buffers(share_of_buffer(1, settings.max_buffered_bytes // 2))
         self._consumer: ConsumerThread | None = None
-        self._listener: GroupListener | None = None
-        self._membership = NOT_A_MEMBER
         self._failure: TransportError | None = None
         """The error that ends this life of the client; `poll` raises it."""
-        self._closed = False
-        """Whether `close` was called: from then on, `poll` returns no records."""
-        self._left = False
-        """Whether all requests to the brokers must stop."""
-        self._handed_over = asyncio.Event()
-        self._handed_over.set()
         self._room = asyncio.Event()
         """Set when buffers may have room again."""
         self._readable = asyncio.Event()
         """Set when `poll` must look again."""
-        self._woken = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._topics: frozenset[str] = frozenset()
         self._pattern: re.Pattern[str] | None = None
         self._subscribed: frozenset[str] = frozenset()
         self._looked_up_at = 0.0
@@ -101,27 +90,21 @@ class ConfluentTransport:
         self._leaves_stale_members = settings.group_protocol == "classic" and settings.group_instance_id is None
         """A static member reclaims its own id, and under KIP-848 the client keeps it."""
 
-    @property
-    def trouble(self) -> str | None:
-        """See `Transport.trouble`."""
-        return None if self._consumer is None or self._closed else self._queries.trouble
-
     # Lifecycle ------------------------------------------------------------------------
 
-    async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:
-        """See `Transport.start`. Matches patterns itself, every `metadata_max_age`."""
-        if self._listener is not None or self._closed:
-            raise StateError("this transport was started before: build a new one for each life of the client")
-        self._listener = listener
-        self._topics = frozenset(topics)
+    async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+        """Join the group. Matches patterns itself, every `metadata_max_age`."""
         self._pattern = None if pattern is None else re.compile(pattern)
-        try:
-            await self._queries.connect(topics)
-            consumer = self._consumer = self._new_consumer()
-            await self._join(consumer, listener)
-        except BaseException:
-            await self.close()
-            raise
+        consumer = self._consumer = self._new_consumer()
+        if self._settings.assign is None:
+            names = self._subscribed = await self._look_up_topics()
+            await consumer.call(consumer.subscribe, names)
+            if not any([await self.partitions(name) for name in names - {_NO_TOPIC}]):
+                listener.assigned((), self._membership)  # the client does not join the group before a topic exists
+        else:
+            assigned = await self._manual_assignment()
+            await consumer.call(consumer.assign, assigned)
+            await self._on_assigned(assigned, manual_membership())
         self._tasks = [
             asyncio.create_task(self._until_lost(work, consumer), name=f"{work.__name__} of {self._group_id}")
             for work in (self._read, self._check_brokers)
@@ -131,53 +114,25 @@ class ConfluentTransport:
         callbacks = Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail)
         timeout = self._settings.session_timeout
         try:
-            return ConsumerThread(self._options, self._group_id, timeout, callbacks)
+            return ConsumerThread(self._consumer_options, self._group_id, timeout, callbacks)
         except (KafkaException, ValueError, TypeError) as error:
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
 
-    async def _join(self, consumer: ConsumerThread, listener: GroupListener) -> None:
-        if self._settings.assign is not None:
-            assigned = await self._queries.manual_assignment()
-            await consumer.call(consumer.assign, assigned)
-            self._buffers.add(assigned)
-            self._membership = manual_membership()
-            listener.assigned(assigned, self._membership)
-            return
-        names = self._subscribed = await self._look_up_topics()
-        await consumer.call(consumer.subscribe, names)
-        if not any([await self.partitions(name) for name in names - {_NO_TOPIC}]):
-            listener.assigned((), self._membership)  # the client does not join the group before a topic exists
+    async def _leave(self) -> None:
+        if self._consumer is not None:
+            await asyncio.wrap_future(self._consumer.stop())
 
-    async def close(self) -> None:
-        """See `Transport.close`. Waits for a drain in progress and for the client's current call."""
-        if self._closed:
-            return
-        self._closed = True
-        self._readable.set()
-        try:
-            # A drain in progress ends at its own deadline; cutting it short would lose its commit.
-            await self._handed_over.wait()
-            if self._consumer is not None:
-                await asyncio.wrap_future(self._consumer.stop())
-        except (KafkaException, RuntimeError) as error:
-            logger.info("could not leave group %r cleanly: %s", self._group_id, reason(error))
-        finally:
-            self._left = True
-            if self._consumer is not None:
-                self._consumer.stop()
-            self._buffers.remove(self._buffers.partitions)
-            self._membership = NOT_A_MEMBER
-            # A deadline may have ended the code above, and would also end every await that follows.
-            with anyio.CancelScope(shield=True):
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-                await self._queries.close()
+    def _end_assignment(self) -> None:
+        self._buffer.remove(self._buffer.partitions)
+        self._membership = NOT_A_MEMBER
 
-    def _running(self) -> QueryClient:
-        if self._consumer is None or self._left:
-            raise ClientLostError(f"the Kafka client {'is closed' if self._closed else 'was not started'}")
-        return self._queries
+    async def _tear_down(self) -> None:
+        if self._consumer is not None:
+            self._consumer.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super()._tear_down()
 
     # Background work ------------------------------------------------------------------
 
@@ -192,18 +147,18 @@ class ConfluentTransport:
     async def _read(self, consumer: ConsumerThread) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            seconds = self._buffers.crowded(loop.time())
+            seconds = self._buffer.crowded(loop.time())
             if seconds:
                 self._room.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await self._room.wait()
                 continue
-            messages, failed = await consumer.call(consumer.read, self._buffers.changes(loop.time()))
+            messages, failed = await consumer.call(consumer.read, self._buffer.changes(loop.time()))
             for change in failed:
-                self._buffers.not_changed(change)
+                self._buffer.not_changed(change)
             if messages:
-                for message in self._buffers.accept(messages, loop.time()):
+                for message in self._buffer.accept(messages, loop.time()):
                     self._note_error(message)
                 self._readable.set()
             if failed:
@@ -219,7 +174,7 @@ class ConfluentTransport:
             try:
                 await self._remove_stale_members()  # has limits of its own: brokers that come back are slow
                 async with asyncio.timeout(2 * _CHECK_INTERVAL):
-                    await self.log_ranges(self._buffers.behind())
+                    await self.log_ranges(self._buffer.behind())
                     names = self._subscribed
                     if self._pattern is not None and time.monotonic() >= self._looked_up_at + max_age:
                         names = await self._look_up_topics()
@@ -239,7 +194,7 @@ class ConfluentTransport:
         self._looked_up_at = time.monotonic()
         names = self._topics
         if self._pattern is not None:
-            names |= {name for name in await self._queries.topics() if self._pattern.fullmatch(name)}
+            names |= {name for name in await self.topics() if self._pattern.fullmatch(name)}
         return names or frozenset([_NO_TOPIC])
 
     def _note_member(self, membership: Membership) -> None:
@@ -251,12 +206,21 @@ class ConfluentTransport:
     async def _remove_stale_members(self) -> None:
         while self._stale_members:
             try:
-                await self._queries.remove_member(self._stale_members[0])
+                await self._remove_member(self._stale_members[0])
             except TransportError as error:
                 if error.retriable:
                     raise
                 logger.debug("a stale member stays in the group until its session expires: %s", reason(error))
             del self._stale_members[0]
+
+    async def _remove_member(self, member_id: str) -> None:
+        """Remove a member from the group. Succeeds also if the group does not have that member.
+
+        Raises:
+            TransportError: The request failed; retriable if the cause may be transient.
+        """
+        async with KafkaAdmin(self._settings) as admin:
+            await admin.remove_member(self._group_id, member_id)
 
     # Errors ---------------------------------------------------------------------------
 
@@ -294,7 +258,7 @@ class ConfluentTransport:
             if self._failure is not None:
                 raise self._failure
             self._readable.clear()
-            result = self._buffers.take(allowance)
+            result = self._buffer.take(allowance)
             if result.records:
                 self._room.set()
             if result.new or self._woken or loop.time() >= deadline:
@@ -303,104 +267,41 @@ class ConfluentTransport:
                 async with asyncio.timeout_at(deadline):
                     await self._readable.wait()
 
-    def wake(self) -> None:
-        """See `Transport.wake`."""
-        self._woken = True
+    def _look_again(self, _ended: object = None) -> None:
         self._readable.set()
-
-    # Positions ------------------------------------------------------------------------
-
-    def position(self, topic_partition: TopicPartition) -> int | None:
-        """See `Transport.position`."""
-        return self._buffers.position(topic_partition)
-
-    def end_offset(self, topic_partition: TopicPartition) -> int | None:
-        """See `Transport.end_offset`; at most two seconds old."""
-        return self._buffers.end_offset(topic_partition)
-
-    def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """See `Transport.pause`."""
-        self._buffers.pause(partitions)
-
-    def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """See `Transport.resume`.
-
-        Raises:
-            StateError: A partition was not seeked since it was assigned, so it has no position.
-        """
-        self._buffers.resume(partitions)
-        self._room.set()
-        self._readable.set()
-
-    def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """See `Transport.seek`."""
-        self._buffers.seek(topic_partition, offset)
         self._room.set()
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
         """See `Transport.adjust_prefetch`: half is for our buffers, the rest for the client's single queue."""
-        self._buffers.share = share_of_buffer(partitions, max_bytes)
-
-    # Queries --------------------------------------------------------------------------
-
-    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """See `Transport.committed`. Has no deadline; retries transient errors."""
-        committed = await self._running().committed(partitions)
-        # librdkafka sends the metadata with the terminating NUL of its C string.
-        return {
-            partition: None if commit is None else commit._replace(metadata=commit.metadata.removesuffix("\0"))
-            for partition, commit in committed.items()
-        }
+        self._buffer.share = share_of_buffer(partitions, max_bytes)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
-        """See `Transport.log_ranges`. Has no deadline; retries transient errors."""
-        ranges = await self._running().log_ranges(partitions) if partitions else {}
+        """See `Transport.log_ranges`; remembers the ends."""
+        ranges = await super().log_ranges(partitions)
         for partition, log_range in ranges.items():
-            self._buffers.note_end(partition, log_range.end)
+            self._buffer.note_end(partition, log_range.end)
         return ranges
-
-    async def partitions(self, topic: str) -> frozenset[int]:
-        """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
-        return await self._running().partitions(topic)
-
-    async def topics(self) -> frozenset[str]:
-        """See `Transport.topics`."""
-        return await self._running().topics()
-
-    async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
-        """See `Transport.offset_at`. Has no deadline; retries transient errors."""
-        return await self._running().offset_at(topic_partition, timestamp)
 
     # The group ------------------------------------------------------------------------
 
-    def membership(self) -> Membership:
-        """See `Transport.membership`: that of the latest assignment passed to the engine."""
-        return self._membership
-
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """See `Transport.commit`. Has no deadline; a cancelled commit that was already sent still completes."""
-        if not offsets:
-            return
-        queries = self._running()
-        if self._settings.assign is not None:
-            self._check_commit(offsets.keys(), membership)
-            await queries.commit_without_member(offsets)
-        elif self._consumer is not None:
+    async def _commit_as_member(
+        self,
+        internals: Internals,  # noqa: ARG002
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+    ) -> None:
+        if self._consumer is not None:
             await self._consumer.commit(offsets, membership)
-
-    def _check_commit(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
-        """Refuse a commit that is not ours now. The client's thread calls this right before it sends one."""
-        check_ownership(self._group_id, partitions, self._buffers, membership, self._membership)
 
     async def _on_assigned(self, partitions: list[TopicPartition], membership: Membership) -> None:
         """Pass our whole current assignment to the engine."""
         if self._listener is None or self._closed:
             return
-        self._buffers.add(partitions)
+        self._buffer.add(partitions)
         self._membership = membership
         self._note_member(membership)
         self._member_id = membership.member_id
-        self._listener.assigned(self._buffers.partitions, membership)
+        self._listener.assigned(self._buffer.partitions, membership)
 
     async def _on_revoked(self, partitions: list[TopicPartition], lost: bool) -> None:
         """Tell the engine that partitions are being revoked; the group waits, and partitions we keep continue."""
@@ -411,8 +312,8 @@ class ConfluentTransport:
             return
         if lost:
             self._membership = NOT_A_MEMBER
-        self._handed_over.clear()
-        self._buffers.pause(partitions)
+        self._released.clear()
+        self._buffer.pause(partitions)
         try:
             if lost:
                 self._listener.lost(partitions)
@@ -422,7 +323,7 @@ class ConfluentTransport:
             self._fail(error)
         finally:
             # In one step: the callback makes the calls queued until now; later commits of these partitions are refused.
-            self._buffers.remove(partitions)
+            self._buffer.remove(partitions)
             self._consumer.end_revocation()
-            self._handed_over.set()
+            self._released.set()
             self._readable.set()
