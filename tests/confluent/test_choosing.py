@@ -44,14 +44,12 @@ def test_the_client_is_told_to_commit_nothing_and_to_choose_no_position() -> Non
     assert "debug" not in options
 
 
-def test_a_client_without_brokers_pauses_between_its_attempts_unless_told_otherwise() -> None:
+def test_a_client_without_brokers_returns_to_the_bootstrap_servers_and_pauses_between_its_attempts() -> None:
     options = consumer_options(settings(client="confluent"), "g")
-    told = consumer_options(
-        settings(client="confluent", client_options={"metadata.recovery.strategy": "rebootstrap"}), "g"
-    )
+    told = consumer_options(settings(client="confluent", client_options={"reconnect.backoff.ms": 50}), "g")
 
-    assert options["metadata.recovery.strategy"] == "none"
-    assert told["metadata.recovery.strategy"] == "rebootstrap"
+    assert options.get("metadata.recovery.strategy", "rebootstrap") == "rebootstrap"
+    assert (options["reconnect.backoff.ms"], told["reconnect.backoff.ms"]) == (1000, 50)
 
 
 def test_under_kip_848_the_session_is_the_brokers() -> None:

@@ -33,10 +33,10 @@ def _connection_options(settings: "Settings") -> dict[str, Any]:
         "bootstrap.servers": settings.require_bootstrap_servers(),
         "client.id": settings.client_id or "aioshard",
         "security.protocol": settings.security_protocol,
-        # Find a restarted broker within a second. Without brokers, rebootstrapping would try the bootstrap servers
-        # without a pause: 20 times a second, with an error in the log each time.
+        # Find a restarted broker within a second, with one or two attempts a second. By default, a client whose brokers
+        # are all gone returns to the bootstrap servers 20 times a second, with an error in the log each time.
+        "reconnect.backoff.ms": 1000,
         "reconnect.backoff.max.ms": 1000,
-        "metadata.recovery.strategy": "none",
         "logger": _LOGGER,
     }
     optional = {
