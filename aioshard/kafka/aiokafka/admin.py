@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from io import BytesIO
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from aiokafka import errors as kafka
 from aiokafka.admin.config_resource import ConfigResourceType
@@ -44,9 +44,7 @@ from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, d
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 T = TypeVar("T")
 
@@ -129,7 +127,7 @@ class KafkaAdmin:
         ```
     """
 
-    def __init__(self, settings: "Settings", *, patience: float = _PATIENCE) -> None:
+    def __init__(self, settings: Settings, *, patience: float = _PATIENCE) -> None:
         """Create an admin client; connects to nothing yet.
 
         Args:

@@ -9,7 +9,7 @@ import random
 import ssl
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from aiokafka import errors as kafka
 from aiokafka.client import ConnectionGroup
@@ -22,9 +22,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import AuthenticationError, ConnectError, SettingsError, TransportError
 from aioshard.kafka.aiokafka.answers import reason
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.aiokafka.connections")
 
@@ -53,7 +51,7 @@ C = TypeVar("C", bound=Any)
 """`BareClient` or `Internals`; this module is below them."""
 
 
-async def connected(settings: "Settings", options: Mapping[str, Any], make: Callable[[dict[str, Any]], C]) -> C:
+async def connected(settings: Settings, options: Mapping[str, Any], make: Callable[[dict[str, Any]], C]) -> C:
     """Return a client connected to a broker that answers; takes at most `START_TIMEOUT` plus twice `CONNECT_TIMEOUT`.
 
     Args:
@@ -90,7 +88,7 @@ async def connected(settings: "Settings", options: Mapping[str, Any], make: Call
     return client
 
 
-async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
+async def find_broker(settings: Settings, options: Mapping[str, Any]) -> str:
     """Return the address of the first bootstrap server that answers; tries all of them concurrently.
 
     Args:
@@ -119,7 +117,7 @@ async def find_broker(settings: "Settings", options: Mapping[str, Any]) -> str:
 
 
 async def why_unreachable(
-    settings: "Settings", options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
+    settings: Settings, options: Mapping[str, Any], advertised: Collection[tuple[str, int]]
 ) -> TransportError:
     """Explain why no advertised broker answers although a bootstrap server did."""
     answers = await asyncio.gather(*(_probe(host, port, options) for host, port in advertised))
@@ -142,12 +140,12 @@ _Answer = tuple[str, Exception | None]
 """The address of a broker, and why it did not answer."""
 
 
-def _refusal(failures: Collection[_Answer], settings: "Settings") -> AuthenticationError | None:
+def _refusal(failures: Collection[_Answer], settings: Settings) -> AuthenticationError | None:
     refusals = (_authentication_error(error, address, settings) for address, error in failures)
     return next((refusal for refusal in refusals if refusal is not None), None)
 
 
-def _describe_failures(failures: Collection[_Answer], settings: "Settings") -> str:
+def _describe_failures(failures: Collection[_Answer], settings: Settings) -> str:
     return "; ".join(f"{address}: {_describe_failure(error, settings)}" for address, error in failures)
 
 
@@ -172,7 +170,7 @@ async def _probe(host: str, port: int, options: Mapping[str, Any]) -> _Answer:
     return address, None
 
 
-def _authentication_error(error: Exception | None, address: str, settings: "Settings") -> AuthenticationError | None:
+def _authentication_error(error: Exception | None, address: str, settings: Settings) -> AuthenticationError | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         trusted = f"ssl_cafile={settings.ssl_cafile}" if settings.ssl_cafile else "the system's certificates"
         return AuthenticationError(
@@ -191,7 +189,7 @@ def _authentication_error(error: Exception | None, address: str, settings: "Sett
     return None
 
 
-def _describe_failure(error: Exception | None, settings: "Settings") -> str:
+def _describe_failure(error: Exception | None, settings: Settings) -> str:
     if isinstance(error, ssl.SSLError):
         failed = (error.reason or str(error)).replace("_", " ").lower()
         return f"TLS failed ({failed}); security_protocol is {settings.security_protocol}"

@@ -4,16 +4,13 @@ import importlib.util
 import inspect
 import logging
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiokafka.client import AIOKafkaClient
 
 from aioshard.errors import SettingsError
 from aioshard.kafka.assignors import ConsumerAssignor
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
-
+from aioshard.settings import Settings
 
 _LEAST_PREFETCH = 16 * 1024
 _MOST_PREFETCH = 1024 * 1024
@@ -33,7 +30,7 @@ def partition_share(partitions: int, max_bytes: int) -> int:
     return min(max(max_bytes // max(partitions, 1), _LEAST_PREFETCH), _MOST_PREFETCH)
 
 
-def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
+def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
     """Build all options of aiokafka's consumer. `Settings` has checked which of them users may override.
 
     Raises:
@@ -66,7 +63,7 @@ def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
     }
 
 
-def client_options(settings: "Settings", *, request_timeout: float) -> dict[str, Any]:
+def client_options(settings: Settings, *, request_timeout: float) -> dict[str, Any]:
     """Build all options of aiokafka's bare client.
 
     Args:
@@ -92,7 +89,7 @@ def _milliseconds(seconds: float) -> int:
     return max(round(seconds * 1000), 1)
 
 
-def security_options(settings: "Settings") -> dict[str, Any]:
+def security_options(settings: Settings) -> dict[str, Any]:
     """Build the TLS and SASL options that aiokafka's consumer, producer and admin client have in common.
 
     `Settings` has checked their combination; this finds mistakes that only show when the files are used.
@@ -117,7 +114,7 @@ def security_options(settings: "Settings") -> dict[str, Any]:
     return options
 
 
-def _tls_context(settings: "Settings") -> ssl.SSLContext:
+def _tls_context(settings: Settings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=settings.ssl_cafile)
     except (ssl.SSLError, OSError) as error:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
@@ -29,9 +29,7 @@ from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import nothing_acknowledged, publish_error
 from aioshard.ports import Message
 from aioshard.records import TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 
@@ -154,7 +152,7 @@ class KafkaProducer:
         * A message that was given up is never retried behind its caller's back.
     """
 
-    def __init__(self, settings: "Settings", compression: Compression = "none") -> None:
+    def __init__(self, settings: Settings, compression: Compression = "none") -> None:
         """Check the options; connects to nothing yet.
 
         Raises:

@@ -1,16 +1,13 @@
 """The backfill transport: reads ranges of offsets once, without a group and without commits."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from aioshard.errors import DataLossError, OffsetOutOfRangeError
 from aioshard.kafka.aiokafka.transport import AiokafkaTransport
 from aioshard.kafka.groupless import Groupless
 from aioshard.ports import AllowanceOf, Committed, Fault, FetchedBatch, GroupListener, LogRange, Oversized
 from aioshard.records import TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 
 class RangeTransport(Groupless, AiokafkaTransport):
@@ -26,7 +23,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
 
     def __init__(
         self,
-        settings: "Settings",
+        settings: Settings,
         ranges: Mapping[TopicPartition, LogRange],
         finished: Mapping[TopicPartition, Collection[int]] | None = None,
     ) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 
@@ -13,9 +13,7 @@ from aioshard.kafka.aiokafka.side_topics import KafkaSideTopics
 from aioshard.kafka.errors import named
 from aioshard.ports import LogRange
 from aioshard.records import Record, TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 _WAIT = 1.0
 _STALLED = 30.0
@@ -33,7 +31,7 @@ class TopicReader:
         ```
     """
 
-    def __init__(self, settings: "Settings", topic: str, partitions: Collection[int]) -> None:
+    def __init__(self, settings: Settings, topic: str, partitions: Collection[int]) -> None:
         """Make a reader; connects to nothing yet.
 
         Args:

@@ -5,7 +5,7 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from aiokafka import errors as kafka
 from aiokafka.consumer.fetcher import READ_COMMITTED
@@ -18,10 +18,7 @@ from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connect
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import request_error
 from aioshard.records import Record, TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
-
+from aioshard.settings import Settings
 
 T = TypeVar("T")
 
@@ -71,7 +68,7 @@ class KafkaSideTopics:
         * A position advances in the same step that returns its records.
     """
 
-    def __init__(self, settings: "Settings", isolation: int = READ_COMMITTED) -> None:
+    def __init__(self, settings: Settings, isolation: int = READ_COMMITTED) -> None:
         """Check the options; connects to nothing yet.
 
         Raises:

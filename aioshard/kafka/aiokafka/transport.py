@@ -7,7 +7,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
@@ -37,9 +37,7 @@ from aioshard.ports import (
     Oversized,
 )
 from aioshard.records import TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 T = TypeVar("T")
 
@@ -63,7 +61,7 @@ class KafkaTransport(ABC):
     _buffer: Any
     """The positions of the assigned partitions, and their records."""
 
-    def __init__(self, settings: "Settings", group_id: str) -> None:
+    def __init__(self, settings: Settings, group_id: str) -> None:
         """Check the options; connects to nothing yet.
 
         Raises:
@@ -393,7 +391,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
 
     _buffer: FetchBuffer
 
-    def __init__(self, settings: "Settings", group_id: str) -> None:
+    def __init__(self, settings: Settings, group_id: str) -> None:
         """Check the options; connects to nothing yet.
 
         Raises:
@@ -585,7 +583,7 @@ class _InstanceWatch:
     session time-out, we must not take it back: the process that notices this first ends, and the other one keeps it.
     """
 
-    def __init__(self, settings: "Settings", group_id: str) -> None:
+    def __init__(self, settings: Settings, group_id: str) -> None:
         self._is_static = settings.group_instance_id is not None
         self._within = settings.session_timeout
         self._error = InstanceIdTakenError(group_id, str(settings.group_instance_id), self._within, goes_on=True)

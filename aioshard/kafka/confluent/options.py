@@ -1,12 +1,10 @@
 """Translate settings into options of librdkafka, the library under confluent-kafka."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioshard.kafka.aiokafka.options import partition_share
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 _PARTITION_FETCH = 256 * 1024
 """Maximum bytes per partition in a fetch, unless a single batch is larger."""
@@ -27,7 +25,7 @@ def share_of_buffer(partitions: int, max_bytes: int) -> int:
     return partition_share(partitions, max_bytes // 2)
 
 
-def _connection_options(settings: "Settings") -> dict[str, Any]:
+def _connection_options(settings: Settings) -> dict[str, Any]:
     """Build the options for addresses and credentials."""
     options: dict[str, Any] = {
         "bootstrap.servers": settings.require_bootstrap_servers(),
@@ -54,7 +52,7 @@ def _connection_options(settings: "Settings") -> dict[str, Any]:
     return options
 
 
-def consumer_options(settings: "Settings", group_id: str) -> dict[str, Any]:
+def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
     """Build all options of the consumer. `Settings` has checked which of them users may override."""
     eighth = max(settings.max_buffered_bytes // 8, _LEAST_FETCH)
     options = _connection_options(settings) | {

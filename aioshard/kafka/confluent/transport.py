@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -31,9 +31,7 @@ from aioshard.ports import (
     Oversized,
 )
 from aioshard.records import TopicPartition
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
+from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.confluent.transport")
 
@@ -62,7 +60,7 @@ class ConfluentTransport(KafkaTransport):
 
     _buffer: Buffers
 
-    def __init__(self, settings: "Settings", group_id: str) -> None:
+    def __init__(self, settings: Settings, group_id: str) -> None:
         """Check the options; connects to nothing yet.
 
         Raises:
