@@ -11,7 +11,7 @@ import click
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.kafka.aiokafka.producer import KafkaProducer
-from aioshard.kafka.aiokafka.reader import TopicReader
+from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.kafka.errors import nothing_acknowledged
 from aioshard.loops import loop_factory
 from aioshard.ports import Message

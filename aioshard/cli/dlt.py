@@ -40,7 +40,7 @@ from aioshard.errors import (
 )
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.producer import KafkaProducer
-from aioshard.kafka.aiokafka.reader import TopicReader
+from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.ports import Committed, Producer, record_size
 from aioshard.records import Record, TopicPartition, counted
 from aioshard.serde import side_records

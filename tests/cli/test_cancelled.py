@@ -11,7 +11,7 @@ from aioshard import App
 from aioshard.cli import demo
 from aioshard.cli.demo import Flight
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.reader import TopicReader
+from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings

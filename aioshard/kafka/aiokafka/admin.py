@@ -161,11 +161,7 @@ class KafkaAdmin:
 
     async def topics(self) -> frozenset[str]:
         """Return every topic that this user may see, without internal topics."""
-
-        async def ask() -> frozenset[str]:
-            return existing_topics(await self._client.send(self._client.get_random_node(), MetadataRequest(None)))
-
-        return await self._patiently(ask, "list the topics")
+        return await self._ask("list the topics", MetadataRequest(None), existing_topics)
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """Return the partitions of a topic without creating it.
@@ -180,14 +176,9 @@ class KafkaAdmin:
 
     async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
         """Return settings of a topic; the broker's default where the topic does not override it."""
-
-        async def ask() -> dict[str, str]:
-            resource = (ConfigResourceType.TOPIC, topic, sorted(names))
-            node = self._client.get_random_node()
-            return topic_settings(await self._client.send(node, DescribeConfigsRequest([resource])), topic, names)
-
+        request = DescribeConfigsRequest([(ConfigResourceType.TOPIC, topic, sorted(names))])
         try:
-            return await self._patiently(ask, f"return the settings of topic {topic!r}")
+            return await self._ask(f"return the settings of topic {topic!r}", request, topic_settings, topic, names)
         except AuthorizationError as error:
             raise AuthorizationError(
                 f"the brokers do not allow this user to see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS "
@@ -258,12 +249,8 @@ class KafkaAdmin:
 
     async def _leaders(self, topic: str) -> dict[int, int]:
         """Return the leader of each partition, -1 without one; empty if the topic does not exist."""
-
-        async def ask() -> dict[int, int]:
-            request = MetadataRequest([topic], allow_auto_topic_creation=False)
-            return topic_leaders(await self._client.send(self._client.get_random_node(), request), topic)
-
-        return await self._patiently(ask, f"return the partitions of topic {topic!r}")
+        request = MetadataRequest([topic], allow_auto_topic_creation=False)
+        return await self._ask(f"return the partitions of topic {topic!r}", request, topic_leaders, topic)
 
     # Logs -----------------------------------------------------------------------------
 
@@ -367,12 +354,9 @@ class KafkaAdmin:
         Returns:
             Whether the group had it.
         """
+        what = f"remove member {member_id or instance_id!r} of group {group_id!r}"
         request = RemoveMember(group_id, member_id=member_id, instance_id=instance_id)
-
-        async def ask() -> bool:
-            return removed_member(await self._ask_coordinator(group_id, request))
-
-        return await self._patiently(ask, f"remove member {member_id or instance_id!r} of group {group_id!r}", group_id)
+        return await self._ask(what, request, removed_member, group_id=group_id)
 
     # Offsets of a group ---------------------------------------------------------------
 
@@ -387,13 +371,10 @@ class KafkaAdmin:
         self, group_id: str, partitions: Collection[TopicPartition] | None = None
     ) -> dict[TopicPartition, Committed]:
         """Return all committed offsets of a group, or all of *partitions*."""
-
-        async def ask() -> dict[TopicPartition, Committed]:
-            wanted = partitions and by_topic({partition: partition.partition for partition in partitions})
-            answer = await self._ask_coordinator(group_id, OffsetFetchRequest(group_id, wanted))
-            return stored_offsets(answer, partitions or ())
-
-        return await self._patiently(ask, f"return the committed offsets of group {group_id!r}", group_id)
+        what = f"return the committed offsets of group {group_id!r}"
+        wanted = partitions and by_topic({partition: partition.partition for partition in partitions})
+        request = OffsetFetchRequest(group_id, wanted)
+        return await self._ask(what, request, stored_offsets, partitions or (), group_id=group_id)
 
     async def commit_without_member(
         self, group_id: str, offsets: Mapping[TopicPartition, Committed], *, retry: bool = False
@@ -443,6 +424,16 @@ class KafkaAdmin:
             raise _not_stored(refusal, group_id, refused)
 
     # Requests -------------------------------------------------------------------------
+
+    async def _ask(self, what: str, request: Any, parse: Callable[..., T], *details: object, group_id: str = "") -> T:
+        """Send a request to any broker, or to the coordinator of a group; *parse* gets the answer and *details*."""
+
+        async def ask() -> T:
+            if group_id:
+                return parse(await self._ask_coordinator(group_id, request), *details)
+            return parse(await self._client.send(self._client.get_random_node(), request), *details)
+
+        return await self._patiently(ask, what, group_id)
 
     async def _ask_coordinator(self, group_id: str, request: Any) -> Any:
         node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)

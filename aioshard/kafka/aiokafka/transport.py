@@ -17,7 +17,6 @@ from aioshard.core.ownership import Losses
 from aioshard.errors import ClientLostError, CommitRefusedError, StateError, TransportError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.answers import cause_of, reason
-from aioshard.kafka.aiokafka.backlog import backlogs
 from aioshard.kafka.aiokafka.buffer import FetchBuffer
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, connected, is_connected
 from aioshard.kafka.aiokafka.internals import Internals
@@ -47,6 +46,8 @@ _LEAST_PATIENCE = 2.0
 """Minimum seconds to wait for a response that brokers send without delay, even if the session is short."""
 _RETRY_BACKOFF = 0.1
 """Seconds between two attempts of a query."""
+_BACKLOG_TIMEOUT = 0.5
+"""Seconds to query the backlogs while the group waits for us; after that, we use our last known offsets."""
 
 _LIVES = itertools.count()
 
@@ -523,7 +524,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             if buffer.partitions:  # none if `_lose` has ended the assignment
                 await listener.revoked(buffer.partitions)
             if self._settings.assignor == "lag":
-                internals.assignor.backlogs = await backlogs(internals, buffer, self._settings.auto_offset_reset)
+                internals.assignor.backlogs = await self._backlogs(internals)
         except Exception as error:  # noqa: BLE001 - aiokafka would swallow it; the next poll raises it
             self._listener_failure = error
         finally:
@@ -532,6 +533,33 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self._look_again()
         if self._instance.taken is not None:
             await asyncio.Event().wait()  # joining again would take the other process's place once more
+
+    async def _backlogs(self, internals: Internals) -> dict[TopicPartition, int]:
+        """Return the number of uncommitted records of each subscribed partition, where known, to balance them.
+
+        Takes at most half a second. If the brokers do not answer, it counts from our own positions to the log ends of
+        the latest fetch.
+        """
+        buffer = self._buffer
+        begins = {partition: buffer.position(partition) for partition in buffer.partitions}
+        ends = {partition: buffer.end_offset(partition) for partition in buffer.partitions}
+        try:
+            async with asyncio.timeout(_BACKLOG_TIMEOUT):
+                await internals.find_coordinator()
+                partitions = {*buffer.partitions, *internals.subscribed_partitions()}
+                commits = await internals.committed_once(partitions)
+                ranges = await internals.log_ranges(partitions, _BACKLOG_TIMEOUT)
+        except (kafka.KafkaError, TimeoutError) as error:
+            logger.info("could not query the remaining records of the partitions: %s", reason(error))
+        else:
+            for partition, (start, end) in ranges.items():
+                ends[partition] = end
+                if partition in commits:
+                    begins[partition] = max(commits[partition].offset, start)
+                elif begins.get(partition) is None:
+                    begins[partition] = {"earliest": start, "latest": end}.get(self._settings.auto_offset_reset or "")
+        bounds = ((partition, begins.get(partition), end) for partition, end in ends.items())
+        return {partition: end - begin for partition, begin, end in bounds if begin is not None and end is not None}
 
     def _lose(self) -> None:
         """Report immediately to the engine that another member may own our partitions by now."""
