@@ -14,9 +14,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from aioshard.errors import HandlerError
+from aioshard.core.options import check, is_number, is_whole
 
 _INITIAL = 8
+_MOST_TOLERANCE = 10.0
 
 _GROWTH = 1.3
 """Growth per round while no queue builds up."""
@@ -84,15 +85,13 @@ class Adaptive:
     tolerance: float = 1.2
 
     def __post_init__(self) -> None:
-        least, most, initial, tolerance = self.minimum, self.maximum, self.initial, self.tolerance
-        if type(least) is not int or least < 1:
-            raise HandlerError(f"Adaptive(minimum={least!r}) was refused: expected a whole number of at least 1")
-        if type(most) is not int or most < least:
-            raise HandlerError(f"Adaptive(maximum={most!r}) was refused: expected a whole number, at least {least}")
-        if initial is not None and (type(initial) is not int or not least <= initial <= most):
-            raise HandlerError(f"Adaptive(initial={initial!r}) was refused: expected one from {least} to {most}")
-        if type(tolerance) not in (int, float) or not 1.0 < tolerance <= 10.0:  # noqa: PLR2004 - the sentence says it
-            raise HandlerError(f"Adaptive(tolerance={tolerance!r}) was refused: expected more than 1, and at most 10")
+        least, most, initial = self.minimum, self.maximum, self.initial
+        check(self, "minimum", is_whole(least), "a whole number of at least 1")
+        check(self, "maximum", is_whole(most, least), f"a whole number, at least {least}")
+        is_valid = initial is None or (is_whole(initial, least) and initial <= most)
+        check(self, "initial", is_valid, f"one from {least} to {most}")
+        is_valid = is_number(self.tolerance) and 1.0 < self.tolerance <= _MOST_TOLERANCE
+        check(self, "tolerance", is_valid, f"more than 1, and at most {_MOST_TOLERANCE:g}")
 
     @property
     def beginning(self) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from aioshard.errors import HandlerError
+from aioshard.core.options import check, is_number, is_whole
 
 _SHRINKS = 3
 """Bits by which each failure shrinks the next batch: 500 records, then 62, then 7, then 1."""
@@ -34,11 +34,10 @@ class Batch:
     max_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
-        for name, value in (("max_records", self.max_records), ("max_bytes", self.max_bytes)):
-            if type(value) is not int or value < 1:
-                raise HandlerError(f"Batch({name}={value!r}) was refused: expected a whole number of at least 1")
-        if type(self.linger) not in (int, float) or not 0 <= self.linger < math.inf:
-            raise HandlerError(f"Batch(linger={self.linger!r}) was refused: expected a number of seconds, 0 or more")
+        check(self, "max_records", is_whole(self.max_records), "a whole number of at least 1")
+        check(self, "max_bytes", is_whole(self.max_bytes), "a whole number of at least 1")
+        is_valid = is_number(self.linger) and 0 <= self.linger < math.inf
+        check(self, "linger", is_valid, "a number of seconds, 0 or more")
 
     def size_after(self, failures: int, attempts: int) -> int:
         """Return the maximum batch size for a record that has failed *failures* times, out of *attempts* attempts.

@@ -3,17 +3,13 @@
 import dataclasses
 from typing import Literal
 
-from aioshard.errors import HandlerError
+from aioshard.core.options import check, is_number, is_whole
 from aioshard.records import TOPIC_NAME
 
 
-def _refuse(option: str, name: str, value: object, expected: str) -> None:
-    raise HandlerError(f"{option}({name}={value!r}) was refused: expected {expected}")
-
-
-def _check_topic(option: str, topic: object) -> None:
-    if not isinstance(topic, str) or not TOPIC_NAME.fullmatch(topic):
-        _refuse(option, "topic", topic, "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+def _check_topic(option: "DeadLetter | Park") -> None:
+    is_valid = isinstance(option.topic, str) and TOPIC_NAME.fullmatch(option.topic) is not None
+    check(option, "topic", is_valid, "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,10 +31,9 @@ class Budget:
     burst: int = 50
 
     def __post_init__(self) -> None:
-        if type(self.per_success) not in (int, float) or not 0 < self.per_success <= 1:
-            _refuse("Budget", "per_success", self.per_success, "a share above 0, at most 1")
-        if type(self.burst) is not int or self.burst < 1:
-            _refuse("Budget", "burst", self.burst, "a whole number of at least 1")
+        is_share = is_number(self.per_success) and 0 < self.per_success <= 1
+        check(self, "per_success", is_share, "a share above 0, at most 1")
+        check(self, "burst", is_whole(self.burst), "a whole number of at least 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,9 +58,9 @@ class DeadLetter:
     budget: Budget | None = dataclasses.field(default_factory=Budget)
 
     def __post_init__(self) -> None:
-        _check_topic("DeadLetter", self.topic)
-        if self.budget is not None and not isinstance(self.budget, Budget):
-            _refuse("DeadLetter", "budget", self.budget, "Budget(per_success=…, burst=…), or None for no limit")
+        _check_topic(self)
+        is_valid = self.budget is None or isinstance(self.budget, Budget)
+        check(self, "budget", is_valid, "Budget(per_success=…, burst=…), or None for no limit")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,11 +86,12 @@ class Park:
     attempts: int | None = None
 
     def __post_init__(self) -> None:
-        _check_topic("Park", self.topic)
-        if type(self.delay) not in (int, float) or not 0 < self.delay < float("inf"):
-            _refuse("Park", "delay", self.delay, "a number of seconds above 0")
-        if self.attempts is not None and (type(self.attempts) is not int or self.attempts < 1):
-            _refuse("Park", "attempts", self.attempts, "a whole number of at least 1, or None")
+        _check_topic(self)
+        is_valid = is_number(self.delay) and 0 < self.delay < float("inf")
+        check(self, "delay", is_valid, "a number of seconds above 0")
+        check(
+            self, "attempts", self.attempts is None or is_whole(self.attempts), "a whole number of at least 1, or None"
+        )
 
 
 OnFailure = Literal["halt", "skip"] | DeadLetter | Park

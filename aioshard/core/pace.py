@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from aioshard.errors import HandlerError
+from aioshard.core.options import check, is_number, is_whole
 
 _DEFAULT_BURST = 0.05
 """Seconds of tokens in the default burst."""
@@ -35,11 +35,9 @@ class RateLimit:
     burst: int | None = None
 
     def __post_init__(self) -> None:
-        rate, burst = self.per_second, self.burst
-        if type(rate) not in (int, float) or not 0 < rate < math.inf:
-            raise HandlerError(f"RateLimit(per_second={rate!r}) was refused: expected a number of runs greater than 0")
-        if burst is not None and (type(burst) is not int or burst < 1):
-            raise HandlerError(f"RateLimit(burst={burst!r}) was refused: expected a whole number of at least 1")
+        is_valid = is_number(self.per_second) and 0 < self.per_second < math.inf
+        check(self, "per_second", is_valid, "a number of runs greater than 0")
+        check(self, "burst", self.burst is None or is_whole(self.burst), "a whole number of at least 1")
 
     @property
     def at_once(self) -> int:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from aioshard.errors import DecodeError, HandlerError
+from aioshard.core.options import check, is_number, is_whole
+from aioshard.errors import DecodeError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,35 +37,18 @@ class Retry:
     give_up_on: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
+        check(self, "attempts", is_whole(self.attempts), "a whole number of at least 1: it counts the first run")
         for name in ("initial", "maximum", "factor", "jitter"):
-            value = getattr(self, name)
-            if type(value) not in (int, float):
-                message = f"Retry({name}={value!r}) was refused: expected a number"
-                raise HandlerError(message)
-        is_whole = type(self.attempts) is int
-        checks = (
-            (
-                is_whole and self.attempts >= 1,
-                "attempts",
-                self.attempts,
-                "a whole number of at least 1: it counts the first run",
-            ),
-            (self.initial >= 0, "initial", self.initial, "a number of seconds, 0 or more"),
-            (self.maximum >= self.initial, "maximum", self.maximum, f"at least initial={self.initial}"),
-            (self.factor >= 1, "factor", self.factor, "at least 1, so that delays do not shrink"),
-            (0 <= self.jitter <= 1, "jitter", self.jitter, "a share between 0 and 1"),
-        )
-        for is_valid, name, value, expected in checks:
-            if not is_valid:
-                message = f"Retry({name}={value!r}) was refused: expected {expected}"
-                raise HandlerError(message)
+            check(self, name, is_number(getattr(self, name)), "a number")
+        check(self, "initial", self.initial >= 0, "a number of seconds, 0 or more")
+        check(self, "maximum", self.maximum >= self.initial, f"at least initial={self.initial}")
+        check(self, "factor", self.factor >= 1, "at least 1, so that delays do not shrink")
+        check(self, "jitter", 0 <= self.jitter <= 1, "a share between 0 and 1")
         for name in ("retry_on", "give_up_on"):
-            classes = getattr(self, name)
             try:
-                isinstance(None, classes)
+                isinstance(None, getattr(self, name))
             except TypeError:
-                message = f"Retry({name}={classes!r}) was refused: expected an exception class, or a tuple of them"
-                raise HandlerError(message) from None
+                check(self, name, False, "an exception class, or a tuple of them")  # noqa: FBT003 - just found out
 
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
         """Return the seconds until the next attempt, or None to give up: always after a `DecodeError`.

@@ -54,10 +54,9 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
     """
     if callable(shard_by):
         if inspect.iscoroutinefunction(shard_by):
-            message = (
+            raise HandlerError(
                 f"shard_by={shard_by!r} is 'async def': each of its coroutines would be a shard; use a plain function"
             )
-            raise HandlerError(message)
         return shard_by
     if shard_by == "key":
         return operator.attrgetter("key") if one_topic else _topic_and_key
@@ -65,8 +64,9 @@ def shard_key_of(shard_by: ShardBy, *, one_topic: bool) -> Callable[[Record], Sh
         return _topic_partition
     if shard_by == "record":
         return _no_order
-    message = f"shard_by={shard_by!r} is not known: use 'key', 'partition', 'record' or a function of the record"
-    raise HandlerError(message)
+    raise HandlerError(
+        f"shard_by={shard_by!r} is not known: use 'key', 'partition', 'record' or a function of the record"
+    )
 
 
 def check_usable(key: ShardKey) -> None:
@@ -119,8 +119,7 @@ def shard_number(key: ShardKey, shards: int) -> int:
         return shard_number(key[-1], shards)
     data = _as_bytes(key)
     if data is None:
-        message = f"a shard key for fixed shards must be bytes, str or int, not {type(key).__name__}: {key!r}"
-        raise TypeError(message)
+        raise TypeError(f"a shard key for fixed shards must be bytes, str or int, not {type(key).__name__}: {key!r}")
     return ((zlib.crc32(data) * _MULTIPLIER & 0xFFFFFFFF) * shards) >> 32
 
 
