@@ -12,12 +12,13 @@ from aioshard.attempts import BatchContext, Context, Middleware
 from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.on_failure import DeadLetter, OnFailure, Park
+from aioshard.core.options import is_number, is_topic, is_whole
 from aioshard.core.pace import RateLimit
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
 from aioshard.engine.handler import Handler
 from aioshard.errors import HandlerError
-from aioshard.records import TOPIC_NAME, Record
+from aioshard.records import Record
 from aioshard.serde.payloads import decoded_by, payload_of, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -197,7 +198,7 @@ def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: An
     ):
         if options[option] is not None and not isinstance(options[option], kind):
             raise HandlerError(f"{option}={options[option]!r} was refused: expected {expected}")
-    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < float("inf")):
+    if timeout is not None and not (is_number(timeout) and 0 < timeout < float("inf")):
         raise HandlerError(f"timeout={timeout!r} was refused: expected a number of seconds above 0, or None")
     shard_key_of(options["shard_by"], one_topic=True)
     if shards is not None and concurrency is not None:
@@ -207,7 +208,7 @@ def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: An
         )
     workers = concurrency.beginning if isinstance(concurrency, Adaptive) else concurrency
     for name, value in (("shards", shards), ("concurrency", workers)):
-        if value is not None and (type(value) is not int or value < 1):
+        if value is not None and not is_whole(value):
             raise HandlerError(f"{name}={value!r} was refused: expected a whole number of at least 1")
     return int(shards or workers or 64)
 
@@ -219,7 +220,7 @@ def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
     for topic in topics:
         if callable(topic):
             raise HandlerError("consume needs a topic: write @app.consume('orders'), not @app.consume")
-        if not isinstance(topic, str) or not TOPIC_NAME.fullmatch(topic):
+        if not is_topic(topic):
             raise HandlerError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
     if pattern is not None:
         try:

@@ -3,13 +3,9 @@
 import dataclasses
 from typing import Literal
 
-from aioshard.core.options import check, is_number, is_whole
-from aioshard.records import TOPIC_NAME
+from aioshard.core.options import check, is_number, is_topic, is_whole
 
-
-def _check_topic(option: "DeadLetter | Park") -> None:
-    is_valid = isinstance(option.topic, str) and TOPIC_NAME.fullmatch(option.topic) is not None
-    check(option, "topic", is_valid, "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+_TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class DeadLetter:
     budget: Budget | None = dataclasses.field(default_factory=Budget)
 
     def __post_init__(self) -> None:
-        _check_topic(self)
+        check(self, "topic", is_topic(self.topic), _TOPIC)
         is_valid = self.budget is None or isinstance(self.budget, Budget)
         check(self, "budget", is_valid, "Budget(per_success=…, burst=…), or None for no limit")
 
@@ -86,7 +82,7 @@ class Park:
     attempts: int | None = None
 
     def __post_init__(self) -> None:
-        _check_topic(self)
+        check(self, "topic", is_topic(self.topic), _TOPIC)
         is_valid = is_number(self.delay) and 0 < self.delay < float("inf")
         check(self, "delay", is_valid, "a number of seconds above 0")
         check(

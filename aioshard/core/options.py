@@ -1,6 +1,7 @@
 """Checks of the values of a user's options."""
 
 from aioshard.errors import HandlerError
+from aioshard.records import TOPIC_NAME
 
 
 def check(option: object, name: str, is_valid: bool, expected: str) -> None:
@@ -22,3 +23,8 @@ def is_whole(value: object, least: int = 1) -> bool:
 def is_number(value: object) -> bool:
     """Whether a value is a number; a bool is not."""
     return type(value) in (int, float)
+
+
+def is_topic(value: object) -> bool:
+    """Whether a value is the name of a topic."""
+    return isinstance(value, str) and TOPIC_NAME.fullmatch(value) is not None

@@ -2,49 +2,11 @@
 
 import asyncio
 import contextvars
-from collections.abc import Callable
 from typing import NamedTuple
 
 from aioshard.core.sharding import shown
 from aioshard.engine.stack import waits_for
-from aioshard.engine.worker import BatchWorker, Worker
-
-
-class Serving:
-    """A worker, as the context of its task names it.
-
-    Tasks and threads that a handler starts have a copy of that context, and may outlive the run that started them.
-    """
-
-    __slots__ = ("group", "handler", "task", "worker")
-
-    def __init__(self, worker: Worker, handler: str, group: str) -> None:
-        """Name *worker* with its handler and its group."""
-        self.worker = worker
-        self.handler = handler
-        self.group = group
-        self.task: asyncio.Task[object] | None = None
-        """The worker's task."""
-
-    def start(self, start: Callable[[], asyncio.Task[object]]) -> asyncio.Task[object]:
-        """Make the worker's task with *start*, in a context that names the worker."""
-        context = contextvars.copy_context()
-        context.run(_SERVING.set, self)
-        self.task = context.run(start)
-        return self.task
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this code runs in the worker's own task, not in a task or thread that a handler has started."""
-        return _current_task() is self.task
-
-
-_SERVING: contextvars.ContextVar[Serving] = contextvars.ContextVar("aioshard serving")
-
-
-def serving() -> Serving | None:
-    """The worker in whose context, or in a copy of it, this code runs; None outside of all workers."""
-    return _SERVING.get(None)
+from aioshard.engine.worker import SERVING, BatchWorker, Worker
 
 
 class CurrentRecord(NamedTuple):
@@ -89,27 +51,26 @@ def current_record() -> CurrentRecord | None:
         >>> run(test())
         ('orders', 2, 0) 1 on_order
     """
-    current = serving()
-    if current is None:
+    worker, task = SERVING.get(None), _current_task()
+    if worker is None:
         return None
-    if current.is_here:
-        return _record_of(current)
+    if task is worker.task:
+        return _record_of(worker)
     try:
         return _STARTED_FOR.get()
     except LookupError:
-        task = _current_task()
         if task is None:
             return None
-        record = _record_of(current) if waits_for(current.worker.running, task) else None
+        record = _record_of(worker) if waits_for(worker.running, task) else None
         _STARTED_FOR.set(record)
         return record
 
 
 def begin_thread() -> None:
     """Remember the record in the context of the thread that a plain handler begins in."""
-    current = serving()
-    if current is not None:
-        _STARTED_FOR.set(_record_of(current))
+    worker = SERVING.get(None)
+    if worker is not None:
+        _STARTED_FOR.set(_record_of(worker))
 
 
 def _current_task() -> "asyncio.Task[object] | None":
@@ -120,8 +81,7 @@ def _current_task() -> "asyncio.Task[object] | None":
         return None
 
 
-def _record_of(current: Serving) -> CurrentRecord | None:
-    worker = current.worker
+def _record_of(worker: Worker) -> CurrentRecord | None:
     delivery = worker.delivery
     if delivery is None:
         return None
@@ -132,7 +92,7 @@ def _record_of(current: Serving) -> CurrentRecord | None:
         record.offset,
         shown(record.key, show_keys=False),
         delivery.failures + 1 if delivery.recovery is None else max(delivery.failures, 1),
-        current.handler,
-        current.group,
+        worker.failures.handler,
+        worker.failures.group,
         len(worker.deliveries) if isinstance(worker, BatchWorker) else None,
     )

@@ -5,8 +5,7 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from aioshard.core.on_failure import BudgetAccount, DeadLetter
@@ -130,7 +129,8 @@ class FailureHandler:
         workers: Callable[[], int],
         affordable: Callable[[], bool] = lambda: True,
         chance: Callable[[], float] = random.random,
-        about: Mapping[str, object] = MappingProxyType({}),
+        handler: str = "",
+        group: str = "",
     ) -> None:
         """Create the failure handler.
 
@@ -143,7 +143,8 @@ class FailureHandler:
             workers: Returns the current number of workers.
             affordable: Returns whether the policy would not pause a partition now.
             chance: Returns random numbers from 0 to 1, for the jitter.
-            about: Additional fields for the log lines: handler and group.
+            handler: Name of the handler, for log lines.
+            group: Consumer group, for log lines.
         """
         self.counters = counters
         self._retry = retry
@@ -153,7 +154,8 @@ class FailureHandler:
         self._workers = workers
         self._affordable = affordable
         self._chance = chance
-        self._about = about
+        self.handler = handler
+        self.group = group
         self._recovering: dict[Delivery, float] = {}
         """Deliveries whose recoveries workers run now, oldest first, with their start times."""
         self._recoveries_in_doubt = False
@@ -213,8 +215,7 @@ class FailureHandler:
     def outlived(self, batch: DeliveryBatch) -> None:
         """Log that a run was cancelled but returned all the same; its deliveries stay incomplete."""
         message = "the handler of %r swallowed its cancellation; its records stay incomplete"
-        fields = record_fields("swallowed", batch.deliveries[0], records=len(batch.deliveries), **self._about)
-        logger.warning(message, batch, extra=fields)
+        self._log("swallowed", batch.deliveries[0], message, batch, records=len(batch.deliveries), always=True)
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
         """Handle a record whose sharding function failed: it cannot run in order, so no attempt is made."""
@@ -232,11 +233,12 @@ class FailureHandler:
         *values: object,
         level: int = logging.WARNING,
         trace: BaseException | None = None,
+        always: bool = False,
         **more: object,
     ) -> None:
-        """Log a failure; while a back end is down, most of them only at DEBUG."""
-        level = level if self.counters.may_warn(self._clock()) else logging.DEBUG
-        fields = record_fields(event, delivery, **more, **self._about)
+        """Log a failure; while a back end is down, most of them only at DEBUG unless *always* is set."""
+        level = level if always or self.counters.may_warn(self._clock()) else logging.DEBUG
+        fields = record_fields(event, delivery, **more, handler=self.handler, group=self.group)
         logger.log(level, message, *values, exc_info=trace, extra=fields)
 
     # Exhausted attempts ---------------------------------------------------------------
@@ -278,10 +280,19 @@ class FailureHandler:
     def _halt(self, delivery: Delivery, failure: FailedAttempt, error: BaseException, shards: Shards) -> None:
         """Make a delivery keep its shard until it is released."""
         shards.block(delivery, Block(halted=True, error=str(failure), since=self._clock()))
-        fields = record_fields("halted", delivery, attempt=failure.attempts, error=failure.error, **self._about)
         message = "record %r failed after %s and halts its shard: its partition is not committed past it (%s)"
-        attempts = counted(failure.attempts, "attempt")
-        logger.error(message, delivery, attempts, failure, exc_info=_traceback_of(error), extra=fields)
+        values = (delivery, counted(failure.attempts, "attempt"), failure)
+        self._log(
+            "halted",
+            delivery,
+            message,
+            *values,
+            level=logging.ERROR,
+            trace=_traceback_of(error),
+            always=True,
+            attempt=failure.attempts,
+            error=failure.error,
+        )
 
     async def _divert_later(self, delivery: Delivery) -> Outcome:
         decision = self._decide(delivery)

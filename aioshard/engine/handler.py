@@ -17,7 +17,6 @@ from aioshard.engine.adapting import Adapting
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
-from aioshard.engine.current_record import Serving
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import DeadLetters, Decision, FailureHandler, FailurePolicy, Publish, skipping
 from aioshard.engine.feed import Feed
@@ -183,7 +182,6 @@ class ActiveHandler:
             parking=self.parking,
         )
         self._tasks: TaskSet | None = None
-        self._running: dict[Worker, asyncio.Task[object]] = {}
 
     def _make_shards(self, buffer: Buffer) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""
@@ -230,7 +228,8 @@ class ActiveHandler:
             clock=resources.clock,
             workers=lambda: len(self.workers),
             affordable=affordable,
-            about={"handler": spec.name, "group": self._group},
+            handler=spec.name,
+            group=self._group,
         )
 
     def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:
@@ -262,13 +261,10 @@ class ActiveHandler:
 
     def _start_worker(self, worker: Worker) -> None:
         assert self._tasks is not None  # noqa: S101 - set by start
-        start = functools.partial(self._tasks.start, worker.run(), worker.name, lasts=True)
-        task = Serving(worker, self.spec.name, self._group).start(start)
-        self._running[worker] = task
-        task.add_done_callback(functools.partial(self._worker_ended, worker))
+        worker.task = self._tasks.start(worker.run(), worker.name, lasts=True)
+        worker.task.add_done_callback(functools.partial(self._worker_ended, worker))
 
     def _worker_ended(self, worker: Worker, _: asyncio.Task[object]) -> None:
-        del self._running[worker]
         if worker.retires:
             self.workers.remove(worker)
 
@@ -279,7 +275,7 @@ class ActiveHandler:
         """
         staying = [worker for worker in self.workers if not worker.retires]
         missing = concurrency - len(staying)
-        for worker in [w for w in self.workers if w.retires and not self._running[w].done()][: max(missing, 0)]:
+        for worker in [w for w in self.workers if w.retires and not w.task.done()][: max(missing, 0)]:
             worker.stay()
             missing -= 1
         for _ in range(missing):

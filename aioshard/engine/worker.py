@@ -1,6 +1,7 @@
 """Workers: coroutines that take deliveries, run the handler, and pass failed attempts to the failure handler."""
 
 import asyncio
+import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Final
@@ -20,10 +21,6 @@ from aioshard.errors import (
 )
 from aioshard.records import Record
 
-Invoke = Callable[[Delivery], Awaitable[object]]
-"""Runs one attempt of one record."""
-InvokeBatch = Callable[[DeliveryBatch], Awaitable[object]]
-"""Runs one attempt of a batch."""
 Divert = Callable[[Delivery], None]
 """Inspects each delivery before it starts, and may assign it a recovery."""
 
@@ -51,11 +48,8 @@ class Asked:
     CANCEL: Final = INTERRUPT | TIME_OUT
 
 
-def current_task() -> asyncio.Task[object]:
-    """Return the running task."""
-    task = asyncio.current_task()
-    assert task is not None  # noqa: S101 - called by tasks only
-    return task
+SERVING: contextvars.ContextVar["Worker"] = contextvars.ContextVar("aioshard serving")
+"""The worker whose task this is. Tasks and threads that a handler starts copy it, and may outlive the run."""
 
 
 class Worker(ABC):
@@ -72,7 +66,8 @@ class Worker(ABC):
         * While `delivery` is set, its shard key is occupied.
     """
 
-    _task: asyncio.Task[object]
+    task: asyncio.Task[Any]
+    """Runs `run`; set by the code that starts it."""
 
     def __init__(
         self,
@@ -87,7 +82,7 @@ class Worker(ABC):
         divert: Divert | None = None,
         read: Callable[[Record], Any] | None = None,
     ) -> None:
-        """Create a worker; `run` is its task.
+        """Create a worker; start `run` as its `task`.
 
         Args:
             name: Name in logs and explanations.
@@ -115,7 +110,7 @@ class Worker(ABC):
         self._invoke = invoke
         self._call = call
         self._read = read
-        self._failures = failures
+        self.failures = failures
         self._clock = clock
         self._divert = divert
         self._times = RunTimes()
@@ -181,17 +176,17 @@ class Worker(ABC):
         if self.delivery is None or self.asked & request:
             return
         if not self._requests:
-            self._cancelling_before = self._task.cancelling()
+            self._cancelling_before = self.task.cancelling()
         self.asked |= request
         self._requests += 1
-        self._task.cancel()
+        self.task.cancel()
 
     def _undo_requests(self) -> bool:
         """Undo the requested cancellations; return whether the worker itself is being cancelled as well."""
         self.asked &= Asked.RETIRE
-        remaining = self._task.cancelling()
+        remaining = self.task.cancelling()
         for _ in range(self._requests):
-            remaining = self._task.uncancel()
+            remaining = self.task.uncancel()
         self._requests = 0
         worker_ends = remaining > self._cancelling_before
         if not worker_ends:
@@ -203,8 +198,8 @@ class Worker(ABC):
 
         Otherwise the next `CancelledError` that a handler raises would look like a cancellation of the worker.
         """
-        while self._task.cancelling():
-            self._task.uncancel()
+        while self.task.cancelling():
+            self.task.uncancel()
 
     # Runs -----------------------------------------------------------------------------
 
@@ -212,9 +207,9 @@ class Worker(ABC):
         """Run the handler for a batch, or the recovery of a delivery that is alone, and handle the outcome."""
         head = batch.deliveries[0]
         recovery = head.recovery
-        if recovery is not None and not self._failures.may_recover():
+        if recovery is not None and not self.failures.may_recover():
             for delivery in self._ended(batch, (head,)):
-                self._failures.hold_back(delivery, self._shards)
+                self.failures.hold_back(delivery, self._shards)
             return
         self._batch, self.delivery, self.started = batch, head, self._clock()
         self._start(batch)
@@ -224,13 +219,13 @@ class Worker(ABC):
                 self.running = running = self._attempt(batch)
                 await running
             else:
-                self.running = recovering = self._failures.recover(head, recovery)
+                self.running = recovering = self.failures.recover(head, recovery)
                 outcome = await recovering
         except BaseException as error:  # noqa: BLE001 - _ended_badly tells cancellation and exit apart
             self._ended_badly(batch, error)
             return
         if self.asked & Asked.CANCEL:
-            self._swallowed(batch)
+            self._ended_badly(batch, SwallowedCancellationError(self.timeout or 0.0))
             return
         self._clear_handler_cancellations()
         if recovery is not None:
@@ -251,7 +246,7 @@ class Worker(ABC):
             delivery.starts += runs
         if runs and not batch.plain:
             for delivery in batch.deliveries:
-                self._failures.counters.replayed += delivery.cancelled
+                self.failures.counters.replayed += delivery.cancelled
                 delivery.cancelled = False
                 delivery.aside = delivery.then is not None
 
@@ -286,53 +281,39 @@ class Worker(ABC):
         return [delivery for delivery in heads if delivery in failed]
 
     def _ended_badly(self, batch: DeliveryBatch, error: BaseException) -> None:
-        """Handle a batch whose run raised.
+        """Handle a batch whose run raised, or returned although it was cancelled: nothing of it is complete (I8).
+
+        Args:
+            batch: The batch.
+            error: Exception that the run raised; a `SwallowedCancellationError` if it returned.
 
         Raises:
-            BaseException: *error* itself, if the worker is being cancelled or the interpreter is exiting.
+            BaseException: The worker is being cancelled, or the interpreter is exiting.
         """
         asked = self.asked & Asked.CANCEL
-        if asked:
-            worker_ends = self._undo_requests() or isinstance(error, _EXITS)
-        else:
-            is_cancelled = isinstance(error, asyncio.CancelledError) and bool(self._task.cancelling())
-            worker_ends = isinstance(error, _EXITS) or is_cancelled
+        swallowed = isinstance(error, SwallowedCancellationError)
+        cancelled = isinstance(error, asyncio.CancelledError)
+        worker_ends = self._undo_requests() if asked else cancelled and bool(self.task.cancelling())
+        worker_ends |= isinstance(error, _EXITS)
         if worker_ends or asked & Asked.INTERRUPT:
-            self._put_back(batch, interrupted=bool(asked))
+            if swallowed:
+                self.failures.outlived(batch)
+            self._batch = self.delivery = self.running = None
+            if asked:
+                for delivery in batch.deliveries:
+                    delivery.cancelled = delivery.aside = True
+            self._shards.put_back(batch)
             if worker_ends:
-                raise error
+                raise asyncio.CancelledError if swallowed else error
             return
         self._clear_handler_cancellations()
-        if asked:
+        if asked and not swallowed:
             error = AttemptTimeoutError(self.timeout or 0.0)
-        elif isinstance(error, asyncio.CancelledError):
+        elif cancelled:
             error = CancelledRunError()
         if batch.deliveries[0].recovery is None:
-            self._count_failed_attempt(batch)
+            batch.deliveries[0].epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
         self._failed(batch, error)
-
-    def _count_failed_attempt(self, batch: DeliveryBatch) -> None:
-        batch.deliveries[0].epoch.counts.durations.add(max(self._clock() - self.started, 0.0))
-
-    def _put_back(self, batch: DeliveryBatch, *, interrupted: bool) -> None:
-        self._batch = self.delivery = self.running = None
-        if interrupted:
-            for delivery in batch.deliveries:
-                delivery.cancelled = delivery.aside = True
-        self._shards.put_back(batch)
-
-    def _swallowed(self, batch: DeliveryBatch) -> None:
-        """Handle a batch whose handler returned although its run was cancelled: nothing is complete (I8)."""
-        interrupted = self.asked & Asked.INTERRUPT
-        worker_ends = self._undo_requests()
-        if interrupted:
-            self._failures.outlived(batch)
-            self._put_back(batch, interrupted=True)
-        else:
-            self._count_failed_attempt(batch)
-            self._failed(batch, SwallowedCancellationError(self.timeout or 0.0))
-        if worker_ends:
-            raise asyncio.CancelledError
 
     def _failed(self, batch: DeliveryBatch, error: BaseException) -> None:
         """Handle a failed attempt of the whole batch; unless it has one delivery, any of them may be to blame."""
@@ -342,7 +323,7 @@ class Worker(ABC):
         alive = [delivery for delivery in batch.deliveries if delivery.epoch.gate is not Gate.ENDED]
         heads = self._ended(batch, frozenset(batch.deliveries))
         if alive:
-            self._failures.failed_together(alive, heads, error, self._shards)
+            self.failures.failed_together(alive, heads, error, self._shards)
 
     def _failed_each(self, batch: DeliveryBatch, failed: Mapping[Delivery, BaseException]) -> None:
         """Handle each of *failed* by itself; the rest is complete.
@@ -353,9 +334,9 @@ class Worker(ABC):
         heads = dict.fromkeys(self._ended(batch, failed))
         for delivery, error in failed.items():
             if delivery not in heads and delivery.epoch.gate is not Gate.ENDED:
-                self._failures.failed_behind(delivery, error)
+                self.failures.failed_behind(delivery, error)
         for delivery in heads:
-            if self._failures.failed(delivery, failed[delivery], self._shards):
+            if self.failures.failed(delivery, failed[delivery], self._shards):
                 self._shards.resume(delivery)
 
 
@@ -382,10 +363,10 @@ class RecordWorker(Worker):
 
     async def run(self) -> None:  # noqa: C901, PLR0915 - the hot path: no calls
         """Serve until cancelled or retired."""
-        self._task = current_task()
+        SERVING.set(self)
         shards, call, invoke, clock, divert = self._shards, self._call, self._invoke, self._clock, self._divert
         take, next_after, times = shards.take, shards.next_after, self._times
-        cancelling = self._task.cancelling
+        cancelling = self.task.cancelling
         ahead, due = 0, AT_ONCE
         epoch: Epoch | None = None
         delivery = take()
@@ -449,7 +430,7 @@ class RecordWorker(Worker):
         batch = DeliveryBatch.of_one(delivery)
         if self.asked & Asked.CANCEL:
             self._times.cut(self.started)
-            self._swallowed(batch)
+            self._ended_badly(batch, SwallowedCancellationError(self.timeout or 0.0))
         else:
             self._ended(batch)
         return self._take()
@@ -458,9 +439,10 @@ class RecordWorker(Worker):
 class BatchWorker(Worker):
     """Runs the handler for one batch at a time.
 
-    A run that returns completes all records of its batch. A run that raises `BatchError` completes all records that
-    the error does not name. Any other exception is one failed attempt of all records: they run again in smaller
-    batches. A record is given up only when it fails alone in its batch; otherwise any record may be to blame.
+    A run that returns completes all records of its batch. After a `BatchError`, the records that it names have failed,
+    those behind them in their shards run again, and the others are complete. Any other exception is one failed attempt
+    of all records: they run again in smaller batches, because any of them may be to blame. A record is given up only
+    when a `BatchError` names it, or when it fails alone in its batch.
 
     A delivery that takes a recovery (a dead letter, a skip) comes alone; see `BatchShards`.
     """
@@ -469,7 +451,7 @@ class BatchWorker(Worker):
 
     async def run(self) -> None:
         """Serve until cancelled or retired."""
-        self._task = current_task()
+        SERVING.set(self)
         shards = self._shards
         ahead = 0
         while not self.asked:  # between two runs, only `retire` can set it

@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from aioshard.core.on_failure import Park
-from aioshard.engine.current_record import serving
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Handler
-from aioshard.engine.worker import Asked
+from aioshard.engine.worker import SERVING, Asked
 from aioshard.errors import AttemptTimeoutError, MissingExtraError
 from aioshard.ports import Clients, Committed, Membership, Message, Producer, Transport
 from aioshard.records import Record, TopicPartition
@@ -363,8 +362,8 @@ class Spans:
 
         A dead letter or a parked record keeps the headers of its record, and belongs to the attempt that failed.
         """
-        current = serving()
-        delivery = current.worker.delivery if current is not None and current.is_here else None
+        worker = SERVING.get(None)
+        delivery = worker.delivery if worker is not None and worker.task is asyncio.current_task() else None
         if delivery is not None and delivery.recovery is not None:
             return True, _context_of(delivery.failed_span)
         return (True, NOWHERE) if message.topic in self._parked else (False, None)
@@ -401,8 +400,8 @@ def _context_of(span: object) -> Context:
 
 def _name_failure(error: BaseException) -> str:
     """Return the error name of a failed attempt; a timeout shows up as a cancellation."""
-    current = serving()
-    if isinstance(error, asyncio.CancelledError) and current is not None and current.worker.asked & Asked.TIME_OUT:
+    worker = SERVING.get(None)
+    if isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT:
         return _TIMED_OUT
     return error_type(error)
 

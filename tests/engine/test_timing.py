@@ -63,7 +63,7 @@ class Bench:
             "worker", self.shards, call=self.handle, invoke=unused, failures=failures, clock=self.clock
         )
         await self.shards.put(self.deliveries)
-        serving = asyncio.create_task(worker.run())
+        worker.task = serving = asyncio.create_task(worker.run())
         while len(self.epoch.tracker):  # noqa: ASYNC110 - nothing tells, and the clock stands still
             await asyncio.sleep(0)
         for _ in range(3):
