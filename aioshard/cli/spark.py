@@ -144,10 +144,7 @@ def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: 
     The plan freezes start, end, settings and the app's version.
     """
     load_app(target, app_dir)
-    sentences: list[str] = []
-    new_plan = run(make_plan(target, directory=directory, tell=sentences.append, **chosen))
-    for sentence in sentences:
-        _print_note(sentence)
+    new_plan = run(make_plan(target, directory=directory, tell=_print_note, **chosen))
     if as_json:
         print_json(json.loads(new_plan.to_json()), indent=2)
         return

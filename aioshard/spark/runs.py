@@ -1,12 +1,11 @@
 """Run a backfill: the planned ranges go through the handlers in micro-batches, each written once."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +19,7 @@ from aioshard.errors import (
 )
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.spark.frame import error_of_job, halted_records, shuffled_outcomes
-from aioshard.spark.plans import Plan, PlannedRange, Vector, app_version, ends_of, ranges_between
+from aioshard.spark.plans import Plan, PlannedRange, Vector, app_version, check_ends, ends_of, ranges_between
 from aioshard.spark.run_directory import (
     CHECKPOINT,
     HALTED,
@@ -117,23 +116,7 @@ def run(
         print(report.statuses)
         ```
     """
-    run_dir = RunDirectory.of(directory)
-    with run_dir.alone(), _running(_started(spark, run_dir, foreach, tell), run_dir) as query:
-        query.awaitTermination()
-    return status(run_dir)
-
-
-@contextlib.contextmanager
-def _running(query: "StreamingQuery", run_dir: RunDirectory) -> "Iterator[StreamingQuery]":
-    """Translate the error that ends a query; stop it on any other exception, such as `KeyboardInterrupt`."""
-    try:
-        yield query
-    except Exception as error:
-        halted = read_halted(run_dir)
-        raise HaltedError(halted) if halted else error_of_job(error, f"the run in {run_dir}") from error
-    except BaseException:
-        query.stop()
-        raise
+    return _run(spark, RunDirectory.of(directory), foreach, tell)
 
 
 def follow(
@@ -161,12 +144,7 @@ def follow(
     run_dir = RunDirectory.of(directory)
     if run_dir.exists(HANDED_OVER):
         raise PlanError(f"the run in {run_dir} was handed over: new records belong to the live app")
-    with run_dir.alone(), _running(_started(spark, run_dir, foreach, tell, follow=trigger), run_dir) as query:
-        while not query.awaitTermination(_STOP_INTERVAL):
-            if run_dir.exists(STOP):
-                query.processAllAvailable()  # no new records are read once the file exists
-                query.stop()
-    return status(run_dir)
+    return _run(spark, run_dir, foreach, tell, follow=trigger)
 
 
 def stop(directory: str | PathLike[str] | RunDirectory) -> None:
@@ -229,15 +207,38 @@ def read_halted(run_dir: RunDirectory) -> list[str]:
 # The query ----------------------------------------------------------------------------
 
 
-def _started(
+def _run(
     spark: "SparkSession",
     run_dir: RunDirectory,
     foreach: Foreach | None,
     tell: Callable[[str], None],
     *,
     follow: str | None = None,
+) -> RunStatus:
+    """Run the query to its end, which is a stop request for an endless one; *follow* is the trigger of such a query."""
+    with run_dir.alone():
+        query = _start(spark, run_dir, foreach, tell, follow)
+        try:
+            while not query.awaitTermination(_STOP_INTERVAL):
+                if follow is not None and run_dir.exists(STOP):
+                    query.processAllAvailable()  # no new records are read once the file exists
+                    query.stop()
+        except Exception as error:
+            halted = read_halted(run_dir)
+            raise HaltedError(halted) if halted else error_of_job(error, f"the run in {run_dir}") from error
+        except BaseException:  # such as `KeyboardInterrupt`
+            query.stop()
+            raise
+    return status(run_dir)
+
+
+def _start(
+    spark: "SparkSession",
+    run_dir: RunDirectory,
+    foreach: Foreach | None,
+    tell: Callable[[str], None],
+    follow: str | None,
 ) -> "StreamingQuery":
-    """Start the query; *follow* is the trigger of an endless query."""
     plan = run_dir.plan()
     if not run_dir.moves_at_once:
         raise PlanError(
@@ -258,16 +259,12 @@ def _started(
     run_dir.remove(HALTED)
     slots = slots_of(spark, len(plan.ranges))
     frame, outcomes = planned_source(spark, run_dir, plan, slots, version=version, follow=follow is not None)
-    stream = frame.writeStream.queryName(f"aioshard {plan.id}").foreachBatch(
-        functools.partial(write_batch, run_dir, foreach, outcomes)
-    )
-    stream = stream.option("checkpointLocation", run_dir.uri(CHECKPOINT))
-    if follow is None:
-        return stream.trigger(availableNow=True).start()
+    stream = frame.writeStream.queryName(f"aioshard {plan.id}").option("checkpointLocation", run_dir.uri(CHECKPOINT))
     try:
-        return stream.trigger(processingTime=follow).start()
+        stream = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
     except Exception as error:
         raise PlanError(f"trigger={follow!r} was refused ({error}): expected a time such as '10 seconds'") from error
+    return stream.foreachBatch(functools.partial(write_batch, run_dir, foreach, outcomes)).start()
 
 
 def planned_source(
@@ -351,27 +348,24 @@ def check_logs(plan: Plan, reached: Vector) -> None:
         DataLossError: A topic was deleted or recreated, or retention deleted some of the remaining records.
     """
     remaining = ranges_between(reached, ends_of(plan.ranges))
-    losses = blocking(functools.partial(_losses, plan, remaining)) if remaining else []
-    if losses:
-        raise DataLossError(losses, "Process what is left with a new plan")
+    if remaining:
+        blocking(functools.partial(_check_logs, plan, remaining))
 
 
-async def _losses(plan: Plan, remaining: Sequence[PlannedRange]) -> list[str]:
-    ranges = {planned.topic_partition: planned for planned in remaining}
+async def _check_logs(plan: Plan, remaining: Sequence[PlannedRange]) -> None:
+    ends = {planned.topic_partition: planned.end for planned in remaining}
     try:
         async with KafkaAdmin(settings_for(plan)) as brokers:
             gone = sorted({planned.topic for planned in remaining} - await brokers.topics())
-            if gone:
-                return [f"topic {topic!r} does not exist any more, or this user may not see it" for topic in gone]
-            bounds = await brokers.bounds(ranges)
+            bounds = {} if gone else await brokers.bounds(ends)
     except (SettingsError, TransportError) as error:
         logger.info("cannot check whether the log still has the records: %s", error)
-        return []
-    losses = []
-    for partition, log in sorted(bounds.items()):
-        planned = ranges[partition]
-        if planned.start < log.start:
-            losses.append(f"{partition}: offsets {planned.start} to {min(log.start, planned.end) - 1}")
-        elif planned.end > log.end:
-            losses.append(f"{partition}: the range ends at {planned.end}, and the log at {log.end}")
-    return losses
+        return
+    lost = [f"topic {topic!r} does not exist any more, or this user may not see it" for topic in gone]
+    for planned in remaining:
+        log = bounds.get(planned.topic_partition)
+        if log is not None and planned.start < log.start:
+            lost.append(f"{planned.topic_partition}: offsets {planned.start} to {min(log.start, planned.end) - 1}")
+    if lost:
+        raise DataLossError(lost, "Process what is left with a new plan")
+    check_ends(bounds, ends)

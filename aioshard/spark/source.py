@@ -111,8 +111,6 @@ class Request(NamedTuple):
     """True to yield records instead of running the app's handlers."""
     tasks: int | None
     max_rows_per_batch: int
-    finished: Mapping[TopicPartition, Collection[int]] = {}
-    """Offsets that already count as finished."""
     directory: str | None = None
     """Directory of the run that the plan belongs to; a stop flag may appear in it."""
     follow: bool = False
@@ -209,7 +207,6 @@ def _planned(options: Mapping[str, str]) -> Request:
         raw=options.get("app") == "",  # these records are shuffled before the handlers run
         tasks=plan.tasks,
         max_rows_per_batch=plan.max_rows_per_batch,
-        finished={planned.topic_partition: planned.finished for planned in plan.ranges if planned.finished},
         directory=options["plan"],
         follow=options.get("follow") == "true",
     )
@@ -268,7 +265,7 @@ class _Task(InputPartition):
     def __init__(self, ranges: Sequence[PlannedRange], finished: Mapping[TopicPartition, Collection[int]]) -> None:
         super().__init__(None)
         self.ranges = {planned.topic_partition: LogRange(planned.start, planned.end) for planned in ranges}
-        self.finished = {partition: finished[partition] for partition in self.ranges.keys() & finished.keys()}
+        self.finished = {partition: finished[partition] for partition in self.ranges}
 
 
 class _Reading:
@@ -291,11 +288,11 @@ class _Reading:
     def _tasks(self, start: Vector, end: Vector) -> Sequence[_Task]:
         request, ranges = self._request, ranges_between(start, end)
         # Shuffled topics are read in whole partitions: the order after the shuffle depends on their offset order.
-        in_order = ("partition", "shuffle")
-        whole = [planned for planned in ranges if request.layouts.get(planned.topic) in in_order]
-        divided = [planned for planned in ranges if request.layouts.get(planned.topic) not in in_order]
+        divided = [planned for planned in ranges if request.layouts.get(planned.topic, "split") == "split"]
+        whole = [planned for planned in ranges if request.layouts.get(planned.topic, "split") != "split"]
+        finished = {planned.topic_partition: planned.finished for planned in request.ranges}
         tasks = packed(whole, request.tasks) + split(divided, request.tasks or _SPLIT_TASKS)
-        return [_Task(task, request.finished) for task in tasks]
+        return [_Task(task, finished) for task in tasks]
 
 
 class _RangeReader(_Reading, DataSourceReader):
@@ -331,10 +328,6 @@ class _RangeStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
             logs = asyncio.run(_logs(request.connection(), {planned.topic for planned in request.ranges}))
             ends = {topic: {p: logs[TopicPartition(topic, int(p))].end for p in ends[topic]} for topic in ends}
         return advanced(start, ends, limit.max_rows if isinstance(limit, ReadMaxRows) else request.max_rows_per_batch)
-
-    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802 - Spark's name
-        """Return the planned ends, or None while following the log."""
-        return None if self._request.follow else ends_of(self._request.ranges)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Return the tasks of a micro-batch."""

@@ -154,7 +154,7 @@ def settings_of(app: App | None, bootstrap_servers: str | None) -> "Settings":
     return settings
 
 
-def settings_for(plan: Plan, module_paths: Sequence[str] = ()) -> "Settings":
+def settings_for(plan: Plan) -> "Settings":
     """Return the settings of a planned app, or those of the environment if this machine lacks its module.
 
     Raises:
@@ -162,7 +162,7 @@ def settings_for(plan: Plan, module_paths: Sequence[str] = ()) -> "Settings":
     """
     app = None
     with contextlib.suppress(PlanError):
-        app = resolve_app(plan.app, module_paths)
+        app = resolve_app(plan.app)
     return settings_of(app, plan.bootstrap_servers)
 
 
