@@ -333,8 +333,9 @@ def _letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: in
         coordinates = Coordinates(row["topic"], row["partition"], row["offset"])
         headers = tuple((name, _bytes(content)) for name, content in row["headers"] or ())
         record = Record(*coordinates, _bytes(row["key"]), _bytes(row["value"]), headers, row["moment"])
-        how = row["attempts"], row["error_type"], row["error"], row["failed_at"]
-        failure = Failure(plan.group_id, row["handler"], *how)
+        failure = Failure(
+            plan.group_id, row["handler"], row["attempts"], row["error_type"], row["error"], row["failed_at"]
+        )
         letter = dead_letter(policy.removeprefix(DEAD_LETTER), record, failure)
         yield letter._replace(headers=(*letter.headers, (MESSAGE_ID, as_text(str(coordinates)))))
 

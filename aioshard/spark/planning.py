@@ -166,8 +166,6 @@ async def _facts(brokers: KafkaAdmin, settings: "Settings", group_id: str, topic
         for topic, numbers in zip(topics, numbers_by_topic, strict=True)
         for number in numbers
     )
-    if not partitions:
-        return []
     # Read the commits first: if an app is running meanwhile, the range only becomes longer than necessary.
     commits = await brokers.group_commits(group_id, partitions)
     bounds = await brokers.bounds(partitions)
@@ -207,7 +205,7 @@ async def offsets_of(
     if isinstance(when, bool) or not isinstance(when, int | float) or not (math.isfinite(when) and when >= 0):
         expected = " or ".join(map(repr, words))
         raise PlanError(f"{option}={when!r}: expected {expected}, a time, or an offset for each partition")
-    by_partition = await brokers.offsets_at([fact.at for fact in facts], float(when), isolation) if facts else {}
+    by_partition = await brokers.offsets_at([fact.at for fact in facts], float(when), isolation)
     return {fact.at: fact.last if (offset := by_partition[fact.at]) is None else offset for fact in facts}
 
 

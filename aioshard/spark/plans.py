@@ -155,8 +155,12 @@ class Plan:
         return json.dumps(dataclasses.asdict(self) | {"digest": self.digest}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Plan":
+    def from_json(cls, text: str | bytes, name: str = "the text") -> "Plan":
         """Read a plan.
+
+        Args:
+            text: The plan as JSON.
+            name: The source of the text, for the errors.
 
         Raises:
             PlanError: It is not a plan, or was edited.
@@ -165,32 +169,20 @@ class Plan:
             content = json.loads(text)
             digest = content.pop("digest")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(f"not a plan of aioshard ({error!r}): make one with  aioshard spark plan") from None
+            raise PlanError(f"{name}: not a plan of aioshard ({error!r}): make one with  aioshard spark plan") from None
         if digest != _digest(content):
             raise PlanError(
-                "the plan was edited after it was made: its digest does not match its content. Make a new plan in a "
-                "new directory with  aioshard spark plan"
+                f"{name}: the plan was edited after it was made: its digest does not match its content. Make a new "
+                "plan in a new directory with  aioshard spark plan"
             )
-        return _plan_of(content)
+        ranges = [PlannedRange(**{**item, "finished": tuple(item["finished"])}) for item in content["ranges"]]
+        handlers = [PlannedHandler(**{**item, "topics": tuple(item["topics"])}) for item in content["handlers"]]
+        return cls(**{**content, "ranges": tuple(ranges), "handlers": tuple(handlers)})
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
-
-
-def _plan_of(content: dict[str, Any]) -> Plan:
-    return Plan(
-        **{
-            **content,
-            "ranges": tuple(
-                PlannedRange(**{**item, "finished": tuple(item["finished"])}) for item in content["ranges"]
-            ),
-            "handlers": tuple(
-                PlannedHandler(**{**item, "topics": tuple(item["topics"])}) for item in content["handlers"]
-            ),
-        }
-    )
 
 
 def app_version(app: App) -> str:

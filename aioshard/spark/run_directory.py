@@ -74,8 +74,9 @@ class RunDirectory:
         except ImportError:
             raise MissingExtraError(f"a run in {uri}", "spark") from None
         self._is_local = self._name.startswith("file://") or not _SCHEME.match(self._name)
-        path = Path(self._name.removeprefix("file://")).absolute()
-        location = path.as_posix() if self._is_local else self._name.rstrip("/")
+        location = self._name.rstrip("/")
+        if self._is_local:
+            location = Path(self._name.removeprefix("file://")).absolute().as_posix()
         self._uri = f"file://{location}" if self._is_local else location
         try:
             self._system, self._base = fs.FileSystem.from_uri(location)
@@ -132,8 +133,7 @@ class RunDirectory:
         with self._path(name) as path:
             try:
                 with self._system.open_input_stream(path) as stream:
-                    content: bytes = stream.read()
-                    return content
+                    return bytes(stream.read())
             except FileNotFoundError:
                 return None
 
@@ -149,8 +149,9 @@ class RunDirectory:
             self._system.create_dir(parent, recursive=True)
             with self._system.open_output_stream(temporary) as stream:
                 stream.write(content.encode())
-            if self._is_local:
-                _sync(temporary)
+            if self._is_local:  # Arrow leaves the time of the write to the operating system
+                with Path(temporary).open("rb+") as file:
+                    os.fsync(file)
             self._system.move(temporary, path)
 
     def remove(self, name: str) -> None:
@@ -204,22 +205,19 @@ class RunDirectory:
             yield
             return
         with self._path(_RUNNING) as path:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
-        try:
-            # The lock is per process. Within one process, Spark itself refuses a second query of the same run.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(descriptor)
-            raise PlanError(
-                f"another process is running {self._name}, and its handlers would run twice: wait for its end, or "
-                f"stop it with  aioshard spark stop {self._name}"
-            ) from None
-        except OSError:  # the file system has no locks
-            pass
-        try:
+            running = Path(path).open("a")  # noqa: SIM115 - an error of the run is none of the file
+        with running:
+            try:
+                # The lock is per process. Within one process, Spark itself refuses a second query of the same run.
+                fcntl.lockf(running, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise PlanError(
+                    f"another process is running {self._name}, and its handlers would run twice: wait for its end, or "
+                    f"stop it with  aioshard spark stop {self._name}"
+                ) from None
+            except OSError:  # the file system has no locks
+                pass
             yield
-        finally:
-            os.close(descriptor)
 
     # Plan and progress ------------------------------------------------------------------
 
@@ -232,10 +230,7 @@ class RunDirectory:
         content = self.read(PLAN)
         if content is None:
             raise PlanError(f"{self._name} contains no {PLAN}: make one with  aioshard spark plan")
-        try:
-            return Plan.from_json(content)
-        except PlanError as error:
-            raise PlanError(f"{self.uri(PLAN)}: {error}") from None
+        return Plan.from_json(content, self.uri(PLAN))
 
     def begin(self, plan: Plan) -> None:
         """Write the plan of a new run.
@@ -270,12 +265,3 @@ class RunDirectory:
                 f"the checkpoint of the run in {self._name} is damaged (offsets of batch {max(complete)}: {error}): "
                 "make a new plan in another directory"
             ) from None
-
-
-def _sync(path: str) -> None:
-    """Flush a file to disk before it replaces another one; Arrow leaves that to the operating system."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -282,14 +282,18 @@ def planned_source(
     """
     from aioshard.spark.source import request_of  # noqa: PLC0415 - pyspark is imported on use
 
-    paths = os.pathsep.join(module_paths())
-    options = {"plan": run_dir.uri(), "halted": "row", "slots": str(slots), "module_paths": paths, "version": version}
-    options["follow"] = str(follow).lower()
+    options = {
+        "plan": run_dir.uri(),
+        "halted": "row",
+        "slots": str(slots),
+        "module_paths": os.pathsep.join(module_paths()),
+        "version": version,
+        "follow": str(follow).lower(),
+    }
     if all(handler.layout != "shuffle" for handler in plan.handlers):
         return spark.readStream.format("aioshard").options(**options).load(), lambda rows: rows
     work = request_of(options).work
-    assert work is not None  # noqa: S101 - a plan has an app
-    raw = spark.readStream.format("aioshard").options(**(options | {"app": ""})).load()
+    raw = spark.readStream.format("aioshard").options(**options, app="").load()
     return raw, lambda rows: shuffled_outcomes(rows, work, plan.tasks or slots)
 
 

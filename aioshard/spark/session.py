@@ -78,13 +78,10 @@ def local_session(
 
     builder = SparkSession.builder.appName(app_name)
     builder = builder.remote(master) if remote else builder.master(master)
-    chosen = {**_SETTINGS, **(_LOCAL_SETTINGS if local else {}), **overrides}
-    if remote:
-        chosen = overrides  # the server's operator decides the rest
-    for name, value in chosen.items():
-        builder = builder.config(name, value)
+    # The operator of a remote server decides what is not given here.
+    defaults = {} if remote else {**_SETTINGS, **(_LOCAL_SETTINGS if local else {})}
     try:
-        spark = builder.getOrCreate()
+        spark = builder.config(map={**defaults, **overrides}).getOrCreate()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise SettingsError(

@@ -132,11 +132,6 @@ class _Lane:
         self.position = 0
         self.paused = True
 
-    @property
-    def end(self) -> int:
-        """Number of records that have arrived so far."""
-        return self.position + len(self.waiting)
-
     def take(self, allowance: AllowanceOf) -> FetchedBatch | Oversized | None:
         """Take the waiting records that the allowance permits."""
         if self.paused or not self.waiting:
@@ -187,7 +182,7 @@ class RowTransport(Groupless):
         self._parts = (records_of(part) for batch in rows for part in _parts(batch))
         self._handlers = handlers
         self._lanes: dict[TopicPartition, _Lane] = {}
-        self._lane_of: dict[str, _Lane] = {}
+        self._lane_of = functools.cache(self._find_lane)
         self._listener: GroupListener | None = None
         self._exhausted = False
         self._woken = False
@@ -204,7 +199,9 @@ class RowTransport(Groupless):
 
     def ends(self) -> Mapping[TopicPartition, int]:
         """Return the ends of the partitions once the last row has arrived; empty before that."""
-        return {lane.topic_partition: lane.end for lane in self._lanes.values()} if self._exhausted else {}
+        if not self._exhausted:
+            return {}
+        return {name: lane.position + len(lane.waiting) for name, lane in self._lanes.items()}
 
     def awaited_by(self, engine: Engine) -> bool:
         """Whether the engine has completed all records so far and more may arrive; it learns the ends once known."""
@@ -244,24 +241,20 @@ class RowTransport(Groupless):
             RunError: Spark's rows could not be read to the end.
             PlanError: The rows belong to a topic that no handler takes.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
         self._woken = False
-        while True:
-            self._arrived.clear()
-            self._read_on()
-            # One lane per call, because its records reduce the room left for the others. The lanes take turns.
-            for partition, lane in tuple(self._lanes.items()):
-                item = lane.take(allowance)
-                if item is not None:
-                    self._lanes[partition] = self._lanes.pop(partition)
-                    self._read_on()
-                    return [item]
-            remaining = deadline - loop.time()
-            if self._woken or remaining <= 0:
-                return ()
-            with anyio.move_on_after(remaining):
+        with anyio.move_on_after(timeout):
+            while not self._woken:
+                self._arrived.clear()
+                self._read_on()
+                # One lane per call, because its records reduce the room left for the others. The lanes take turns.
+                for partition, lane in tuple(self._lanes.items()):
+                    item = lane.take(allowance)
+                    if item is not None:
+                        self._lanes[partition] = self._lanes.pop(partition)
+                        self._read_on()
+                        return [item]
                 await self._arrived.wait()
+        return ()
 
     def _read_on(self) -> None:
         """Sort the records that were read, and read the next ones unless enough are waiting."""
@@ -286,8 +279,8 @@ class RowTransport(Groupless):
         assert self._listener is not None  # noqa: S101 - started
         assigned = len(self._lanes)
         for record in records:
-            lane = self._lane_of.get(record.topic) or self._find_lane(record.topic)
-            lane.waiting.append((record, record_size(record.key, record.value, record.headers)))
+            size = record_size(record.key, record.value, record.headers)
+            self._lane_of(record.topic).waiting.append((record, size))
         if len(self._lanes) > assigned:
             self._listener.assigned([*self._lanes], self.membership())
 
@@ -298,7 +291,6 @@ class RowTransport(Groupless):
             name = TopicPartition(topic, 0)
             lane = self._lanes[name] = _Lane(name)
             self._committed[name] = Committed(0, "")
-        self._lane_of[topic] = lane
         return lane
 
     def wake(self) -> None:

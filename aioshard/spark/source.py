@@ -81,10 +81,9 @@ class AioshardSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of outcome rows with an app or a plan, otherwise those of records."""
-        options = self.options
-        check_options(options)
-        raw = not options.get("app") and ("plan" not in options or options.get("app") == "")
-        return RAW_COLUMNS if raw else OUTCOME_COLUMNS
+        check_options(self.options)
+        runs_handlers = self.options.get("app", self.options.get("plan"))
+        return OUTCOME_COLUMNS if runs_handlers else RAW_COLUMNS
 
     def reader(self, schema: StructType) -> "_RangeReader":  # noqa: ARG002 - Spark's signature
         """Read ranges that are resolved now."""
@@ -104,9 +103,8 @@ class Request(NamedTuple):
     ranges: tuple[PlannedRange, ...]
     layouts: Mapping[str, Layout]
     """How the partitions of a topic are spread over tasks; without an app, all of them are split."""
-    settings: Mapping[str, Any]
-    work: Work | None
-    """The app; None without one."""
+    work: Work
+    """The app, and the settings of the read."""
     raw: bool
     """True to yield records instead of running the app's handlers."""
     tasks: int | None
@@ -118,7 +116,8 @@ class Request(NamedTuple):
 
     def connection(self) -> Settings:
         """Return the settings for a read without handlers: those of the app, in the environment of the reader."""
-        return Settings(**self.settings) if self.work is None else self.work.load().settings.replace(**self.settings)
+        settings = self.work.settings
+        return self.work.load().settings.replace(**settings) if self.work.app else Settings(**settings)
 
 
 def check_options(options: Mapping[str, str]) -> None:
@@ -154,9 +153,8 @@ def request_of(options: Mapping[str, str]) -> Request:
     settings = {name: options[name] for name in ("bootstrap_servers", "isolation_level") if name in options}
     topics = [topic for text in options.get("topics", "").split(",") if (topic := text.strip())]
     layouts: dict[str, Layout] = {}
-    work = None
-    if "app" in options:
-        work = _work(options, options["app"], settings)
+    work = _work(options, options.get("app", ""), settings)
+    if work.app:
         handlers = resolve_app(work.app, work.module_paths).handlers
         topics = topics or [topic for handler in handlers for topic in handler.topics]
         for topic in topics:
@@ -174,9 +172,8 @@ def request_of(options: Mapping[str, str]) -> Request:
     request = Request(
         ranges=(),
         layouts=layouts,
-        settings=settings,
         work=work,
-        raw=work is None,
+        raw=not work.app,
         tasks=_number(options, "tasks"),
         max_rows_per_batch=_number(options, "max_rows_per_batch") or _DEFAULT_ROWS,
     )
@@ -202,7 +199,6 @@ def _planned(options: Mapping[str, str]) -> Request:
     return Request(
         ranges=ranges,
         layouts={topic: handler.layout for handler in plan.handlers for topic in handler.topics},
-        settings=settings,
         work=work._replace(on_failure=plan.on_failure, total_concurrency=plan.total_concurrency),
         raw=options.get("app") == "",  # these records are shuffled before the handlers run
         tasks=plan.tasks,
@@ -280,7 +276,7 @@ class _Reading:
 
         assert isinstance(partition, _Task)  # noqa: S101 - made by _tasks
         request = self._request
-        if request.work is None or request.raw:
+        if request.raw:
             return read_raw(request.connection(), partition.ranges, partition.finished)
         work = request.work._replace(topics=tuple({at.topic for at in partition.ranges}))
         return run_handlers(work, lambda app: RangeTransport(app.settings, partition.ranges, partition.finished))

@@ -82,8 +82,6 @@ _ROWS = 5_000
 """Rows of one Arrow batch."""
 _BATCHES = 6
 """Batches that may wait for Spark; beyond that, reading pauses."""
-
-
 _CHECK_INTERVAL = 0.1
 """Seconds between checks for halted or stuck handlers."""
 _END_INTERVAL = 0.01

@@ -30,7 +30,7 @@ class Work(NamedTuple):
     """Instructions that every task of a job receives; they are serialized and contain no secrets."""
 
     app: str
-    """`MODULE:APP`."""
+    """`MODULE:APP`, or empty for a read without an app."""
     version: str | None = None
     """The driver's version of the app, which a task refuses to differ from; None accepts any."""
     module_paths: tuple[str, ...] = ()

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from aioshard import spark as history
-from aioshard.errors import DataLossError, HaltedError
+from aioshard.errors import DataLossError, HaltedError, PlanError
 from tests.spark.apps import write_app
+from tests.spark.plans import PLAN
 from tests.spark.runs import HistoryRun
 from tests.support.kafka_libs import PROJECT
 from tests.support.shared_kafka import SharedKafka
@@ -350,3 +351,11 @@ async def test_the_total_concurrency_is_that_of_the_whole_job(scenario: Scenario
 
     most: list[Any] = [int(row["result"]) for row in scenario.run.rows()]
     assert max(most) == 3  # two tasks run at the same time
+
+
+def test_a_trigger_that_is_no_time_is_refused(spark: "SparkSession", tmp_path: Path) -> None:
+    directory = history.RunDirectory(tmp_path)
+    directory.begin(dataclasses.replace(PLAN, app="no_such_module:app", bootstrap_servers="127.0.0.1:1"))
+
+    with pytest.raises(PlanError, match="trigger='soon' was refused"):
+        history.follow(spark, directory, trigger="soon")
