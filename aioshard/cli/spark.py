@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -21,16 +20,9 @@ from aioshard.cli.output import INTERRUPTED, UNHEALTHY, print_json, print_table,
 from aioshard.errors import SettingsError
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.records import counted
-from aioshard.spark.handovers import handover as hand_over
-from aioshard.spark.handovers import letters_owed, send_letters
-from aioshard.spark.planning import plan as make_plan
-from aioshard.spark.plans import Plan
+from aioshard.spark import handovers, planning, runs
+from aioshard.spark.plans import MAX_ROWS, Plan
 from aioshard.spark.run_directory import RunDirectory
-from aioshard.spark.runs import follow as follow_run
-from aioshard.spark.runs import offsets_done
-from aioshard.spark.runs import run as run_plan
-from aioshard.spark.runs import status as status_of
-from aioshard.spark.runs import stop as stop_run
 from aioshard.spark.session import check_packages, local_session
 
 if TYPE_CHECKING:
@@ -101,7 +93,7 @@ def _collect_signals(sentence: str, stop: Callable[[], None] | None = None) -> I
 
 
 def _stops_after_batch(run_dir: RunDirectory) -> contextlib.AbstractContextManager[list[int]]:
-    return _collect_signals("Stopping after the current micro-batch", functools.partial(stop_run, run_dir))
+    return _collect_signals("Stopping after the current micro-batch", functools.partial(runs.stop, run_dir))
 
 
 @command.command()
@@ -128,7 +120,7 @@ def _stops_after_batch(run_dir: RunDirectory) -> contextlib.AbstractContextManag
 @click.option(
     "--max-rows-per-batch",
     type=click.IntRange(1),
-    default=500_000,
+    default=MAX_ROWS,
     show_default=True,
     help="Records of a micro-batch: the most that a crash can repeat.",
 )
@@ -144,7 +136,7 @@ def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: 
     The plan freezes start, end, settings and the app's version.
     """
     load_app(target, app_dir)
-    new_plan = run(make_plan(target, directory=directory, tell=_print_note, **chosen))
+    new_plan = run(planning.plan(target, directory=directory, tell=_print_note, **chosen))
     if as_json:
         print_json(json.loads(new_plan.to_json()), indent=2)
         return
@@ -188,7 +180,7 @@ def run_(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
     run_dir = RunDirectory(directory)
     run_dir.plan()
     with session(master, app_dir) as spark, _stops_after_batch(run_dir):
-        report = asyncio.run(_with_progress(functools.partial(run_plan, spark, run_dir, tell=_print_note), run_dir))
+        report = asyncio.run(_with_progress(functools.partial(runs.run, spark, run_dir, tell=_print_note), run_dir))
     if as_json:
         print_json(report)
         return
@@ -201,7 +193,7 @@ def run_(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
 async def _with_progress(work: Callable[[], Any], run_dir: RunDirectory) -> Any:
     """Do *work* in a thread, and show its progress after each micro-batch."""
     total = run_dir.plan().records
-    async with progress("running", lambda: offsets_done(run_dir), total=total):
+    async with progress("running", lambda: runs.offsets_done(run_dir), total=total):
         return await asyncio.to_thread(work)
 
 
@@ -222,7 +214,7 @@ def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
     run_dir = RunDirectory(directory)
     run_dir.plan()
     with session(master, app_dir) as spark, _stops_after_batch(run_dir):
-        follow_run(spark, run_dir, trigger=trigger, tell=_print_note)
+        runs.follow(spark, run_dir, trigger=trigger, tell=_print_note)
     click.echo(f"To continue: aioshard spark follow {directory}")
 
 
@@ -231,22 +223,22 @@ def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
 @options.as_json("the progress")
 def status(directory: str, *, as_json: bool) -> None:
     """Show the progress of the run in DIR, from its files alone."""
-    state = dataclasses.asdict(status_of(directory))
+    state = runs.status(directory)
     if as_json:
         print_json(state)
         return
-    share = 100 * state["done"] // max(state["records"], 1)
-    click.echo(f"{state['app']} in place of {state['group']!r}: {state['done']:,} of {state['records']:,} ({share} %)")
-    if state["statuses"]:
-        click.echo(f"  {_counts(state['statuses'])}")
-    for record in state["halted"]:
+    share = 100 * state.done // max(state.records, 1)
+    click.echo(f"{state.app} in place of {state.group!r}: {state.done:,} of {state.records:,} ({share} %)")
+    if state.statuses:
+        click.echo(f"  {_counts(state.statuses)}")
+    for record in state.halted:
         click.echo(f"  halted: {record}")
-    verified = (state["verified"] or {}).get("ok")
+    verified = (state.verified or {}).get("ok")
     for sentence, holds in (
-        ("stopping after the current micro-batch", state["stopping"]),
+        ("stopping after the current micro-batch", state.stopping),
         ("verified", verified),
         ("not verified: run aioshard spark verify", verified is False),
-        ("handed over", state["handed_over"] is not None),
+        ("handed over", state.handed_over is not None),
     ):
         if holds:
             click.echo(f"  {sentence}")
@@ -256,7 +248,7 @@ def status(directory: str, *, as_json: bool) -> None:
 @options.run_directory
 def stop(directory: str) -> None:
     """Stop the run in DIR after its current micro-batch."""
-    stop_run(directory)
+    runs.stop(directory)
     click.echo("Requested: the run stops after its current micro-batch.")
 
 
@@ -305,11 +297,11 @@ def handover(directory: str, *, wait: float | None, force: bool, master: str, ap
     """
     sys.path.insert(0, str(Path(app_dir).resolve()))
     run_dir = RunDirectory(directory)
-    if letters_owed(run_dir):
+    if handovers.letters_owed(run_dir):
         silence_client()
         with session(master) as spark:
-            send_letters(spark, run_dir, _print_note)
-    done = run(hand_over(directory, wait=wait, force=force, tell=_print_note))
+            handovers.send_letters(spark, run_dir, _print_note)
+    done = run(handovers.handover(directory, wait=wait, force=force, tell=_print_note))
     if as_json:
         print_json(done)
         return

@@ -17,6 +17,7 @@ from aioshard.kafka.aiokafka.admin import KafkaAdmin, LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
 from aioshard.spark.plans import (
+    MAX_ROWS,
     Layout,
     Plan,
     PlannedHandler,
@@ -38,12 +39,8 @@ Offsets = Mapping[str, Mapping[int, int]]
 """Topic, partition, offset."""
 Start = Literal["committed", "earliest"] | dt.datetime | float | Offsets
 End = Literal["latest"] | dt.datetime | float | Offsets
-Isolation = Literal["read_committed", "read_uncommitted"]
-Words = tuple[str, ...]
 Tell = Callable[[str], None]
 """Receives warnings for the user: sentences that do not make the plan fail."""
-
-_MAX_ROWS = 500_000
 
 
 class Facts(NamedTuple):
@@ -67,7 +64,7 @@ async def plan(
     start: Start = "committed",
     end: End = "latest",
     tasks: int | None = None,
-    max_rows_per_batch: int = _MAX_ROWS,
+    max_rows_per_batch: int = MAX_ROWS,
     total_concurrency: int | None = None,
     on_failure: str | None = None,
     shuffle: bool = False,
@@ -123,18 +120,17 @@ async def plan(
         handlers = await _planned_handlers(loaded, brokers, shuffle=shuffle)
         topics = {topic for handler in handlers for topic in handler.topics}
         facts = await _facts(brokers, settings, group_id, topics)
-        isolation: Isolation = settings.isolation_level
-        starts = await offsets_of(
-            brokers, facts, isolation, option="start", when=start, words=("committed", "earliest")
+        starts = await _offsets_of(
+            brokers, settings, facts, option="start", when=start, words=("committed", "earliest")
         )
-        ends = await offsets_of(brokers, facts, isolation, option="end", when=end, words=("latest",))
+        ends = await _offsets_of(brokers, settings, facts, option="end", when=end, words=("latest",))
         ranges = planned_ranges(facts, start, starts, ends, settings.auto_offset_reset)
         result = Plan(
             id=uuid.uuid4().hex[:12],
             app=app,
             group_id=group_id,
             bootstrap_servers=bootstrap_servers,
-            isolation_level=isolation,
+            isolation_level=settings.isolation_level,
             ranges=ranges,
             handlers=handlers,
             tasks=tasks,
@@ -177,8 +173,14 @@ async def _facts(brokers: KafkaAdmin, settings: "Settings", group_id: str, topic
     ]
 
 
-async def offsets_of(
-    brokers: KafkaAdmin, facts: Sequence[Facts], isolation: Isolation, *, option: str, when: object, words: Words
+async def _offsets_of(
+    brokers: KafkaAdmin,
+    settings: "Settings",
+    facts: Sequence[Facts],
+    *,
+    option: str,
+    when: object,
+    words: tuple[str, ...],
 ) -> Mapping[TopicPartition, int]:
     """Return the offset of each partition that a time or a mapping stands for; empty for a word.
 
@@ -205,7 +207,7 @@ async def offsets_of(
     if isinstance(when, bool) or not isinstance(when, int | float) or not (math.isfinite(when) and when >= 0):
         expected = " or ".join(map(repr, words))
         raise PlanError(f"{option}={when!r}: expected {expected}, a time, or an offset for each partition")
-    by_partition = await brokers.offsets_at([fact.at for fact in facts], float(when), isolation)
+    by_partition = await brokers.offsets_at([fact.at for fact in facts], float(when), settings.isolation_level)
     return {fact.at: fact.last if (offset := by_partition[fact.at]) is None else offset for fact in facts}
 
 

@@ -27,6 +27,9 @@ Vector = Mapping[str, Mapping[str, int]]
 DEAD_LETTER = "dead-letter:"
 """Prefix of an `on_failure` value that names a dead-letter topic."""
 
+MAX_ROWS = 500_000
+"""Maximum records of a micro-batch, unless the user sets another one."""
+
 Layout = Literal["partition", "split", "shuffle"]
 
 
@@ -135,7 +138,7 @@ class Plan:
     ranges: tuple[PlannedRange, ...]
     handlers: tuple[PlannedHandler, ...]
     tasks: int | None = None
-    max_rows_per_batch: int = 500_000
+    max_rows_per_batch: int = MAX_ROWS
     total_concurrency: int | None = None
     on_failure: str | None = None
     version: str

@@ -19,6 +19,7 @@ from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from aioshard.spark.planning import layout_of
 from aioshard.spark.plans import (
+    MAX_ROWS,
     Layout,
     PlannedRange,
     Vector,
@@ -62,7 +63,6 @@ RAW_COLUMNS = from_arrow_schema(RAW)
 
 _SPLIT_TASKS = 8
 """Number of tasks for records without order, if no option sets it."""
-_DEFAULT_ROWS = 500_000
 _EARLIEST = "earliest"
 _LATEST = "latest"
 
@@ -175,7 +175,7 @@ def request_of(options: Mapping[str, str]) -> Request:
         work=work,
         raw=not work.app,
         tasks=_number(options, "tasks"),
-        max_rows_per_batch=_number(options, "max_rows_per_batch") or _DEFAULT_ROWS,
+        max_rows_per_batch=_number(options, "max_rows_per_batch") or MAX_ROWS,
     )
     first, last = _offsets(options, "start", _EARLIEST), _offsets(options, "end", _LATEST)
     ranges = []

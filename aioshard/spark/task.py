@@ -321,8 +321,8 @@ def _exhausted(engine: Engine) -> Sequence[_Obstacle]:
                 (delivery for delivery in epoch.tracker.values() if delivery.failure is not None), epoch.tracker.oldest
             )
             if failed is not None:
-                cause = _obstacle(failed)
-                obstacles.append(cause._replace(message=f"{cause.message}; {reason}"))
+                _, error, message = _obstacle(failed)
+                obstacles.append(_Obstacle(failed, error, f"{message}; {reason}"))
     return obstacles
 
 

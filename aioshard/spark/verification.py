@@ -82,15 +82,16 @@ class Verification:
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences that explain why the run cannot be handed over; empty if it is `ok`."""
+        missing, duplicates, outside = self.missing.items(), self.duplicates.items(), self.outside.items()
         return (
             *(f"{record} halted: fix the cause and run again" for record in self.halted),
             *(
                 f"{name}: the last {count} offsets were not processed: run to the end"
                 for name, count in self.left.items()
             ),
-            *(f"{name}: {o.count} records in the log have no outcome: offsets {o}" for name, o in self.missing.items()),
-            *(f"{name}: {o.count} offsets have more than one outcome: {o}" for name, o in self.duplicates.items()),
-            *(f"{name}: {o.count} outcomes are outside the planned range: {o}" for name, o in self.outside.items()),
+            *(f"{name}: {found.count} records in the log have no outcome: offsets {found}" for name, found in missing),
+            *(f"{name}: {found.count} offsets have more than one outcome: {found}" for name, found in duplicates),
+            *(f"{name}: {found.count} outcomes are outside the planned range: {found}" for name, found in outside),
         )
 
     def asdict(self) -> dict[str, Any]:
