@@ -1,6 +1,5 @@
 """Plan a backfill: determine what it does from the app and the brokers, then freeze it."""
 
-import asyncio
 import datetime as dt
 import logging
 import math
@@ -156,12 +155,7 @@ async def plan(
 
 async def _facts(brokers: KafkaAdmin, settings: "Settings", group_id: str, topics: Collection[str]) -> list[Facts]:
     """Return the state of all partitions, in order."""
-    numbers_by_topic = await asyncio.gather(*(brokers.partitions(topic) for topic in topics))
-    partitions = sorted(
-        TopicPartition(topic, number)
-        for topic, numbers in zip(topics, numbers_by_topic, strict=True)
-        for number in numbers
-    )
+    partitions = [TopicPartition(topic, number) for topic in topics for number in await brokers.partitions(topic)]
     # Read the commits first: if an app is running meanwhile, the range only becomes longer than necessary.
     commits = await brokers.group_commits(group_id, partitions)
     bounds = await brokers.bounds(partitions)
@@ -303,14 +297,15 @@ async def _planned_handlers(app: App, brokers: KafkaAdmin, *, shuffle: bool) -> 
                     f"topic {shared[0]!r} belongs to the handlers {other.name!r} and {handler.name!r}: narrow their "
                     "patterns"
                 )
-        planned_handler = PlannedHandler(
-            name=handler.name,
-            topics=topics,
-            shard_by="function" if callable(handler.shard_by) else handler.shard_by,
-            on_failure=on_failure_text(handler.on_failure),
-            layout=layout_of(handler, shuffle=shuffle),
+        planned.append(
+            PlannedHandler(
+                name=handler.name,
+                topics=topics,
+                shard_by="function" if callable(handler.shard_by) else handler.shard_by,
+                on_failure=on_failure_text(handler.on_failure),
+                layout=layout_of(handler, shuffle=shuffle),
+            )
         )
-        planned.append(planned_handler)
     return tuple(planned)
 
 
