@@ -30,6 +30,7 @@ from aioshard.spark.plans import (
     ranges_between,
     split,
     starts_of,
+    vector_of,
 )
 from aioshard.spark.rows import OUTCOMES, RAW
 from aioshard.spark.run_directory import STOP, RunDirectory
@@ -190,8 +191,9 @@ def request_of(options: Mapping[str, str]) -> Request:
 def _planned(options: Mapping[str, str]) -> Request:
     plan = RunDirectory(options["plan"]).plan()
     ranges = plan.ranges
-    if "start" in options:  # a verification reads them in part
-        ranges = tuple(ranges_between(json.loads(options["start"]), json.loads(options["end"])))
+    first, last = _offsets(options, "start", _EARLIEST), _offsets(options, "end", _LATEST)
+    if first and last:  # a verification reads the log in part
+        ranges = tuple(ranges_between(vector_of(first), vector_of(last)))
     settings: dict[str, Any] = {"isolation_level": plan.isolation_level}
     if plan.bootstrap_servers is not None:
         settings["bootstrap_servers"] = plan.bootstrap_servers
