@@ -16,11 +16,9 @@ from aioshard.attempts import Provided, with_attempts
 from aioshard.core.on_failure import Park
 from aioshard.engine.control import (
     SeekTo,
-    answered,
     assigned_partitions,
     caught_up,
     handler_name,
-    open_epoch,
     pause,
     release,
     release_parked,
@@ -52,6 +50,7 @@ from aioshard.ports import (
 from aioshard.records import TopicPartition
 from aioshard.router import Handlers
 from aioshard.serde.payloads import message
+from aioshard.signals import Signals
 
 if TYPE_CHECKING:
     from aioshard.settings import Settings
@@ -114,9 +113,9 @@ class App(Handlers):
         self.group_id = group_id
         if bootstrap_servers is not None:
             overrides["bootstrap_servers"] = bootstrap_servers
-        self._overrides = overrides
-        self._base_settings = settings
-        self._settings = self._load(overrides)
+        from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
+
+        self._settings = Settings(**overrides) if settings is None else _with_overrides(settings, overrides)
         self._resources = resources
         self.tracing: Tracing | None = None
         """Set by `traced_by`; used from the next start on."""
@@ -131,16 +130,25 @@ class App(Handlers):
         self._stop: asyncio.Event | None = None
         self._draining: asyncio.Task[None] | None = None
         """The task that ends the engine; set from the start of the drain until the app has ended."""
-        self._last_statistics: Statistics | None = None
+        self._last_statistics = Statistics(
+            state="stopped",
+            group_id=group_id,
+            member_id=None,
+            rebalances=0,
+            commits=0,
+            commit_failures=0,
+            replayed=0,
+            already_done=0,
+            buffered_records=0,
+            buffered_bytes=0,
+            client_losses=0,
+            trouble=None,
+            partitions=(),
+            handlers=(),
+        )
+        """Those at the end of the last run."""
         self._run_by_started = False
         """Whether `started` runs the app: entering the app then joins that run."""
-
-    def _load(self, overrides: dict[str, Any]) -> "Settings":
-        from aioshard.settings import Settings  # noqa: PLC0415 - pydantic is imported on use
-
-        if self._base_settings is None:
-            return Settings(**overrides)
-        return self._base_settings.replace(**overrides) if overrides else self._base_settings
 
     @property
     def settings(self) -> "Settings":
@@ -160,9 +168,7 @@ class App(Handlers):
             StateError: If the app is running.
         """
         self._check_open("configure()")
-        combined = {**self._overrides, **overrides}
-        self._settings = self._load(combined)
-        self._overrides = combined
+        self._settings = _with_overrides(self._settings, overrides)
 
     def check(self) -> None:
         """Reject handlers and settings that do not fit together; starting the app also calls it.
@@ -234,8 +240,7 @@ class App(Handlers):
     def run(self, *, until_caught_up: bool = False) -> None:
         """Run until SIGINT or SIGTERM; blocks. Uses uvloop if it is installed.
 
-        The first signal drains and commits, a second one ends the process immediately with exit code 130. While a
-        handler blocks the event loop, neither is noticed; `aioshard run` notices both.
+        The first signal drains and commits, a second one ends the process immediately with exit code 130.
 
         Args:
             until_caught_up: Process up to the ends of the partitions as seen at the start, then return.
@@ -244,37 +249,35 @@ class App(Handlers):
             AioshardError: As for `serve`.
         """
         runner = asyncio.Runner(loop_factory=loop_factory())
-        try:
-            runner.run(self._serve_with_signals(until_caught_up=until_caught_up))
-        except NotDrainedError:
-            raise  # closing the event loop would wait for the handler that did not end
-        except BaseException:
-            runner.close()
-            raise
-        runner.close()
-
-    async def _serve_with_signals(self, *, until_caught_up: bool) -> None:
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        interrupted = False
-
-        def on_signal() -> None:
-            nonlocal interrupted
-            if interrupted:
-                os._exit(130)
-            interrupted = True
-            if self.statistics().state == "starting" and task is not None:
-                task.cancel()  # nothing to drain yet
-            self.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, on_signal)
-        try:
-            await self.serve(until_caught_up=until_caught_up)
-        except asyncio.CancelledError:
-            if not interrupted:
+        with Signals() as signals:
+            try:
+                runner.run(self.serve_until_signal(signals, until_caught_up=until_caught_up))
+            except NotDrainedError:
+                raise  # closing the event loop would wait for the handler that did not end
+            except BaseException:
+                runner.close()
                 raise
+            runner.close()
+
+    async def serve_until_signal(self, signals: Signals, *, until_caught_up: bool = False) -> None:
+        """Serve until the first signal, or as long as `serve` does; raises as `serve`.
+
+        Args:
+            signals: The open handlers of this process.
+            until_caught_up: As for `serve`.
+        """
+        serving = asyncio.create_task(self.serve(until_caught_up=until_caught_up), name="serve")
+
+        def end() -> None:
+            if self.statistics().state in {"running", "draining"}:
+                self.stop()
+            else:
+                serving.cancel()  # nothing is consumed during the start, which may wait long for a broker
+
+        signals.on_first(end)
+        await asyncio.wait([serving])
+        if not serving.cancelled():
+            serving.result()
 
     async def serve(self, *, until_caught_up: bool = False) -> None:
         """Consume until `stop` is called or the task is cancelled; then drain and commit.
@@ -479,10 +482,8 @@ class App(Handlers):
                 if stack is not None:
                     await stack.aclose()
             finally:
-                if self._journal is not None and engine is not None and self._last_statistics is not None:
-                    self._last_statistics = dataclasses.replace(
-                        self._last_statistics, journal=self._journal.statistics()
-                    )
+                if engine is not None:
+                    self._last_statistics = self._with_journal(self._last_statistics)
                 self._exit = self._state = self._journal = self._draining = None
 
     def _closing(self, side_topics: SideTopics) -> SideTopics:
@@ -639,49 +640,6 @@ class App(Handlers):
         """
         return self._do(lambda engine: tuple(sorted(e.topic_partition for e in engine.rebalance.epochs if e.is_open)))
 
-    def position(self, topic: str, partition: int) -> int:
-        """Return the next offset to read of an assigned partition; earlier records may still be incomplete.
-
-        Raises:
-            StateError: The app is not running, or does not own the partition now.
-        """
-        return self._do(lambda engine: open_epoch(engine, TopicPartition(topic, partition)).tracker.position)
-
-    async def committed(self, topic: str, partition: int) -> int | None:
-        """Query the brokers for the group's committed offset of a partition, assigned or not; None if there is none.
-
-        Raises:
-            StateError: The app is not running.
-            TransportError: The brokers did not report it.
-        """
-        engine, topic_partition = self.running_engine(), TopicPartition(topic, partition)
-        commits = await answered(
-            engine, engine.rebalance.client.committed([topic_partition]), f"what is committed on {topic_partition}"
-        )
-        commit = commits[topic_partition]
-        return None if commit is None else commit.offset
-
-    async def partitions(self, topic: str) -> tuple[int, ...]:
-        """Return the partition numbers of a topic, in order; empty if it does not exist. The topic is not created.
-
-        Raises:
-            StateError: The app is not running.
-            TransportError: The brokers did not report them.
-        """
-        engine = self.running_engine()
-        request = engine.rebalance.client.partitions(topic)
-        return tuple(sorted(await answered(engine, request, f"the partitions of topic {topic!r}")))
-
-    async def topics(self) -> tuple[str, ...]:
-        """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.
-
-        Raises:
-            StateError: The app is not running.
-            TransportError: The brokers did not report them.
-        """
-        engine = self.running_engine()
-        return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
-
     def set_concurrency(self, handler: str, concurrency: int) -> None:
         """Change the number of workers of a handler until the app stops.
 
@@ -737,28 +695,11 @@ class App(Handlers):
         After the app has ended, it returns the last state.
         """
         watch = self._watch
-        if watch is not None:
-            current = statistics(watch)
-            journal = self._journal
-            return current if journal is None else dataclasses.replace(current, journal=journal.statistics())
-        if self._last_statistics is not None:
-            return self._last_statistics
-        return Statistics(
-            state="stopped",
-            group_id=self.group_id,
-            member_id=None,
-            rebalances=0,
-            commits=0,
-            commit_failures=0,
-            replayed=0,
-            already_done=0,
-            buffered_records=0,
-            buffered_bytes=0,
-            client_losses=0,
-            trouble=None,
-            partitions=(),
-            handlers=(),
-        )
+        return self._last_statistics if watch is None else self._with_journal(statistics(watch))
+
+    def _with_journal(self, current: Statistics) -> Statistics:
+        journal = self._journal
+        return current if journal is None else dataclasses.replace(current, journal=journal.statistics())
 
     def explain(self) -> str:
         """Explain in sentences why each partition does not advance; safe to call from any thread."""
@@ -783,6 +724,10 @@ class App(Handlers):
         """
         watch = self._watch
         return None if watch is None else workload(watch)
+
+
+def _with_overrides(settings: "Settings", overrides: dict[str, Any]) -> "Settings":
+    return settings.replace(**overrides) if overrides else settings
 
 
 class _NoProducer:

@@ -8,8 +8,9 @@ from typing import NoReturn
 import click
 
 from aioshard import __version__
-from aioshard.cli.output import INTERRUPTED, exit_code
+from aioshard.cli.output import exit_code
 from aioshard.errors import AioshardError
+from aioshard.signals import INTERRUPTED
 
 HEADINGS = {
     "Develop": {

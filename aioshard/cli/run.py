@@ -16,11 +16,11 @@ from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
 from aioshard.cli.output import exit_code, print_json
-from aioshard.cli.signals import Signals, exit_now
 from aioshard.cli.supervisor import WORKER_VARIABLE, Parent, Supervisor, run_reloading
 from aioshard.errors import AioshardError, NotDrainedError
 from aioshard.loops import loop_factory
 from aioshard.settings import misspelled_variables
+from aioshard.signals import Signals, exit_now
 from aioshard.telemetry import logs
 
 logger = logging.getLogger("aioshard.cli")
@@ -226,11 +226,7 @@ async def _serve(
     error: AioshardError | None = None
     try:
         async with health:
-            serving = asyncio.create_task(app.serve(until_caught_up=until_caught_up), name="serve")
-            signals.on_first(functools.partial(_stop, app, serving))
-            await asyncio.wait([serving])
-        if not serving.cancelled():
-            serving.result()
+            await app.serve_until_signal(signals, until_caught_up=until_caught_up)
     except AioshardError as raised:
         error = raised
     _report(app, signals, error, as_json=as_json)
@@ -242,14 +238,6 @@ async def _serve(
         exit_now(exit_code(error))
     if error is not None:
         raise error
-
-
-def _stop(app: App, serving: asyncio.Task[None]) -> None:
-    if app.statistics().state in {"running", "draining"}:
-        app.stop()
-    else:
-        # Nothing is consumed during the start, which may wait long for a broker.
-        serving.cancel()
 
 
 def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json: bool) -> None:

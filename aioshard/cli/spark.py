@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,11 @@ import click
 from aioshard.cli import options
 from aioshard.cli.brokers import run
 from aioshard.cli.loading import load_app
-from aioshard.cli.output import INTERRUPTED, UNHEALTHY, print_json, print_table, progress
+from aioshard.cli.output import UNHEALTHY, print_json, print_table, progress
 from aioshard.errors import SettingsError
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.records import counted
+from aioshard.signals import Signals
 from aioshard.spark import handovers, planning, runs
 from aioshard.spark.plans import MAX_ROWS, Plan
 from aioshard.spark.run_directory import RunDirectory
@@ -55,15 +54,15 @@ def session(master: str, app_dir: str | None = None) -> "Iterator[SparkSession]"
     ours = SparkSession.getActiveSession() is None
     if ours:
         _print_note(f"Starting Spark ({master}) …")
-    with _collect_signals("Spark is starting: the command ends when it has started") as signalled:
+    with Signals("Spark is starting: the command ends when it has started", lambda: None) as signals:
         try:
             spark = local_session(master)
         except SettingsError:
-            if signalled:  # a terminal sends the signal to every process of the start
+            if signals.received:  # a terminal sends the signal to every process of the start
                 raise KeyboardInterrupt from None
             raise
     try:
-        if signalled:
+        if signals.received:
             raise KeyboardInterrupt
         yield spark
     finally:
@@ -71,29 +70,8 @@ def session(master: str, app_dir: str | None = None) -> "Iterator[SparkSession]"
             spark.stop()
 
 
-@contextlib.contextmanager
-def _collect_signals(sentence: str, stop: Callable[[], None] | None = None) -> Iterator[list[int]]:
-    """Collect signals. The first one prints *sentence* and calls *stop*, the second one ends the process."""
-    signalled: list[int] = []
-
-    def on_signal(number: int, _: object) -> None:
-        if signalled:
-            os._exit(INTERRUPTED)
-        signalled.append(number)
-        if stop is not None:
-            stop()
-        _print_note(f"{sentence}; a second signal ends it immediately.")
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signalled
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _stops_after_batch(run_dir: RunDirectory) -> contextlib.AbstractContextManager[list[int]]:
-    return _collect_signals("Stopping after the current micro-batch", functools.partial(runs.stop, run_dir))
+def _stops_after_batch(run_dir: RunDirectory) -> Signals:
+    return Signals("Stopping after the current micro-batch", functools.partial(runs.stop, run_dir))
 
 
 @command.command()

@@ -25,9 +25,9 @@ import click
 
 from aioshard.app import App
 from aioshard.cli.output import CRASHED, NOT_DRAINED, REFUSED, UNHEALTHY
-from aioshard.cli.signals import Signals, exit_now
 from aioshard.errors import AioshardError, MissingExtraError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
+from aioshard.signals import Signals, exit_now
 
 logger = logging.getLogger("aioshard.cli")
 

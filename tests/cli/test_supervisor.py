@@ -16,9 +16,9 @@ import pytest
 
 from aioshard import App, Record
 from aioshard.cli import supervisor as module
-from aioshard.cli.signals import Signals
 from aioshard.cli.supervisor import Child, Ending, Parent, Supervisor
 from aioshard.errors import SettingsError
+from aioshard.signals import Signals
 
 DEADLINE = 30.0
 NOWHERE = "127.0.0.1:1"

@@ -1,4 +1,4 @@
-"""Signals of a command that runs until it is asked to end: the first one drains, the second one exits."""
+"""Signals of a program that runs until it is asked to end: the first one requests an end, the second one exits."""
 
 import asyncio
 import contextlib
@@ -9,41 +9,52 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
-from aioshard.cli.output import INTERRUPTED
+logger = logging.getLogger("aioshard.signals")
 
-logger = logging.getLogger("aioshard.cli")
+INTERRUPTED: Final = 130
+"""Exit code of a program that a second signal ended."""
 
 
 class Signals:
-    """Handles SIGINT and SIGTERM while the context is open: the first requests a drain, the second exits.
+    """Handles SIGINT and SIGTERM while the context is open: the first requests an end, the second exits.
 
-    Until a drain is possible, while the app is imported, the first one exits with 0. The handlers are Python's, not the
-    event loop's, so they also run while a handler blocks the loop.
+    The handlers are Python's, not the event loop's, so they also run while a record's handler blocks the loop. Only the
+    main thread can handle signals: in another one, the context does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, announcement: str = "draining and committing", action: Callable[[], object] | None = None
+    ) -> None:
+        """Prepare the handlers.
+
+        Args:
+            announcement: What the first signal begins; printed on standard error.
+            action: Called at the first signal. Without it, and until `on_first` sets one, the first one exits with 0.
+        """
         self.received: str | None = None
-        """Name of the first signal; empty if the drain was requested without a signal, None before the request."""
+        """Name of the first signal; empty if the end was requested without a signal, None before the request."""
         self.before_exit: Callable[[], object] = lambda: None
         """Called at the second signal."""
+        self._announcement = announcement
+        self._action = action
         self._signalled = False
-        self._drain: Callable[[], object] | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._receive)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def on_first(self, action: Callable[[], None]) -> None:
         """Call *action* in the running loop at the first signal."""
-        self._drain = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, action)
+        self._action = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, action)
 
     def request_drain(self) -> None:
         """Act as for a first signal, from any thread; a real signal that follows does not count as the second."""
@@ -60,15 +71,15 @@ class Signals:
             exit_now(INTERRUPTED)
         self._signalled = True
         if self.received is None:
-            os.write(2, f"{name}: draining and committing; a second signal exits without a drain\n".encode())
+            os.write(2, f"{name}: {self._announcement}; a second signal ends it immediately\n".encode())
             self._request(name)
 
     def _request(self, received: str) -> None:
         self.received = received
-        if self._drain is None:
+        if self._action is None:
             exit_now(0)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has already ended
-            self._drain()
+            self._action()
 
 
 def exit_now(code: int) -> NoReturn:
