@@ -4,7 +4,6 @@ Only a program may configure logging: the command line calls `configure`, the li
 you configure logging yourself.
 """
 
-import copy
 import json
 import logging
 import math
@@ -33,7 +32,7 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
 
     Args:
         level: Name of a level, in any case. Unless it is DEBUG, the Kafka client, the web server and httpx only log
-            from WARNING. Their repeated warnings are counted instead of shown.
+            from WARNING, and their repeated warnings are left out.
         style: Format of a line.
         stream: Destination of the lines.
 
@@ -41,8 +40,9 @@ def configure(level: str = "info", style: LogFormat = "text", stream: TextIO | N
         The handler, which you may remove again.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
-    handler = _Aggregating(sys.stderr if stream is None else stream)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    handler.addFilter(_NoRepeats())
     handler.addFilter(RecordFilter())
     root = logging.getLogger()
     root.addHandler(handler)
@@ -92,34 +92,24 @@ def _span() -> dict[str, str]:
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
-class _Aggregating(logging.StreamHandler[TextIO]):
-    """Shows a library's repeated message once per interval, with the number of repetitions.
+class _NoRepeats(logging.Filter):
+    """Drops a library's repeated message for a while; without its broker, the Kafka client writes fifty a second."""
 
-    Without its broker, the Kafka client alone writes fifty lines per second.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[tuple[str, str], float] = {}
 
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self._said: dict[tuple[str, str], tuple[float, int]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless it repeats a recent one."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record does not repeat a recent one."""
         if record.levelno < logging.WARNING or record.name.partition(".")[0] not in _QUIET:
-            super().emit(record)
-            return
+            return True
         key = record.name, record.getMessage()
-        since, times = self._said.get(key, (-math.inf, 0))
-        if record.created - since < REPEAT_INTERVAL:
-            self._said[key] = since, times + 1
-            return
-        if len(self._said) >= _REMEMBERED:
-            self._said.clear()
-        self._said[key] = record.created, 0
-        if times:
-            record = copy.copy(record)  # other handlers get the original
-            record.msg = f"{key[1]} (and {times} times more in {record.created - since:.0f} s)"
-            record.args = None
-        super().emit(record)
+        if record.created - self._shown.get(key, -math.inf) < REPEAT_INTERVAL:
+            return False
+        if len(self._shown) >= _REMEMBERED:
+            self._shown.clear()
+        self._shown[key] = record.created
+        return True
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans for attempts, commits and published messages; see docs/tracing.md.
+"""OpenTelemetry spans for attempts and published messages; see docs/tracing.md.
 
 An app without tracing pays nothing per record: `trace` only wraps the attempts and the clients when the app starts.
 """
@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
@@ -17,7 +17,7 @@ from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.engine.worker import SERVING, Asked
 from aioshard.errors import AttemptTimeoutError, MissingExtraError
-from aioshard.ports import Clients, Committed, Membership, Message, Producer, Transport
+from aioshard.ports import Clients, Message, Producer
 from aioshard.records import Record, TopicPartition
 from aioshard.telemetry.versions import version
 
@@ -57,16 +57,16 @@ OFFSET: Final = "messaging.kafka.offset"
 ERROR_TYPE: Final = "error.type"
 
 ATTRIBUTES: Final = {
-    "messaging.system": ("process, commit, send", "`kafka`."),
-    "messaging.operation.name": ("process, commit, send", "`process`, `commit` or `send`."),
-    "messaging.operation.type": ("process, commit, send", "`process`, `settle` or `send`."),
-    TOPIC: ("process, commit, send", "The topic; absent where a batch or a commit has several."),
+    "messaging.system": ("process, send", "`kafka`."),
+    "messaging.operation.name": ("process, send", "`process` or `send`."),
+    "messaging.operation.type": ("process, send", "`process` or `send`."),
+    TOPIC: ("process, send", "The topic; absent where a batch has several."),
     PARTITION: (
         "process, commit, send",
         "The partition, as text; absent where there are several, or the key of a message chooses.",
     ),
-    "messaging.consumer.group.name": ("process, commit", "The group id."),
-    "messaging.client.id": ("process, commit, send", "The setting `client_id`."),
+    "messaging.consumer.group.name": ("process", "The group id."),
+    "messaging.client.id": ("process, send", "The setting `client_id`."),
     "messaging.batch.message_count": ("process", "Records of the batch; absent where a handler takes single ones."),
     OFFSET: ("process, send", "The offset, of a single record; of a batch it is in each link."),
     "messaging.kafka.message.key": (
@@ -74,9 +74,9 @@ ATTRIBUTES: Final = {
         "The key, where `show_keys` allows it and it is UTF-8; of single records.",
     ),
     "messaging.kafka.message.tombstone": ("process, send", "True of a tombstone, else absent."),
-    ERROR_TYPE: ("process, commit, send", "Class of the exception, where it failed."),
-    "server.address": ("process, commit, send", "Host of `bootstrap_servers`, where that names a single one."),
-    "server.port": ("process, commit, send", "Its port."),
+    ERROR_TYPE: ("process, send", "Class of the exception, where it failed."),
+    "server.address": ("process, send", "Host of `bootstrap_servers`, where that names a single one."),
+    "server.port": ("process, send", "Its port."),
     "aioshard.attempt": ("process", "Number of the attempt, from the second on."),
 }
 """The spans that have each attribute, and its meaning; only the last one is not from the conventions."""
@@ -87,7 +87,7 @@ Attributes = dict[str, str | int | bool]
 NOWHERE = Context()
 """A context without a span: a span started in it is the root of a trace."""
 
-_KINDS = {"process": SpanKind.CONSUMER, "commit": SpanKind.CLIENT, "send": SpanKind.PRODUCER}
+_KINDS = {"process": SpanKind.CONSUMER, "send": SpanKind.PRODUCER}
 """Kind of span of each operation."""
 
 _logged: set[str] = set()
@@ -187,10 +187,8 @@ class Spans:
         common: Attributes = {"messaging.system": "kafka", "messaging.client.id": settings.client_id or "aioshard"}
         if (server := _single_server(settings.bootstrap_servers)) is not None:
             common["server.address"], common["server.port"] = server
-        consuming = common | {"messaging.consumer.group.name": group_id}
-        self._processing = consuming | _operation("process", "process")
-        self._committing = consuming | _operation("commit", "settle")
-        self._sending = common | _operation("send", "send")
+        self._processing = common | {"messaging.consumer.group.name": group_id} | _operation("process")
+        self._sending = common | _operation("send")
 
     @contextlib.contextmanager
     def _span(
@@ -201,19 +199,17 @@ class Spans:
         parent: Context | None = NOWHERE,
         links: Sequence[Link] = (),
         carried: Context | None = NOWHERE,
-        name_error: Callable[[BaseException], str] = error_type,
     ) -> Iterator[Span]:
         """Keep a span current inside a `with` block.
 
         Errors of a sampler, a processor or an exporter never reach the code inside.
 
         Args:
-            operation: `process`, `commit` or `send`.
+            operation: `process` or `send`.
             attributes: Visible to samplers; `error.type` is added on failure.
             parent: None for the context in which the code runs.
             links: Links to other spans.
             carried: Context for the code inside, in addition to the span, such as baggage. None keeps its own context.
-            name_error: Returns the name of an error.
         """
         span: Span = INVALID_SPAN
         began, closed = time.time_ns(), False
@@ -235,7 +231,7 @@ class Spans:
             yield span
         except BaseException as error:
             closed = isinstance(error, GeneratorExit)  # a coroutine may be closed in another context
-            attributes[ERROR_TYPE] = named = name_error(error)
+            attributes[ERROR_TYPE] = named = _name_failure(error)
             if span.is_recording():
                 _describe_failure(span, error, named)
             raise
@@ -283,7 +279,6 @@ class Spans:
             parent=carried if self._parent and origin.is_valid else NOWHERE,
             links=(Link(origin),) if origin.is_valid else (),
             carried=carried,
-            name_error=_name_failure,
         )
 
     def _batch_span(self, deliveries: Sequence[Delivery]) -> AbstractContextManager[Span]:
@@ -297,7 +292,6 @@ class Spans:
             "process",
             attributes,
             links=[Link(origin, _place(record)) for origin, record in origins if origin is not None],
-            name_error=_name_failure,
         )
 
     def _destination(self, partitions: Iterable[TopicPartition]) -> Attributes:
@@ -318,29 +312,11 @@ class Spans:
             with contextlib.suppress(UnicodeDecodeError):  # a key that is not text gets no attribute
                 attributes["messaging.kafka.message.key"] = key.decode()
 
-    # Commits ------------------------------------------------------------------------
-
-    def transport(self, transport: Transport) -> Transport:
-        """Return the client with a span around each commit request."""
-        return cast(Transport, _Traced(transport, "commit", functools.partial(self._commit, transport)))
-
-    async def _commit(
-        self, transport: Transport, offsets: Mapping[TopicPartition, Committed], membership: Membership
-    ) -> None:
-        deadline = time.monotonic() + self._settings.commit_timeout
-
-        def name_error(error: BaseException) -> str:
-            late = time.monotonic() >= deadline
-            return "TimeoutError" if late and isinstance(error, asyncio.CancelledError) else error_type(error)
-
-        with self._span("commit", self._committing | self._destination(offsets), name_error=name_error):
-            await transport.commit(offsets, membership)
-
     # Publishing ------------------------------------------------------------------------
 
     def producer(self, producer: Producer) -> Producer:
         """Return the producer with a span around each message."""
-        return cast(Producer, _Traced(producer, "publish", functools.partial(self._publish, producer)))
+        return cast(Producer, _TracedProducer(producer, functools.partial(self._publish, producer)))
 
     async def _publish(self, producer: Producer, message: Message) -> int:
         attributes = self._sending | {TOPIC: message.topic}
@@ -384,8 +360,8 @@ def _describe_failure(span: Span, error: BaseException, named: str) -> None:
         span.set_status(Status(StatusCode.ERROR, "its message cannot be shown"))
 
 
-def _operation(name: str, kind: str) -> Attributes:
-    return {"messaging.operation.name": name, "messaging.operation.type": kind}
+def _operation(name: str) -> Attributes:
+    return {"messaging.operation.name": name, "messaging.operation.type": name}
 
 
 def _place(record: Record) -> Attributes:
@@ -406,15 +382,15 @@ def _name_failure(error: BaseException) -> str:
     return error_type(error)
 
 
-class _Traced:
-    """Wraps a client and replaces one of its methods."""
+class _TracedProducer:
+    """A producer with another `publish`."""
 
-    def __init__(self, client: object, method: str, traced: Callable[..., Any]) -> None:
-        self._client = client
-        setattr(self, method, traced)
+    def __init__(self, producer: Producer, publish: Callable[[Message], Awaitable[int]]) -> None:
+        self._producer = producer
+        self.publish = publish
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        return getattr(self._producer, name)
 
 
 class Traceable(Protocol):
@@ -472,10 +448,7 @@ class Tracing(NamedTuple):
         provider = self.tracer_provider or api.get_tracer_provider()
         tracer = provider.get_tracer("aioshard", version(), SCHEMA_URL)
         spans = Spans(tracer, group_id, settings, parent=self.parent)
-        traced = clients._replace(
-            transport=lambda: spans.transport(clients.transport()),
-            producer=lambda: spans.producer(clients.producer()),
-        )
+        traced = clients._replace(producer=lambda: spans.producer(clients.producer()))
         if adapt is None:
             return traced, spans.attempts
         return traced, lambda spec: spans.attempts(adapt(spec))

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased, 
 from opentelemetry.trace import SpanKind, StatusCode
 
 from aioshard import App, Batch, BatchError, Context, DeadLetter, Park, Record, Retry
-from aioshard.errors import CommitError, NotDrainedError, StateError
+from aioshard.errors import NotDrainedError, StateError
 from aioshard.telemetry import tracing
 from aioshard.telemetry.tracing import extract_context, trace
 from aioshard.testing import InMemoryBroker, TestClient, run
@@ -118,7 +118,6 @@ def test_a_span_that_was_current_at_the_start_of_the_app_is_nobodys_parent() -> 
         traced.consume({})
 
     assert parent_of(traced.spans.one("process")) is None
-    assert {parent_of(span) for span in traced.spans.of("commit")} == {None}
 
 
 def test_samplers_see_what_a_span_is_about_when_it_begins() -> None:
@@ -504,44 +503,6 @@ def test_what_is_not_published_says_why() -> None:
     span = traced.spans.one("send")
     assert attributes(span)["error.type"] == "aioshard.testing.broker.UnknownPartitionError"
     assert span.status.status_code is StatusCode.ERROR
-
-
-# Commits ----------------------------------------------------------------------------------
-
-
-def test_a_commit_request_is_a_client_span() -> None:
-    traced = Traced()
-    traced.app.consume("orders")(nothing)
-
-    traced.consume({})
-
-    first, *_ = traced.spans.of("commit")
-    assert (first.name, first.kind, parent_of(first)) == ("commit orders", SpanKind.CLIENT, None)
-    assert attributes(first) == COMMON | {
-        "messaging.operation.name": "commit",
-        "messaging.operation.type": "settle",
-        "messaging.consumer.group.name": "billing",
-        "messaging.destination.name": "orders",
-        "messaging.destination.partition.id": "0",
-    }
-
-
-def test_a_commit_of_several_topics_names_none_and_a_refused_one_says_why() -> None:
-    traced = Traced()
-    traced.app.consume("orders", "refunds")(nothing)
-
-    async def act(client: TestClient) -> None:
-        client.fail_next_commit(CommitError("the coordinator moves"))
-        await client.publish("orders", "{}")
-        await client.publish("refunds", "{}")
-
-    traced.consume({}, {"topic": "refunds"}, act=act)
-
-    (failed,) = (span for span in traced.spans.of("commit") if not span.status.is_ok)
-    assert attributes(failed)["error.type"] == "aioshard.errors.CommitError"
-    assert failed.status.description == "the coordinator moves"
-    (both,) = {span.name for span in traced.spans.of("commit") if "messaging.destination.name" not in attributes(span)}
-    assert both == "commit"
 
 
 # Headers that fail nothing ---------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_the_schema_is_the_newest_that_the_package_knows() -> None:
 def test_values_of_the_operation_type_are_those_of_the_package() -> None:
     values = {one.value for one in messaging_attributes.MessagingOperationTypeValues}
 
-    assert {"process", "settle", "send"} <= values
+    assert {"process", "send"} <= values
     assert "kafka" in {one.value for one in messaging_attributes.MessagingSystemValues}
 
 
@@ -100,17 +100,14 @@ def measured() -> Measured:
 
 def test_no_span_has_an_attribute_that_no_convention_names(measured: Measured) -> None:
     written = {
-        name
-        for kind in ("process", "commit", "send")
-        for span in measured.spans.of(kind)
-        for name in span.attributes or ()
+        name for kind in ("process", "send") for span in measured.spans.of(kind) for name in span.attributes or ()
     }
 
     assert written <= {value for value in PACKAGE.values() if isinstance(value, str)} | {"aioshard.attempt"}
     assert {"messaging.kafka.offset", "error.type", "messaging.kafka.message.key"} <= written
 
 
-@pytest.mark.parametrize("operation", ["process", "commit", "send"])
+@pytest.mark.parametrize("operation", ["process", "send"])
 def test_a_span_has_what_the_table_says_of_its_kind(measured: Measured, operation: str) -> None:
     written = {name for span in measured.spans.of(operation) for name in span.attributes or ()}
 
@@ -124,7 +121,7 @@ def test_the_values_have_the_types_of_the_conventions(measured: Measured) -> Non
         "aioshard.attempt": int,
         "messaging.kafka.message.tombstone": bool,
     }
-    for kind in ("process", "commit", "send"):
+    for kind in ("process", "send"):
         for span in measured.spans.of(kind):
             for name, value in (span.attributes or {}).items():
                 assert type(value) is types.get(name, str), name
