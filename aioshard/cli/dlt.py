@@ -4,7 +4,7 @@ import asyncio
 import functools
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -168,7 +168,7 @@ class DeadLetters:
         """Yield the selected ones, in offset order for each partition of the dead-letter topic.
 
         Args:
-            skip_done: Whether to start at the offset below which all are done.
+            skip_done: Whether to leave out those that are done.
         """
         start = {number: replayed.start if skip_done else 0 for number, replayed in self._replayed.items()}
         async for records in self._reader.read(start):
@@ -180,8 +180,9 @@ class DeadLetters:
                 self.read += 1
                 replayed = self._replayed[record.partition]
                 replayed.add(record.offset)
-                if self._selection.takes(*dead_letter):
-                    yield Letter(Coordinates.of(record), *dead_letter, replayed.is_done(record.offset))
+                done = replayed.is_done(record.offset)
+                if not (skip_done and done) and self._selection.takes(*dead_letter):
+                    yield Letter(Coordinates.of(record), *dead_letter, done)
 
     async def store_progress(self, done: Iterable[Letter]) -> None:
         """Store in the brokers that dead letters are done.
@@ -472,7 +473,6 @@ class ThroughHandlers:
 )
 @click.option("--limit", type=click.IntRange(1), help="Maximum number of records.")
 @click.option("--again", is_flag=True, help="Include those that were replayed before.")
-@click.option("--dry-run", is_flag=True, help="Only count them.")
 @click.option(
     "--timestamp",
     type=click.Choice(["now", "original"]),
@@ -497,7 +497,6 @@ def replay(
     target: str | None,
     limit: int | None,
     again: bool,
-    dry_run: bool,
     timestamp: str,
     app_dir: str,
     log_level: str,
@@ -525,7 +524,7 @@ def replay(
                 f"--group {selection.group} was given, but the handlers of --app {target} belong to {app.group_id!r}"
             )
         selection = selection._replace(group=app.group_id)
-    replaying = _Replaying(topic, selection, limit=limit, again=again, dry_run=dry_run)
+    replaying = _Replaying(topic, selection, limit=limit, again=again)
     try:
         run(replaying.run(settings, app, keep_time=timestamp == "original"))
     except (AioshardError, KeyboardInterrupt) as error:
@@ -538,23 +537,17 @@ def replay(
 class _Replaying:
     """One run over the dead letters of a topic."""
 
-    def __init__(self, topic: str, selection: Selection, *, limit: int | None, again: bool, dry_run: bool) -> None:
+    def __init__(self, topic: str, selection: Selection, *, limit: int | None, again: bool) -> None:
         self.failed: list[tuple[Letter, str]] = []
         self._topic = topic
         self._selection = selection
         self._limit = limit
         self._again = again
-        self._dry_run = dry_run
         self._verb = ""
         self._done: Counter[str] = Counter()
-        """By topic; in a dry run, those that would be replayed."""
-        self._done_before = 0
+        """By topic."""
         self._records: dict[Coordinates, bool] = {}
         """The records of this run, and whether they are done."""
-        self._letters: list[Letter] = []
-        """The next dead letters, with those of the same record."""
-        self._due: dict[Coordinates, Letter] = {}
-        """The first one of each record that is new among them."""
 
     async def run(self, settings: Settings, app: App | None, *, keep_time: bool) -> None:
         """Read the topic and replay its dead letters in chunks, through *app* or to their topics."""
@@ -572,40 +565,29 @@ class _Replaying:
             await producer.close()
 
     async def _replay(self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers) -> None:
+        chunk: list[Letter] = []
         size = 0
         async for letter in dead_letters.letters(skip_done=not self._again):
-            if not self._add(letter):
-                continue
+            chunk.append(letter)
+            if letter.source in self._records:
+                continue  # the app was killed between the dead letter and the commit
+            self._records[letter.source] = False
             size += record_size(letter.original.key, letter.original.value, letter.original.headers)
             if len(self._records) == self._limit:
                 break
-            if len(self._due) >= destination.most_records or size >= destination.most_bytes:
-                await self._process(dead_letters, destination)
-                size = 0
-        await self._process(dead_letters, destination)
+            if len(chunk) >= destination.most_records or size >= destination.most_bytes:
+                await self._process(dead_letters, destination, chunk)
+                chunk, size = [], 0
+        await self._process(dead_letters, destination, chunk)
 
-    def _add(self, letter: Letter) -> bool:
-        """Add a dead letter; return whether its record is a new one."""
-        if letter.done and not self._again:
-            self._done_before += 1
-            return False
-        self._letters.append(letter)
-        if letter.source in self._records:
-            return False  # the app was killed between the dead letter and the commit
-        self._records[letter.source] = False
-        self._due[letter.source] = letter
-        return True
-
-    async def _process(self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers) -> None:
-        """Replay the chunk, and store which ones are done."""
-        letters, due = self._letters, sorted(self._due.values(), key=lambda letter: letter.source)
-        self._letters, self._due = [], {}
-        if self._dry_run:
-            self._done.update(letter.original.topic for letter in due)
-            return
+    async def _process(
+        self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers, letters: Sequence[Letter]
+    ) -> None:
+        """Replay dead letters, the first one of each record, and store which ones are done."""
+        due = {letter.source: letter for letter in reversed(letters) if not self._records[letter.source]}
         try:
             if due:
-                await destination.process(due, self._finished)
+                await destination.process([due[source] for source in sorted(due)], self._finished)
         finally:
             done = [letter for letter in letters if self._records[letter.source]]
             # Even if interrupted: otherwise the next run would replay these again.
@@ -621,32 +603,18 @@ class _Replaying:
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
         if as_json:
-            print_json(self._object(error))
+            failed = [
+                {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
+                for letter, why in self.failed
+            ]
+            cause = None if error is None else str(error) or type(error).__name__
+            print_json({"topic": self._topic, "done": self._done, "failed": failed, "error": cause})
         elif self._verb:
-            for line in self._lines():
-                click.echo(line, err=error is not None)
+            total = self._done.total()
+            topics = ", ".join(f"{topic} {count}" for topic, count in self._done.most_common())
+            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self._verb}"
+            click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
         for letter, why in self.failed[:_SHOWN]:
             click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)
         if len(self.failed) > _SHOWN:
             click.echo(f"Failed: {len(self.failed) - _SHOWN} more; --json names all of them", err=True)
-
-    def _lines(self) -> Iterator[str]:
-        total = self._done.total()
-        verb = f"would be {self._verb}" if self._dry_run else f"{'was' if total == 1 else 'were'} {self._verb}"
-        topics = ", ".join(f"{topic} {count}" for topic, count in self._done.most_common())
-        yield f"{counted(total, 'dead letter')} {verb}{f': {topics}' if topics else ''}"
-        if self._done_before:
-            yield f"{self._done_before} replayed before and left out; --again includes them"
-
-    def _object(self, error: BaseException | None) -> Mapping[str, Any]:
-        return {
-            "topic": self._topic,
-            "dry_run": self._dry_run,
-            "done": self._done,
-            "done_before": self._done_before,
-            "failed": [
-                {"record": str(letter.source), "dead_letter": str(letter.at), "error": why}
-                for letter, why in self.failed
-            ],
-            "error": None if error is None else str(error) or type(error).__name__,
-        }

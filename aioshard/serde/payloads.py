@@ -354,6 +354,9 @@ def encoded_result(result: object) -> bytes | None:
         result: None stays None, bytes stay as they are, and anything else becomes JSON: models, dataclasses, dates
             and numbers in pydantic's format, and unsupported objects as their `repr`.
 
+    Raises:
+        Exception: An object contains itself, or the user's own `repr` failed.
+
     Example:
         >>> encoded_result(None), encoded_result(b"raw"), encoded_result({"paid": True})
         (None, b'raw', b'{"paid":true}')
@@ -362,7 +365,4 @@ def encoded_result(result: object) -> bytes | None:
         return result
     from pydantic_core import to_json  # noqa: PLC0415 - pydantic is imported on use
 
-    try:
-        return to_json(result, fallback=repr)
-    except Exception as error:  # noqa: BLE001 - an object that contains itself, or the user's own `repr` failed
-        return to_json(f"a {type(result).__name__} that cannot be encoded ({type(error).__name__})")
+    return to_json(result, fallback=repr)

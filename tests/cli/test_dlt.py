@@ -297,10 +297,7 @@ async def test_what_a_filter_chose_is_not_sent_again_by_a_run_without(replay: Re
     assert await replay.shown() == {1: False, 3: False, 2: True, 4: True, 6: False, 5: True, 7: True}
     ended = await replay.run()
 
-    assert ended.output.splitlines() == [
-        f"3 dead letters were sent back: {replay.source} 3",
-        "2 replayed before and left out; --again includes them",
-    ]
+    assert ended.output == f"3 dead letters were sent back: {replay.source} 3\n"
     assert sorted(filter(None, await replay.arrived())) == [b"1", b"2", b"3", b"4", b"5", b"6", b"7"]
 
 
@@ -343,16 +340,6 @@ async def test_a_limit_sends_so_many_and_the_next_run_goes_on(replay: Replay) ->
         assert await replay.arrived() == expected
 
 
-async def test_a_dry_run_changes_nothing(replay: Replay) -> None:
-    await replay.write(replay.record(1), replay.record(2))
-
-    ended = await replay.run("--dry-run", "--key", "alice")
-
-    assert ended.output == f"2 dead letters would be sent back: {replay.source} 2\n"
-    assert await replay.arrived() == []
-    assert await replay.shown() == {1: False, 2: False}
-
-
 async def test_many_dead_letters_go_back_in_order(replay: Replay) -> None:
     """More than are sent at once."""
     numbers = list(range(2500))
@@ -363,9 +350,7 @@ async def test_many_dead_letters_go_back_in_order(replay: Replay) -> None:
 
     assert json.loads(ended.output) == {
         "topic": replay.topic,
-        "dry_run": False,
         "done": {replay.source: 2500},
-        "done_before": 0,
         "failed": [],
         "error": None,
     }
