@@ -64,7 +64,6 @@ ServeHealth = Callable[[App], AbstractAsyncContextManager[object]]
 )
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--tracing", is_flag=True, help="Trace with OpenTelemetry, using the tracer provider of the process.")
 @options.app_dir
 @options.as_json("how it ended")
 @click.option("--parent", type=int, hidden=True)
@@ -82,7 +81,6 @@ def command(
     web: bool,
     log_level: str,
     log_format: logs.LogFormat,
-    tracing: bool,
     as_json: bool,
     parent: int | None,
 ) -> int:
@@ -97,7 +95,7 @@ def command(
     if worker is not None:
         handler.addFilter(functools.partial(_add_worker, worker))
     overrides = {"bootstrap_servers": bootstrap_servers, "assign": assign}
-    load = functools.partial(_load, target, app_dir, overrides, workers=workers, worker=worker, tracing=tracing)
+    load = functools.partial(_load, target, app_dir, overrides, workers=workers, worker=worker)
     if parent is None and workers is not None:
         return _run_workers(load, workers, until_caught_up=until_caught_up, as_json=as_json)
     if parent is None and reload:
@@ -117,7 +115,6 @@ def _load(
     *,
     workers: int | None,
     worker: int | None,
-    tracing: bool,
 ) -> App:
     """Import the app and configure it.
 
@@ -127,7 +124,6 @@ def _load(
         overrides: Settings by name; None keeps the app's.
         workers: Number of processes that run the app; None for this one alone.
         worker: Number of this process among them; None if it is not one of them.
-        tracing: Whether to trace the app.
 
     Raises:
         UsageError: The app does not exist, or cannot run in several processes.
@@ -138,11 +134,6 @@ def _load(
     if worker is not None and (instance := app.settings.group_instance_id) is not None:
         given["group_instance_id"] = f"{instance}-{worker}"  # each static member needs its own id
     app.configure(**given)
-    if tracing and app.tracing is None:
-        from aioshard.telemetry.tracing import trace, warn_of_no_provider  # noqa: PLC0415 - needs the extra `otel`
-
-        trace(app)
-        warn_of_no_provider()
     if workers is not None and app.settings.assign is not None:
         raise click.UsageError(
             "--workers cannot be combined with manually assigned partitions (assign): each worker would read all "

@@ -428,15 +428,6 @@ def trace(
     app.traced_by(Tracing(tracer_provider, parent))
 
 
-def warn_of_no_provider() -> None:
-    """Log a warning if the process has no tracer provider, so that spans are lost."""
-    if isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
-        logger.warning(
-            "spans go nowhere: the process has no tracer provider; start it with opentelemetry-instrument, which is in "
-            "the package opentelemetry-distro, or call opentelemetry.trace.set_tracer_provider() in the app's module"
-        )
-
-
 class Tracing(NamedTuple):
     """The tracing configuration of an app; see `trace`."""
 
