@@ -33,8 +33,6 @@ collector scans repeatedly for as long as the row waits.
 """
 
 _NO_RUN = (math.nan, math.nan, None)
-_LONGEST_CACHED = 128
-_MOST_CACHED = 20_000
 _PROCESSED = Outcome.PROCESSED  # in Python 3.11 each access to an enum member costs a call
 _RETURNED = Outcome.RETURNED
 
@@ -168,7 +166,7 @@ def outcome_columns(flat: Sequence[Any], ahead: float) -> dict[str, pa.Array]:
     else:
         names = [spec.name for spec in specs]
         numbered = zip(specs, shard_keys, strict=True)
-        shards = pa.array([_hashes[key] if spec.shards is None else key for spec, key in numbered], pa.int64())
+        shards = pa.array([_hash(key) if spec.shards is None else key for spec, key in numbered], pa.int64())
     return {
         "topic": _column(topics, pa.string(), count),
         "partition": pa.array(partitions, pa.int32()),
@@ -193,7 +191,7 @@ def columns_of(flat: Sequence[Any]) -> list[Sequence[Any]]:
 
 def hashes(keys: Sequence[ShardKey]) -> pa.Array:
     """Return the hashes of record keys or shard keys; null without a key."""
-    return pa.array(map(_hashes.__getitem__, keys), pa.int64(), size=len(keys))
+    return pa.array(map(_hash, keys), pa.int64(), size=len(keys))
 
 
 def _column(values: Sequence[object], kind: pa.DataType, count: int) -> pa.Array:
@@ -208,29 +206,10 @@ def _times(moments: Iterable[float]) -> pa.Array:
     return pa.array(moments, pa.float64(), from_pandas=True)
 
 
-class _Hashes(dict[ShardKey, int | None]):
-    """Hashes of record keys and shard keys; a dictionary, because a cached hash must not cost a function call.
-
-    The hash is None without a key, or if the user's own key cannot be hashed.
-    """
-
-    def __missing__(self, key: ShardKey) -> int | None:
-        try:
-            hashed = key_hash(key)
-        except Exception:  # noqa: BLE001 - the user's own methods may raise anything
-            return None
-        if _is_short(key):
-            if len(self) >= _MOST_CACHED:
-                self.clear()
-            self[key] = hashed
-        return hashed
-
-
-def _is_short(key: ShardKey) -> bool:
-    """Return whether the cache may keep a key alive: not a long one, and none of the user's own objects."""
-    if isinstance(key, bytes | str):
-        return len(key) <= _LONGEST_CACHED
-    return key is None or isinstance(key, int) or (isinstance(key, tuple) and all(map(_is_short, key)))
-
-
-_hashes = _Hashes()
+@functools.lru_cache(10_000)
+def _hash(key: ShardKey) -> int | None:
+    """Return the hash of a record key or shard key; None without a key, or if the user's own key cannot be hashed."""
+    try:
+        return key_hash(key)
+    except Exception:  # noqa: BLE001 - the user's own methods may raise anything
+        return None
