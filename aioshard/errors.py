@@ -15,7 +15,7 @@ class AioshardError(Exception):
 
 
 class HandlerError(AioshardError):
-    """A handler or its options cannot work: raised when the decorator is applied."""
+    """A handler or its options cannot work: raised when the decorator is applied, or when the app starts."""
 
 
 class MessageError(AioshardError):
@@ -181,7 +181,7 @@ class MessageTooLargeError(TransportError):
 
 
 class SideTopicError(TransportError):
-    """A topic for parked records is unsuitable: not compacted, or too few partitions."""
+    """A topic for parked records cannot be used: not compacted, too few partitions, another group's, or full."""
 
     retriable = False
 

@@ -267,9 +267,9 @@ class Settings(BaseSettings):
     commit_interval: Seconds = 1.0
     """Time between commits while records complete. After a crash, the records since the last commit run again."""
     auto_offset_reset: Literal["earliest", "latest", "error"] | None = None
-    """Where a group without committed offsets begins, and where to continue if the log no longer holds a position. None
-    refuses to start without committed offsets: `latest` skips records and `earliest` repeats them, so you must
-    choose."""
+    """Where a group without committed offsets begins. None refuses to start then: `latest` skips records and `earliest`
+    repeats them, so you must choose. A position that the log no longer holds is replaced by the start of the log;
+    `error` ends the app instead."""
 
     # Reading --------------------------------------------------------------------------
 

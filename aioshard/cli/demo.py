@@ -24,7 +24,7 @@ from aioshard.errors import MissingExtraError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Message
-from aioshard.records import Record, TopicPartition
+from aioshard.records import Record, TopicPartition, counted
 from aioshard.settings import Settings
 
 FLIGHTS = 336_776
@@ -161,7 +161,9 @@ def command(*, records: int, as_json: bool) -> int:
     else:
         rows = [(name.replace("_", " "), f"{figures[name]:,}", note) for name, note in _NOTES.items()]
         print_table(("figure", "value", ""), rows)
-    wrong = [f"Wrong: {figures[name]} {sentence}" for name, sentence in _WRONG.items() if figures[name]]
+    wrong = [
+        f"Wrong: {counted(figures[name], 'record')} {sentence}" for name, sentence in _WRONG.items() if figures[name]
+    ]
     for sentence in wrong:
         click.echo(sentence, err=True)
     return UNHEALTHY if wrong else 0
@@ -180,10 +182,10 @@ _NOTES = {
     "speedup": "times as fast as one by one",
 }
 _WRONG = {
-    "missing": "records were not processed",
-    "duplicates": "records were processed more than once",
-    "order_violations": "legs started out of order or during another leg of their aircraft",
-    "uncommitted": "records are not committed and would be delivered again",
+    "missing": "not processed",
+    "duplicates": "processed more than once",
+    "order_violations": "started out of order, or during another leg of the same aircraft",
+    "uncommitted": "not committed, to be delivered again",
 }
 """Figures that must be 0."""
 

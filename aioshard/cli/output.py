@@ -151,16 +151,13 @@ def cut(text: str, longest: int = _LONGEST) -> str:
 
 
 @contextlib.asynccontextmanager
-async def progress(
-    label: str, done: Callable[[], int], *, total: int | None = None, note: Callable[[], str] = str
-) -> AsyncIterator[None]:
+async def progress(label: str, done: Callable[[], int], *, total: int | None = None) -> AsyncIterator[None]:
     """Show a growing number on standard error every few seconds, and at the end if the total is known.
 
     Args:
         label: Name of the task.
         done: Returns the number of records; called from the event loop.
         total: The final number; None if unknown.
-        note: Returns additional text.
 
     Example:
         ```python
@@ -173,8 +170,9 @@ async def progress(
     def show() -> None:
         count = done()
         of = "" if total is None else f" of {total:,} ({100 * count // max(total, 1)} %)"
+        noun = "record" if count == 1 and total in {None, 1} else "records"
         rate = f"{count / max(time.perf_counter() - began, 0.001):,.0f} records/s"
-        click.echo(", ".join(filter(None, [f"{label}: {count:,}{of} records", rate, note()])), err=True)
+        click.echo(f"{label}: {count:,}{of} {noun}, {rate}", err=True)
 
     async def tick() -> None:
         while True:

@@ -206,20 +206,17 @@ def status(directory: str, *, as_json: bool) -> None:
         print_json(state)
         return
     share = 100 * state.done // max(state.records, 1)
-    click.echo(f"{state.app} in place of {state.group!r}: {state.done:,} of {state.records:,} ({share} %)")
-    if state.statuses:
-        click.echo(f"  {_counts(state.statuses)}")
-    for record in state.halted:
-        click.echo(f"  halted: {record}")
     verified = (state.verified or {}).get("ok")
-    for sentence, holds in (
-        ("stopping after the current micro-batch", state.stopping),
-        ("verified", verified),
-        ("not verified: run aioshard spark verify", verified is False),
-        ("handed over", state.handed_over is not None),
-    ):
-        if holds:
-            click.echo(f"  {sentence}")
+    rows = {
+        "app": f"{state.app} in place of {state.group!r}",
+        "done": f"{state.done:,} of {state.records:,} ({share} %)",
+        "outcomes": _counts(state.statuses),
+        "halted": ", ".join(state.halted),
+        "stopping": "after the current micro-batch" if state.stopping else "",
+        "verified": {None: "", True: "yes", False: "no: run aioshard spark verify"}[verified],
+        "handed over": "yes" if state.handed_over else "",
+    }
+    print_table(("run", directory), [(name, value) for name, value in rows.items() if value])
 
 
 @command.command()

@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import click
-
 from aioshard.app import App
 from aioshard.cli.output import CRASHED, NOT_DRAINED, REFUSED, UNHEALTHY
 from aioshard.errors import AioshardError, MissingExtraError
@@ -98,8 +96,7 @@ class Parent:
 
     def report_error(self, error: Exception) -> None:
         """Report why this process ends."""
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        self._send(error=type(error).__name__, message=message[:_LONGEST_MESSAGE])
+        self._send(error=type(error).__name__, message=str(error)[:_LONGEST_MESSAGE])
 
     def _send(self, **report: object) -> None:
         with contextlib.suppress(OSError):  # the parent has ended
