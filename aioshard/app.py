@@ -292,8 +292,9 @@ class App(Handlers):
             AioshardError: Any other error that makes consuming impossible.
         """
         async with self:
-            engine, stop = self.running_engine(), self._stop
-            assert stop is not None  # noqa: S101 - created at the start
+            engine, stop = self._engine, self._stop
+            assert engine is not None  # noqa: S101 - created at the start, like the next one
+            assert stop is not None  # noqa: S101
             tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait(), name="stop")]
             if until_caught_up:
                 tasks.append(asyncio.create_task(caught_up(engine), name="caught up"))

@@ -105,12 +105,14 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
         handler: Name of the handler; by default the one with the most records.
 
     Raises:
-        SettingsError: The journal has no rows of the handler.
+        SettingsError: The journal has no rows, or none of the handler.
     """
     uri = path if _URI.match(path) else Path(path).absolute().as_uri()
     rows = spark.read.parquet(uri).selectExpr(*_COLUMNS).selectExpr(*_DERIVED)
     found = "SELECT handler, min(arrived_us), max(finished_us) FROM {rows} GROUP BY handler ORDER BY count(*) DESC"
     handlers = {row[0]: row for row in spark.sql(found, rows=rows).collect()}
+    if not handlers:
+        raise SettingsError(f"the journal {path} has no rows: let an app with journal={path!r} process records first")
     if handler is None:
         handler = next(iter(handlers))
     if handler not in handlers:

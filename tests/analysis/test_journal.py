@@ -4,12 +4,14 @@ import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
 from aioshard.core.sharding import shard_number
+from aioshard.errors import SettingsError
 from aioshard.spark.reports import Journal, lag, read_journal, skew, tail
 from tests.support.journals import Row, seeded_rows, write_journal
 
@@ -122,6 +124,13 @@ def test_lag_counts_what_was_not_finished(journal: Journal, rows: list[Row]) -> 
     assert len(found["moments"][0]["partitions"]) == len(found["most"]) == 4
     assert found["clock_errors"] == 0
     assert found["moments"][-1]["unfinished"] == 0
+
+
+def test_a_journal_without_rows_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    write_journal(tmp_path, [])
+
+    with pytest.raises(SettingsError, match="has no rows"):
+        read_journal(spark, str(tmp_path))
 
 
 def test_a_shard_has_one_number_in_python_and_in_sql(spark: SparkSession) -> None:
