@@ -98,8 +98,18 @@ class EmbeddedBroker:
     async def _start(self, library: str) -> None:
         arguments = [sys.executable, "-P", str(_SCRIPT), library]
         if self._port is not None:
-            self._server = await self._listen(self._port)
             arguments.append(str(self._port))
+            try:
+                self._server = await asyncio.start_server(
+                    self._forward, "127.0.0.1", self._port, limit=_CHUNK, start_serving=False
+                )
+            except OSError as error:
+                # Python adds the address to the system's error text, but our message already contains it.
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                raise TransportError(
+                    f"port {self._port} of 127.0.0.1 cannot be listened on ({reason}): choose another one, or none for "
+                    "a free one"
+                ) from error
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe)
         try:
@@ -112,16 +122,6 @@ class EmbeddedBroker:
         self._address = answer["bootstrap_servers"]
         if self._server is not None:
             await self._server.start_serving()
-
-    async def _listen(self, port: int) -> asyncio.Server:
-        try:
-            return await asyncio.start_server(self._forward, "127.0.0.1", port, limit=_CHUNK, start_serving=False)
-        except OSError as error:
-            # Python adds the address to the system's error text, but our message already contains it.
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise TransportError(
-                f"port {port} of 127.0.0.1 cannot be listened on ({reason}): choose another one, or none for a free one"
-            ) from error
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Either end may close at any time; that ends the connection and is not an error.

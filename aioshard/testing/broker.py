@@ -6,7 +6,7 @@ import time
 import zlib
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -119,17 +119,6 @@ Duty = Literal["nothing", "rejoin", "adopt", "join anew"]
 member, because the group has forgotten it."""
 
 
-class Subscription(NamedTuple):
-    """The topics that a member subscribes to."""
-
-    topics: frozenset[str]
-    pattern: str | None = None
-
-    def includes(self, topic: str) -> bool:
-        """Whether the member reads *topic*."""
-        return is_subscribed(topic, self.topics, self.pattern)
-
-
 class ConsumerGroup:
     """The coordinator of one group, with the eager protocol.
 
@@ -151,8 +140,8 @@ class ConsumerGroup:
         self.group_id = group_id
         self._topics = topics
         self._notify = notify
-        self._subscriptions: dict[str, Subscription] = {}
-        """The members, in the order of joining."""
+        self._subscriptions: dict[str, tuple[Collection[str], str | None]] = {}
+        """The topics and the pattern of each member, in the order of joining."""
         self._duties: dict[str, Duty] = {}
         self._joined_ever = 0
         self.generation = 0
@@ -188,7 +177,7 @@ class ConsumerGroup:
         return tuple(
             TopicPartition(topic, partition)
             for topic, count in sorted(self._topics().items())
-            if any(subscription.includes(topic) for subscription in self._subscriptions.values())
+            if self._subscribers(topic)
             for partition in range(count)
         )
 
@@ -202,12 +191,12 @@ class ConsumerGroup:
 
     # Calls from members ----------------------------------------------------------------
 
-    def join(self, subscription: Subscription) -> str:
-        """Add a member and begin a rebalance; return its new member id."""
+    def join(self, topics: Collection[str], pattern: str | None = None) -> str:
+        """Add a member that reads *topics* and those that match; begin a rebalance; return its new member id."""
         self._begin_rebalance()
         self._joined_ever += 1
         member_id = f"{self.group_id}-member-{self._joined_ever}"
-        self._subscriptions[member_id] = subscription
+        self._subscriptions[member_id] = topics, pattern
         self._duties[member_id] = "rejoin"
         self.rejoin(member_id)
         return member_id
@@ -310,12 +299,15 @@ class ConsumerGroup:
             self._owners = self._deal_out()
         self._notify()
 
+    def _subscribers(self, topic: str) -> list[str]:
+        return [name for name, subscription in self._subscriptions.items() if is_subscribed(topic, *subscription)]
+
     def _deal_out(self) -> dict[TopicPartition, str]:
         owners: dict[TopicPartition, str] = {}
         turns = itertools.count()
         for partition in self.subscribed():
             if partition not in self.withheld:
-                subscribers = [name for name, read in self._subscriptions.items() if read.includes(partition.topic)]
+                subscribers = self._subscribers(partition.topic)
                 pinned = self._pinned.get(partition)
                 owners[partition] = pinned if pinned in subscribers else subscribers[next(turns) % len(subscribers)]
         return owners
@@ -440,11 +432,10 @@ class InMemoryBroker:
                 group.commit_from_outside(dict.fromkeys(partitions))
         self.notify()
 
-    def ensure_topic(self, name: str, *, at_least: int = 1) -> int:
-        """Create a topic with at least the default number of partitions unless it exists; return how many it has."""
+    def ensure_topic(self, name: str, *, at_least: int = 1) -> None:
+        """Create a topic with at least the default number of partitions unless it exists."""
         if name not in self._topics:
             self.create_topic(name, max(at_least, self._default_partitions))
-        return len(self._topics[name])
 
     def topics(self) -> Mapping[str, int]:
         """Return the number of partitions of each topic."""

@@ -1,7 +1,7 @@
 """An asyncio event loop with virtual time and a seeded order of steps, for fast and reproducible tests."""
 
 import asyncio
-import contextlib
+import functools
 import itertools
 import math
 import os
@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from aioshard.engine.stack import waiting_place
@@ -311,37 +311,26 @@ def run(
         >>> run(an_hour())
         3600.0
     """
-
-    def make_loop() -> VirtualTimeLoop:
-        return VirtualTimeLoop(seed=seed, on_step=on_step, time_limit=time_limit)
-
+    make_loop = functools.partial(VirtualTimeLoop, seed=seed, on_step=on_step, time_limit=time_limit)
     runner = asyncio.Runner(loop_factory=make_loop)
+    random_state = random.getstate()
+    if seed is not None:
+        random.seed(seed)
     try:
-        with _seeded(seed):
-            try:
-                result = runner.run(main)
-            except BaseException as error:
-                _close_after(error, runner)
-                raise
-            runner.close()
+        try:
+            result = runner.run(main)
+        except BaseException as error:
+            _close_after(error, runner)
+            raise
+        runner.close()
     except BaseException as error:
         if seed is not None:
             hash_seed = os.environ.get("PYTHONHASHSEED", "random")
             error.add_note(f"The order of steps is repeated with seed={seed} and PYTHONHASHSEED={hash_seed}.")
         raise
-    return result
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Make `random` give the same numbers in every run with this seed."""
-    state = random.getstate()
-    if seed is not None:
-        random.seed(seed)
-    try:
-        yield
     finally:
-        random.setstate(state)
+        random.setstate(random_state)
+    return result
 
 
 def _close_after(error: BaseException, runner: asyncio.Runner) -> None:

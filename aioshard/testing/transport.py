@@ -31,7 +31,7 @@ from aioshard.ports import (
     record_size,
 )
 from aioshard.records import Record, TopicPartition
-from aioshard.testing.broker import InMemoryBroker, PartitionLog, Subscription
+from aioshard.testing.broker import InMemoryBroker, PartitionLog
 
 logger = logging.getLogger("aioshard.testing.transport")
 
@@ -124,7 +124,8 @@ class InMemoryTransport:
         self._session_timeout = session_timeout
         self._assign = assign
         self._listener: GroupListener | None = None
-        self._subscription = Subscription(frozenset())
+        self._topics: Collection[str] = ()
+        self._pattern: str | None = None
         self._membership = NOT_A_MEMBER
         self._member_id = ""
         self._revoking = False
@@ -163,9 +164,9 @@ class InMemoryTransport:
             return
         for topic in topics:
             self._broker.ensure_topic(topic)
-        self._subscription = Subscription(frozenset(topics), pattern)
+        self._topics, self._pattern = topics, pattern
         self._broker.watch(self._changed)
-        self._member_id = self._group.join(self._subscription)
+        self._member_id = self._group.join(topics, pattern)
         name = f"in-memory client {self._member_id}"
         self._task = asyncio.get_running_loop().create_task(self._follow_group(listener), name=name)
 
@@ -287,7 +288,7 @@ class InMemoryTransport:
         if duty == "rejoin":
             self._group.rejoin(self._member_id)
         elif duty == "join anew":
-            self._member_id = self._group.join(self._subscription)
+            self._member_id = self._group.join(self._topics, self._pattern)
         elif self._group.duty(self._member_id) == "adopt":
             partitions = self._group.assignment(self._member_id)
             self._membership = self._group.adopt(self._member_id)

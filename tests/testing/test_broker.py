@@ -8,7 +8,6 @@ from aioshard.errors import CommitError, ConnectError
 from aioshard.ports import Committed, Membership
 from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker
-from aioshard.testing.broker import Subscription
 
 ONE = TopicPartition("orders", 0)
 
@@ -20,7 +19,7 @@ def broker() -> InMemoryBroker:
 
 def member(broker: InMemoryBroker) -> Membership:
     group = broker.group("billing")
-    return group.adopt(group.join(Subscription(frozenset(["orders"]))))
+    return group.adopt(group.join(["orders"]))
 
 
 def test_a_topic_appears_on_first_use(broker: InMemoryBroker) -> None:
@@ -100,7 +99,7 @@ def test_a_topic_made_anew_begins_at_0_and_forgets_commits_if_told(broker: InMem
 def test_new_partitions_and_matching_topics_make_the_group_rebalance(broker: InMemoryBroker) -> None:
     broker.create_topic("orders", 1)
     group = broker.group("billing")
-    member_id = group.join(Subscription(frozenset(), "orders.*"))
+    member_id = group.join((), "orders.*")
     group.adopt(member_id)
     broker.add_partitions("orders", 1)
     group.rejoin(member_id)

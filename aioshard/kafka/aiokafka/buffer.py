@@ -182,15 +182,12 @@ class FetchBuffer:
             self._fetched_at = poll_result.at
         self._hold_fetches(
             left_over=poll_result.left_over,
-            idle=self._may_wait_longer and self._is_idle(poll_result.at),
+            # All partitions are being fetched, and had no records for a while.
+            idle=self._may_wait_longer
+            and self._fetched_at < poll_result.at - _ACTIVE
+            and not any(partition.state.paused for partition in self._partitions.values()),
         )
         return poll_result
-
-    def _is_idle(self, now: float) -> bool:
-        """Whether all partitions are being fetched, and had no records for a while."""
-        return self._fetched_at < now - _ACTIVE and not any(
-            partition.state.paused for partition in self._partitions.values()
-        )
 
     def _take_from(self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, poll_result: Found) -> None:
         state = partition.state

@@ -101,7 +101,7 @@ def security_options(settings: Settings) -> dict[str, Any]:
     if settings.security_protocol.endswith("SSL"):
         options["ssl_context"] = settings.client_options.get("ssl_context") or _tls_context(settings)
     if settings.sasl_mechanism is not None:
-        keep_secrets_out_of_logs()
+        logging.getLogger("aiokafka.conn").addFilter(_hide_credentials)
         options["sasl_mechanism"] = settings.sasl_mechanism
         if settings.sasl_mechanism == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
             raise SettingsError(
@@ -151,8 +151,3 @@ def _hide_credentials(record: logging.LogRecord) -> bool:
             for argument in record.args
         )
     return True
-
-
-def keep_secrets_out_of_logs() -> None:
-    """Remove credentials from aiokafka's debug log; calling it again changes nothing."""
-    logging.getLogger("aiokafka.conn").addFilter(_hide_credentials)

@@ -107,20 +107,16 @@ class KafkaTransport(ABC):
         if self._listener is not None or self._closed:
             raise StateError("this transport was started before: build a new one for each life of the client")
         self._listener = listener
+        self._topics = frozenset(topics)
         try:
-            self._topics = frozenset(topics)
-            await self._join(await self._connect_to_group(), pattern, listener)
+            internals = await self._connect()
+            await self._check_permissions(internals)
+            await self._join(internals, pattern, listener)
         except BaseException:
             await self.close()
             raise
 
-    @abstractmethod
-    async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:
-        """Join the group, or take the manually assigned partitions."""
-
-    async def _connect_to_group(self) -> Internals:
-        """Connect and look up the topics without joining the group: enough for all queries."""
-        internals = await self._connect()
+    async def _check_permissions(self, internals: Internals) -> None:
         denied = sorted(self._topics & internals.cluster.unauthorized_topics)
         if denied:
             raise group_error(cause_of(kafka.TopicAuthorizationFailedError(denied)), self._group_id)
@@ -131,7 +127,10 @@ class KafkaTransport(ABC):
             raise group_error(cause_of(error), self._group_id) from error
         except (kafka.KafkaError, TimeoutError) as error:
             logger.debug("the first look-up of the group failed, which may be transient: %s", reason(error))
-        return internals
+
+    @abstractmethod
+    async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:
+        """Join the group, or take the manually assigned partitions."""
 
     async def _connect(self) -> Internals:
         # If a member's coordinator hangs, it must find another one long before its session expires.
@@ -374,12 +373,6 @@ def _has_members(group_id: str, what: str) -> GroupHasMembersError:
     )
 
 
-def _combined(topics: Collection[str], pattern: str) -> str:
-    """Combine topics and pattern, because aiokafka accepts only one of the two. Anchored at the end for its `match`."""
-    choices = [*map(re.escape, sorted(topics)), f"(?:{pattern})"]
-    return rf"(?:{'|'.join(choices)})\Z"
-
-
 class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ignore[misc]
     """A member of a consumer group through aiokafka 0.14; implements `aioshard.ports.Transport`.
 
@@ -425,9 +418,12 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
             self.on_partitions_assigned(())
         else:
             internals.watch_session(self._settings.session_timeout, self._lose)
-            topics = tuple(self._topics)
-            chosen = {"topics": topics} if pattern is None else {"pattern": _combined(topics, pattern)}
-            internals.consumer.subscribe(**chosen, listener=self)
+            if pattern is None:
+                internals.consumer.subscribe(topics=tuple(self._topics), listener=self)
+            else:
+                # aiokafka accepts either topics or a pattern. It uses `match`, so the pattern needs an end.
+                choices = [*map(re.escape, sorted(self._topics)), f"(?:{pattern})"]
+                internals.consumer.subscribe(pattern=rf"(?:{'|'.join(choices)})\Z", listener=self)
         self._watch_tasks(internals)
 
     def _watch_tasks(self, internals: Internals) -> None:

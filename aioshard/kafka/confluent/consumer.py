@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -178,7 +179,10 @@ class ConsumerThread:
     def subscribe(self, topics: Collection[str]) -> None:
         """Subscribe. The callbacks run inside `read`."""
         self._consumer.subscribe(
-            sorted(topics), on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+            sorted(topics),
+            on_assign=self._on_assign,
+            on_revoke=partial(self._release, lost=False),
+            on_lost=partial(self._release, lost=True),
         )
 
     def read(self, changes: Sequence[Change]) -> tuple[Sequence[Message], Sequence[Change]]:
@@ -240,13 +244,7 @@ class ConsumerThread:
         report = self._callbacks.assigned(partitions, self.membership())
         asyncio.run_coroutine_threadsafe(report, self._loop).result()
 
-    def _on_revoke(self, _: object, client_partitions: Sequence[Any]) -> None:
-        self._release(client_partitions, lost=False)
-
-    def _on_lost(self, _: object, client_partitions: Sequence[Any]) -> None:
-        self._release(client_partitions, lost=True)
-
-    def _release(self, client_partitions: Sequence[Any], *, lost: bool) -> None:
+    def _release(self, _: object, client_partitions: Sequence[Any], *, lost: bool) -> None:
         """Wait until the engine has handed partitions over; the group waits too."""
         if self._closing:
             return
