@@ -327,26 +327,39 @@ class KafkaAdmin:
         if group["error_code"] in (_NO_SUCH_GROUP, _NOT_SERVED):
             return None
         raise_for(group["error_code"])
-        members = []
-        for member in group["members"]:
-            partitions = sorted(
-                TopicPartition(topic["topic_name"], number)
-                for topic in member["assignment"]["topic_partitions"]
-                for number in topic["partitions"]
+        members = sorted(
+            GroupMember(
+                member["member_id"],
+                member["client_id"],
+                member["client_host"],
+                member["instance_id"],
+                tuple(
+                    sorted(
+                        TopicPartition(topic["topic_name"], number)
+                        for topic in member["assignment"]["topic_partitions"]
+                        for number in topic["partitions"]
+                    )
+                ),
             )
-            identity = member["member_id"], member["client_id"], member["client_host"], member["instance_id"]
-            members.append(GroupMember(*identity, tuple(partitions)))
-        return Group(group["group_state"].lower(), "consumer", group["assignor_name"] or "", tuple(sorted(members)))
+            for member in group["members"]
+        )
+        return Group(group["group_state"].lower(), "consumer", group["assignor_name"] or "", tuple(members))
 
     async def _classic_group(self, group_id: str) -> Group:
         answer = await self._ask_coordinator(group_id, DescribeGroup(group_id))
         group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
         raise_for(group["error_code"])
-        members = []
-        for member in group["members"]:
-            identity = member["member_id"], member["client_id"], member["client_host"], member.get("group_instance_id")
-            members.append(GroupMember(*identity, _assigned(member["member_assignment"])))
-        return Group(group["state"].lower(), "classic", group["protocol"] or "", tuple(sorted(members)))
+        members = sorted(
+            GroupMember(
+                member["member_id"],
+                member["client_id"],
+                member["client_host"],
+                member.get("group_instance_id"),
+                _assigned(member["member_assignment"]),
+            )
+            for member in group["members"]
+        )
+        return Group(group["state"].lower(), "classic", group["protocol"] or "", tuple(members))
 
     async def remove_member(self, group_id: str, member_id: str = "", *, instance_id: str | None = None) -> bool:
         """Remove a dead member, or a static one, from its group; others get its partitions immediately.

@@ -56,7 +56,7 @@ class _Partition:
     taken_at: float = 0.0
     """When something was last taken, or the engine last set the position; loop time."""
     reported: Any = None
-    """The fetch error that was reported last."""
+    """The failed entry that was reported last."""
 
 
 class FetchBuffer:
@@ -176,8 +176,8 @@ class FetchBuffer:
                 self._take_from(partition, chunk, allowance_of, poll_result)
                 if poll_result.records and poll_result.records >= poll_result.most:
                     break  # The limit is reached for all; calling `allowance_of` costs more than a record.
-            elif partition.reported is not result:
-                self._report_error(partition, result, poll_result)
+            else:
+                self._report(partition, result, poll_result)
         if poll_result.new or internals.buffered:
             self._fetched_at = poll_result.at
         self._hold_fetches(
@@ -195,7 +195,7 @@ class FetchBuffer:
             self._drop(partition)
             return
         if chunk.error is not None:
-            self._report_corrupt(partition, chunk, poll_result)
+            self._report(partition, chunk.result, poll_result)
             return
         limit, room, alone = allowance_of(partition.name)
         if limit <= 0:
@@ -224,7 +224,7 @@ class FetchBuffer:
             )
             chunk.reported = True
         elif chunk.error is not None and not decoded.records:
-            self._report_corrupt(partition, chunk, poll_result)
+            self._report(partition, chunk.result, poll_result)
         else:
             poll_result.left_over = True
             self._internals.fetcher._records.move_to_end(partition.name)  # so that each one gets its turn
@@ -260,31 +260,12 @@ class FetchBuffer:
 
     # Read errors ----------------------------------------------------------------------
 
-    def _report_corrupt(self, partition: _Partition, chunk: Chunk, poll_result: Found) -> None:
-        if chunk.reported or chunk.error is None:
+    def _report(self, partition: _Partition, entry: Any, poll_result: Found) -> None:
+        """Report a failed entry once, and keep it for a while: until then, the client does not fetch the partition."""
+        if partition.reported is entry:
             return
-        chunk.reported = True
-        poll_result.new.append(Fault(partition.name, corrupt_record(chunk.error, partition.name, chunk.next_offset)))
-        self._retry_later(partition, chunk.result)
-
-    def _report_error(self, partition: _Partition, entry: Any, poll_result: Found) -> None:
         partition.reported = entry
-        poll_result.new.append(Fault(partition.name, self._fault(partition, entry._error)))
-        self._retry_later(partition, entry)
-
-    def _fault(self, partition: _Partition, error: Exception) -> TransportError:
-        topic_partition = partition.name
-        if isinstance(error, kafka.RecordTooLargeError):
-            offset = error.args[2]
-            partition.state.seek(offset)  # aiokafka has stepped over the record; without this it would be lost.
-            return TransportError(
-                f"the record at offset {offset} of {topic_partition} is larger than the broker returns in one fetch: "
-                "raise max_buffered_bytes, or the broker's limits for a fetch"
-            )
-        return fetch_error(cause_of(error), topic_partition, partition.state.position)
-
-    def _retry_later(self, partition: _Partition, entry: Any) -> None:
-        """Keep a failed entry for a while: until it is dropped, the client does not fetch the partition."""
+        poll_result.new.append(Fault(partition.name, self._fault(partition, entry)))
 
         def retry() -> None:
             self._retries.discard(timer)
@@ -293,6 +274,20 @@ class FetchBuffer:
 
         timer = asyncio.get_running_loop().call_later(_FAULT_INTERVAL, retry)
         self._retries.add(timer)
+
+    def _fault(self, partition: _Partition, entry: Any) -> TransportError:
+        topic_partition, chunk = partition.name, partition.chunk
+        if chunk is not None and chunk.result is entry and chunk.error is not None:
+            return corrupt_record(chunk.error, topic_partition, chunk.next_offset)
+        error = entry._error
+        if isinstance(error, kafka.RecordTooLargeError):
+            offset = error.args[2]
+            partition.state.seek(offset)  # aiokafka has stepped over the record; without this it would be lost.
+            return TransportError(
+                f"the record at offset {offset} of {topic_partition} is larger than the broker returns in one fetch: "
+                "raise max_buffered_bytes, or the broker's limits for a fetch"
+            )
+        return fetch_error(cause_of(error), topic_partition, partition.state.position)
 
 
 def fetch_wait(usual: int, partitions: int, *, left_over: bool, idle: bool) -> int:

@@ -59,7 +59,7 @@ class Chunk:
         self.error: Exception | None = None
         """The error that stopped the decoding; the position is before it."""
         self.reported = False
-        """Whether the record that did not fit, or the error, was reported."""
+        """Whether the record that did not fit was reported."""
 
     @property
     def next_offset(self) -> int:

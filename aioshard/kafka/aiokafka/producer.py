@@ -27,7 +27,7 @@ from aioshard.kafka.aiokafka.client import BareClient
 from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import nothing_acknowledged, publish_error
-from aioshard.ports import Message
+from aioshard.ports import RECORD_OVERHEAD, Message, record_size
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -484,12 +484,10 @@ def _refused(error: kafka.KafkaError, message: Message) -> TransportError:
 
 def _size(message: Message) -> int:
     """Return roughly the size of a message in bytes, as brokers count it."""
-    headers = sum(len(name.encode()) + len(content or b"") for name, content in message.headers)
-    return len(message.key or b"") + len(message.value or b"") + headers
+    return record_size(message.key, message.value, message.headers) - RECORD_OVERHEAD
 
 
 @functools.lru_cache(maxsize=_REMEMBERED_KEYS)
 def _hash(key: bytes) -> int:
     """Hash a key as Java's partitioner does. Cached: in Python, hashing takes as long as the rest of publishing."""
-    hashed: int = murmur2(key) & 0x7FFFFFFF
-    return hashed
+    return int(murmur2(key)) & 0x7FFFFFFF

@@ -187,6 +187,32 @@ class KafkaTransport(ABC):
 
     # Records and positions ------------------------------------------------------------
 
+    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
+        """See `Transport.poll`. Does not suspend if records are ready.
+
+        Allowances are those at the start of the poll: records taken from one partition count against the others. An
+        `Oversized` record ends a poll only once; later polls repeat it when they end for another reason, including a
+        time-out or `wake`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._woken = False
+        while True:
+            self._raise_loss()
+            result = self._buffer.take(allowance)
+            remaining = deadline - loop.time()
+            if result.new or self._woken or remaining <= 0:
+                return result.new + result.repeated  # type: ignore[no-any-return]
+            await self._wait_for_records(remaining)
+
+    @abstractmethod
+    def _raise_loss(self) -> None:
+        """Raise if this client can no longer be used, or the group refuses us."""
+
+    @abstractmethod
+    async def _wait_for_records(self, seconds: float) -> None:
+        """Wait until there may be records, or `_look_again` is called."""
+
     def wake(self) -> None:
         """See `Transport.wake`."""
         self._woken = True
@@ -436,43 +462,28 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
 
     # Records --------------------------------------------------------------------------
 
-    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
-        """See `Transport.poll`. Does not suspend if records are ready.
-
-        Allowances are those at the start of the poll: records taken from one partition count against the others. An
-        `Oversized` record ends a poll only once; later polls repeat it when they end for another reason, including a
-        time-out or `wake`.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        self._woken = False
-        while True:
-            internals = self._running()
-            self._raise_loss(internals)
-            result = self._buffer.take(allowance)
-            remaining = deadline - loop.time()
-            if result.new or self._woken or remaining <= 0:
-                return result.new + result.repeated
-            waiter = self._waiter = internals.fetcher._create_fetch_waiter()
-            timer = loop.call_later(remaining, self._look_again)
-            try:
-                await waiter
-            except kafka.KafkaError as error:
-                internals.take_pending_error()
-                raise group_error(cause_of(error), self._group_id) from error
-            except Exception as error:
-                raise ClientLostError(f"the Kafka client failed ({reason(error)}); a new client is needed") from error
-            finally:
-                timer.cancel()
-                self._waiter = None
+    async def _wait_for_records(self, seconds: float) -> None:
+        internals = self._running()
+        waiter = self._waiter = internals.fetcher._create_fetch_waiter()
+        timer = asyncio.get_running_loop().call_later(seconds, self._look_again)
+        try:
+            await waiter
+        except kafka.KafkaError as error:
+            internals.take_pending_error()
+            raise group_error(cause_of(error), self._group_id) from error
+        except Exception as error:
+            raise ClientLostError(f"the Kafka client failed ({reason(error)}); a new client is needed") from error
+        finally:
+            timer.cancel()
+            self._waiter = None
 
     def _look_again(self, _ended: object = None) -> None:
         """Make a waiting poll look again; also usable as a task's callback."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _raise_loss(self, internals: Internals) -> None:
-        """Raise if this client can no longer be used, or the group refuses us."""
+    def _raise_loss(self) -> None:
+        internals = self._running()
         if self._closed:
             raise ClientLostError("the Kafka client is closed")
         if self._instance.taken is not None:

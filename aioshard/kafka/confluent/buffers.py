@@ -1,5 +1,6 @@
 """Buffers between the client and the engine: records, positions, and which partitions to fetch."""
 
+import asyncio
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -95,6 +96,8 @@ class Buffers:
     def __init__(self, share: int) -> None:
         """Buffer about *share* bytes per partition."""
         self.share = share
+        self.room = asyncio.Event()
+        """Set when buffers may have room again."""
         self._partitions: dict[tuple[str, int], _Partition] = {}
         self._ready: dict[_Partition, None] = {}
         """Partitions with something to return; the one served last is at the end."""
@@ -362,6 +365,7 @@ class Buffers:
         result.new.append(FetchedBatch(partition.name, records, sizes, partition.position))
         result.records += count
         result.bytes += count_bytes
+        self.room.set()
         self._ready.pop(partition, None)
         if partition.records or partition.fault is not None:
             self._ready[partition] = None

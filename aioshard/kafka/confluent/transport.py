@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
@@ -21,14 +21,10 @@ from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
 from aioshard.ports import (
     NOT_A_MEMBER,
-    AllowanceOf,
     Committed,
-    Fault,
-    FetchedBatch,
     GroupListener,
     LogRange,
     Membership,
-    Oversized,
 )
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -73,8 +69,6 @@ class ConfluentTransport(KafkaTransport):
         self._consumer: ConsumerThread | None = None
         self._failure: TransportError | None = None
         """The error that ends this life of the client; `poll` raises it."""
-        self._room = asyncio.Event()
-        """Set when buffers may have room again."""
         self._readable = asyncio.Event()
         """Set when `poll` must look again."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,10 +141,10 @@ class ConfluentTransport(KafkaTransport):
         while True:
             seconds = self._buffer.crowded(loop.time())
             if seconds:
-                self._room.clear()
+                self._buffer.room.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
-                        await self._room.wait()
+                        await self._buffer.room.wait()
                 continue
             messages, failed = await consumer.call(consumer.read, self._buffer.changes(loop.time()))
             for change in failed:
@@ -242,32 +236,21 @@ class ConfluentTransport(KafkaTransport):
 
     # Records --------------------------------------------------------------------------
 
-    async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
-        """See `Transport.poll`. Does not suspend if records are ready.
+    def _raise_loss(self) -> None:
+        if self._closed or self._consumer is None:
+            raise ClientLostError("the Kafka client is closed, or was not started")
+        if self._failure is not None:
+            raise self._failure
 
-        An `Oversized` record ends a poll only once; later polls repeat it when they end for another reason.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        self._woken = False
-        while True:
-            if self._closed or self._consumer is None:
-                raise ClientLostError("the Kafka client is closed, or was not started")
-            if self._failure is not None:
-                raise self._failure
-            self._readable.clear()
-            result = self._buffer.take(allowance)
-            if result.records:
-                self._room.set()
-            if result.new or self._woken or loop.time() >= deadline:
-                return result.new + result.repeated
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._readable.wait()
+    async def _wait_for_records(self, seconds: float) -> None:
+        self._readable.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._readable.wait()
 
     def _look_again(self, _ended: object = None) -> None:
         self._readable.set()
-        self._room.set()
+        self._buffer.room.set()
 
     def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
         """See `Transport.adjust_prefetch`: half is for our buffers, the rest for the client's single queue."""
