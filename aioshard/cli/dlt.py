@@ -1,15 +1,18 @@
 """`aioshard dlt`: dead letters, shown and replayed."""
 
 import asyncio
+import functools
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import click
 
+from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.brokers import opened, run, settings_of
+from aioshard.cli.loading import load_app
 from aioshard.cli.options import Selection
 from aioshard.cli.output import (
     UNHEALTHY,
@@ -24,10 +27,15 @@ from aioshard.cli.output import (
 )
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import runs_of
+from aioshard.core.sharding import identity
+from aioshard.engine.control import halted_of
+from aioshard.engine.epoch import Delivery
+from aioshard.engine.observed import Completed
 from aioshard.engine.tasks import finish
 from aioshard.errors import (
     AioshardError,
     AuthorizationError,
+    HaltedError,
     TransportError,
 )
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
@@ -38,10 +46,15 @@ from aioshard.records import Record, TopicPartition, counted
 from aioshard.serde import side_records
 from aioshard.serde.side_records import Coordinates, DeadLetterRecord, Failure, read_dead_letter
 from aioshard.settings import Settings
+from aioshard.telemetry import logs
+from aioshard.testing import InMemoryBroker, InMemorySideTopics
+from aioshard.testing.transport import InMemoryTransport
 
-_CHUNK_RECORDS = 1000
-"""Maximum number to replay together; if the command is killed, the next run replays them again."""
-_CHUNK_BYTES = 32 * 1024 * 1024
+Finished = Callable[["Letter", str | None], None]
+"""Called for each dead letter: with None if it was replayed, otherwise with the reason why not."""
+
+_SHARES = 100
+"""A partition with a halted record may hold one share of the bounds of the buffer."""
 _ROWS = 50
 """Rows of a table without `--limit`."""
 _SHOWN = 20
@@ -316,9 +329,148 @@ def _object(letter: Letter) -> dict[str, Any]:
 # replay -------------------------------------------------------------------------------
 
 
+class ToTopic:
+    """Publishes dead letters as the original records. Used by one command.
+
+    Invariants:
+        * A dead letter is done only when the brokers have acknowledged its record.
+    """
+
+    verb = "sent back"
+    """For messages: dead letters were …"""
+    most_records = 1000
+    """Maximum number to replay together; if the command is killed, the next run replays them again."""
+    most_bytes = 32 * 1024 * 1024
+
+    def __init__(self, administration: KafkaAdmin, producer: Producer, *, keep_time: bool) -> None:
+        """Create a destination.
+
+        Args:
+            administration: Describes the topics.
+            producer: Idempotent; closed by the caller.
+            keep_time: Whether records keep their timestamps.
+        """
+        self._administration = administration
+        self._producer = producer
+        self._keep_time = keep_time
+
+    async def process(self, letters: Sequence[Letter], finished: Finished) -> None:
+        """Send dead letters, those of one partition in this order, until each is acknowledged.
+
+        Raises:
+            TransportError: A topic does not exist, or some were not acknowledged, for a transient reason or one that
+                concerns all.
+        """
+        topics = {letter.original.topic for letter in letters}
+        partitions = {topic: await self._administration.partitions(topic) for topic in topics}
+
+        async def send(letter: Letter) -> None:
+            original = letter.original
+            # To the original partition: another partitioner may have been used for the key.
+            partition = original.partition if original.partition in partitions[original.topic] else None
+            timestamp = original.timestamp if self._keep_time and original.timestamp >= 0 else None
+            dead = DeadLetterRecord(original, letter.failure)
+            await self._producer.publish(side_records.replay(dead, letter.at, partition=partition, timestamp=timestamp))
+            finished(letter, None)
+
+        answers = await asyncio.gather(*map(send, letters), return_exceptions=True)
+        for letter, answer in zip(letters, answers, strict=True):
+            if answer is None:
+                continue
+            if getattr(answer, "retriable", True) or isinstance(answer, AuthorizationError):
+                raise answer
+            finished(letter, str(answer))
+
+
+class ThroughHandlers:
+    """Runs the app's handlers on dead letters in this process. Used by one command.
+
+    The app is the real one, with its retries, timeouts, batches, limits and resources, and its messages are
+    published. Only its input comes from here, and a record that fails again stays a dead letter.
+
+    Invariants:
+        * Those of one shard key run in offset order; after a failure, the later ones do not run.
+    """
+
+    verb = "processed"
+    most_records = 10_000
+    most_bytes = 64 * 1024 * 1024
+
+    def __init__(self, app: App) -> None:
+        """Create a destination; *app* starts at the earliest record from now on, and without a journal."""
+        # A failed record must not keep the others of its partition from being taken in.
+        app.configure(
+            auto_offset_reset="earliest",
+            journal=None,
+            max_buffered_records=_SHARES * self.most_records,
+            max_buffered_bytes=_SHARES * self.most_bytes,
+        )
+        self._app = app
+        self._blocked: set[object] = set()
+        """Handlers and shard keys of failed records."""
+
+    async def process(self, letters: Sequence[Letter], finished: Finished) -> None:
+        """Process dead letters of different records.
+
+        Raises:
+            UsageError: The app has no handler for a dead letter.
+            AioshardError: The app cannot start or continue.
+        """
+        keys = {letter.source: self._key(letter.original) for letter in letters}
+        remaining = {letter.source: letter for letter in letters}
+        runnable = [letter.original for letter in letters if keys[letter.source] not in self._blocked]
+
+        def completed(delivery: Delivery) -> None:
+            finished(remaining.pop(Coordinates.of(delivery.record)), None)
+
+        if runnable:
+            failed = {Coordinates.of(delivery.record): delivery for delivery in await self._run(runnable, completed)}
+            for source, delivery in sorted(failed.items()):
+                self._blocked.add(keys[source])
+                finished(remaining.pop(source), f"{delivery.failure} ({counted(delivery.failures, 'attempt')})")
+        for letter in remaining.values():
+            finished(letter, "an older dead letter of its key failed")
+
+    async def _run(self, records: Sequence[Record], completed: Completed) -> Sequence[Delivery]:
+        """Run the handlers on records, and return those that failed; the later ones of their keys do not run."""
+        app, broker = self._app, InMemoryBroker(partitions=max(record.partition for record in records) + 1)
+        for topic in {record.topic for record in records}:
+            broker.create_topic(topic)
+        for record in records:
+            broker.log(*record.topic_partition).append(record)
+        async with app.started(
+            functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed"),
+            lambda: KafkaProducer(app.settings),
+            lambda: InMemorySideTopics(broker),
+            adapt=lambda handler: handler._replace(on_failure="halt", shards=None),
+            observe=lambda _: completed,
+        ):
+            try:
+                await app.serve(until_caught_up=True)
+            except HaltedError:
+                return halted_of(app.running_engine())
+            return []
+
+    def _key(self, record: Record) -> object:
+        """Return the handler and the shard key of a record; the record itself if it has none."""
+        for handler in self._app.handlers:
+            if handler.takes(record.topic):
+                key = identity(handler.shard_key, record)
+                return Coordinates.of(record) if key is None else (handler.name, key)
+        raise click.UsageError(
+            f"the app has no handler for topic {record.topic!r}: exclude its dead letters with --topic or --handler"
+        )
+
+
 @command.command()
 @options.topic_argument
 @options.filters
+@click.option(
+    "--app",
+    "target",
+    metavar="MODULE:APP",
+    help="Run the handlers of this app on them in this process, instead of sending them back.",
+)
 @click.option("--limit", type=click.IntRange(1), help="Maximum number of records.")
 @click.option("--again", is_flag=True, help="Include those that were replayed before.")
 @click.option(
@@ -326,29 +478,55 @@ def _object(letter: Letter) -> dict[str, Any]:
     type=click.Choice(["now", "original"]),
     default="now",
     show_default=True,
-    help="Time of the records. A topic may delete old ones before a consumer reads them.",
+    help="Time of the records that are sent back. A topic may delete old ones before a consumer reads them.",
 )
-@options.bootstrap_servers()
+@options.app_dir
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
+    default="critical",
+    show_default=True,
+    help="With --app; error shows the traceback of each failure.",
+)
+@options.bootstrap_servers("AIOSHARD_BOOTSTRAP_SERVERS, or the setting of the app")
 @options.as_json("the result")
 def replay(
     topic: str,
     *,
     selection: Selection,
+    target: str | None,
     limit: int | None,
     again: bool,
     timestamp: str,
+    app_dir: str,
+    log_level: str,
     bootstrap_servers: str | None,
     as_json: bool,
 ) -> int:
-    """Send the dead letters of TOPIC back to their topics.
+    """Send the dead letters of TOPIC back to their topics, or process them with --app.
 
     The brokers store the progress as committed offsets of the group aioshard-dlt.TOPIC, so a second run leaves out
     finished ones. A record that is sent back arrives behind newer ones of its key, and in every group that reads its
     topic. Exits with 3 if some failed.
     """
-    replaying = _Replaying(topic, selection, limit=limit, again=again, keep_time=timestamp == "original")
+    app = None
+    if target is None:
+        settings = settings_of(bootstrap_servers)
+    else:
+        logs.configure(log_level)
+        app = load_app(target, app_dir)
+        if bootstrap_servers is not None:
+            app.configure(bootstrap_servers=bootstrap_servers)
+        settings = app.settings
+        settings.require_bootstrap_servers()
+        if selection.group not in {None, app.group_id}:
+            raise click.UsageError(
+                f"--group {selection.group} was given, but the handlers of --app {target} belong to {app.group_id!r}"
+            )
+        selection = selection._replace(group=app.group_id)
+    replaying = _Replaying(topic, selection, limit=limit, again=again)
     try:
-        run(replaying.run(settings_of(bootstrap_servers)))
+        run(replaying.run(settings, app, keep_time=timestamp == "original"))
     except (AioshardError, KeyboardInterrupt) as error:
         replaying.report(error, as_json=as_json)
         raise
@@ -357,44 +535,36 @@ def replay(
 
 
 class _Replaying:
-    """One run over the dead letters of a topic: publishes them as the original records.
+    """One run over the dead letters of a topic."""
 
-    Invariants:
-        * A dead letter is done only when the brokers have acknowledged its record.
-    """
-
-    def __init__(self, topic: str, selection: Selection, *, limit: int | None, again: bool, keep_time: bool) -> None:
+    def __init__(self, topic: str, selection: Selection, *, limit: int | None, again: bool) -> None:
         self.failed: list[tuple[Letter, str]] = []
         self._topic = topic
         self._selection = selection
         self._limit = limit
         self._again = again
-        self._keep_time = keep_time
+        self._verb = ""
         self._done: Counter[str] = Counter()
         """By topic."""
         self._records: dict[Coordinates, bool] = {}
         """The records of this run, and whether they are done."""
 
-    async def run(self, settings: Settings) -> None:
-        """Read the topic and send its dead letters back in chunks."""
+    async def run(self, settings: Settings, app: App | None, *, keep_time: bool) -> None:
+        """Read the topic and replay its dead letters in chunks, through *app* or to their topics."""
         producer = KafkaProducer(settings)  # connects on use
         try:
             async with opened(settings, self._topic, self._selection.partitions) as (administration, reader):
                 dead_letters = DeadLetters(administration, reader, self._selection)
                 await dead_letters.fetch_progress()
+                to_topic = ToTopic(administration, producer, keep_time=keep_time)
+                destination = to_topic if app is None else ThroughHandlers(app)
+                self._verb = destination.verb
                 async with progress(f"replaying {self._topic}", self._done.total):
-                    async for chunk in self._chunks(dead_letters):
-                        try:
-                            await self._send(chunk, administration, producer)
-                        finally:
-                            done = [letter for letter in chunk if self._records[letter.source]]
-                            # Even if interrupted: otherwise the next run would replay these again.
-                            await finish(dead_letters.store_progress(done), "store the progress")
+                    await self._replay(dead_letters, destination)
         finally:
             await producer.close()
 
-    async def _chunks(self, dead_letters: DeadLetters) -> AsyncIterator[list[Letter]]:
-        """Yield the dead letters that are replayed together, with all those of the same record."""
+    async def _replay(self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers) -> None:
         chunk: list[Letter] = []
         size = 0
         async for letter in dead_letters.letters(skip_done=not self._again):
@@ -405,39 +575,30 @@ class _Replaying:
             size += record_size(letter.original.key, letter.original.value, letter.original.headers)
             if len(self._records) == self._limit:
                 break
-            if len(chunk) >= _CHUNK_RECORDS or size >= _CHUNK_BYTES:
-                yield chunk
+            if len(chunk) >= destination.most_records or size >= destination.most_bytes:
+                await self._process(dead_letters, destination, chunk)
                 chunk, size = [], 0
-        yield chunk
+        await self._process(dead_letters, destination, chunk)
 
-    async def _send(self, letters: Sequence[Letter], administration: KafkaAdmin, producer: Producer) -> None:
-        """Publish the first dead letter of each record, in the order of the records, until each is acknowledged.
+    async def _process(
+        self, dead_letters: DeadLetters, destination: ToTopic | ThroughHandlers, letters: Sequence[Letter]
+    ) -> None:
+        """Replay dead letters, the first one of each record, and store which ones are done."""
+        due = {letter.source: letter for letter in reversed(letters) if not self._records[letter.source]}
+        try:
+            if due:
+                await destination.process([due[source] for source in sorted(due)], self._finished)
+        finally:
+            done = [letter for letter in letters if self._records[letter.source]]
+            # Even if interrupted: otherwise the next run would replay these again.
+            await finish(dead_letters.store_progress(done), "store the progress")
 
-        Raises:
-            TransportError: A topic does not exist, or some were not acknowledged, for a transient reason or one that
-                concerns all.
-        """
-        first = {letter.source: letter for letter in reversed(letters) if not self._records[letter.source]}
-        due = [first[source] for source in sorted(first)]
-        partitions = {topic: await administration.partitions(topic) for topic in {at.topic for at in first}}
-
-        async def send(letter: Letter) -> None:
-            original = letter.original
-            # To the original partition: another partitioner may have been used for the key.
-            partition = original.partition if original.partition in partitions[original.topic] else None
-            timestamp = original.timestamp if self._keep_time and original.timestamp >= 0 else None
-            dead = DeadLetterRecord(original, letter.failure)
-            await producer.publish(side_records.replay(dead, letter.at, partition=partition, timestamp=timestamp))
-            self._records[letter.source] = True
-            self._done[original.topic] += 1
-
-        answers = await asyncio.gather(*map(send, due), return_exceptions=True)
-        for letter, answer in zip(due, answers, strict=True):
-            if answer is None:
-                continue
-            if getattr(answer, "retriable", True) or isinstance(answer, AuthorizationError):
-                raise answer
-            self.failed.append((letter, str(answer)))
+    def _finished(self, letter: Letter, why: str | None) -> None:
+        if why is not None:
+            self.failed.append((letter, why))
+            return
+        self._records[letter.source] = True
+        self._done[letter.original.topic] += 1
 
     def report(self, error: BaseException | None, *, as_json: bool) -> None:
         """Print the result; on standard error if the run was cut short."""
@@ -448,10 +609,10 @@ class _Replaying:
             ]
             cause = None if error is None else str(error) or type(error).__name__
             print_json({"topic": self._topic, "done": self._done, "failed": failed, "error": cause})
-        elif error is None or self._records:
+        elif self._verb:
             total = self._done.total()
             topics = ", ".join(f"{topic} {count}" for topic, count in self._done.most_common())
-            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} sent back"
+            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self._verb}"
             click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
         for letter, why in self.failed[:_SHOWN]:
             click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)
