@@ -290,9 +290,6 @@ class Settings(BaseSettings):
 
     stuck_after: Seconds = 60.0
     """The logs and the health check report records that are incomplete for longer."""
-    restart_when_stuck: bool = False
-    """Whether `/livez` returns 503 if a record has been running (not halted, not waiting) for longer than
-    `stuck_after`: for handlers that can hang forever and recover after a restart."""
     show_keys: bool = False
     """Whether keys appear in logs, explanations and the journal; otherwise they are hashed."""
     journal: Annotated[str | None, BeforeValidator(_read_directory)] = None

@@ -18,17 +18,9 @@ class Claim(NamedTuple):
     """The next offset that we would read."""
 
 
-class Evidence(NamedTuple):
-    """The broker's current view of the partition."""
-
-    member_id: str
-    generation: int
-    committed: int | None
-    log_start: int
-    log_end: int
-
-
-def reason_to_end(claim: Claim | None, evidence: Evidence) -> str | None:
+def reason_to_end(
+    claim: Claim | None, member_id: str, generation: int, committed: int | None, log: tuple[int, int]
+) -> str | None:
     """Return why a partition cannot be continued in place, or None if it can.
 
     A partition can be continued if nobody else can have owned it, and nothing moved its offsets, since we last held
@@ -37,18 +29,21 @@ def reason_to_end(claim: Claim | None, evidence: Evidence) -> str | None:
 
     Args:
         claim: None if the partition was not in the previous assignment.
-        evidence: The broker's view after the new assignment.
+        member_id: Our member id under the new assignment.
+        generation: The group's generation of the new assignment.
+        committed: The group's committed offset, None if there is none.
+        log: First offset of the log, and one past its last.
     """
     if claim is None:
         return "it was not in the assignment before this one"
-    if not claim.member_id or claim.member_id != evidence.member_id:
+    if not claim.member_id or claim.member_id != member_id:
         return "the group has given us another member id"
-    if evidence.generation != claim.generation + 1:
-        return f"the group's generation went from {claim.generation} to {evidence.generation}"
-    if claim.acknowledged != evidence.committed:
-        return f"the committed offset is {evidence.committed} and ours was {claim.acknowledged}"
-    if not evidence.log_start <= claim.position <= evidence.log_end:
-        return f"position {claim.position} is outside the log ({evidence.log_start} to {evidence.log_end})"
+    if generation != claim.generation + 1:
+        return f"the group's generation went from {claim.generation} to {generation}"
+    if claim.acknowledged != committed:
+        return f"the committed offset is {committed} and ours was {claim.acknowledged}"
+    if not log[0] <= claim.position <= log[1]:
+        return f"position {claim.position} is outside the log ({log[0]} to {log[1]})"
     return None
 
 

@@ -66,8 +66,6 @@ class Committer:
             refused: Called when a commit is not authorized, or the group has members and we are not one; the commit
                 stays due.
         """
-        self.commits = 0
-        self.failures = 0
         self.durations = Histogram()
         """Seconds until requests were acknowledged."""
         self.failure_durations = Histogram()
@@ -237,7 +235,6 @@ class Committer:
             except (TransportError, TimeoutError) as error:
                 self._failed(error, began)
                 return False
-        self.commits += 1
         self.durations.add(self._clock() - began)
         lasted = self.trouble.end()
         if lasted is not None:
@@ -259,11 +256,10 @@ class Committer:
         )
 
     def _failed(self, error: Exception, began: float) -> None:
-        self.failures += 1
         self.failure_durations.add(self._clock() - began)
         reason = str(error) or f"no answer within commit_timeout={self._timeout:g} s"
         if self.trouble.report(reason):
-            fields = {"event": "commit_failed", "failures": self.failures}
+            fields = {"event": "commit_failed", "failures": self.failure_durations.counts().count}
             logger.warning("a commit was not acknowledged and is retried: %s", reason, extra=fields)
         if isinstance(error, AuthorizationError | GroupHasMembersError):
             self._give_up()

@@ -11,7 +11,7 @@ from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import TopicCounts
-from aioshard.engine.outcomes import FailureState, Recovery
+from aioshard.engine.outcomes import Block, FailedAttempt, Outcome, Recovery
 from aioshard.ports import FetchedBatch
 from aioshard.records import Record, TopicPartition
 
@@ -28,13 +28,31 @@ class Gate(enum.IntEnum):
     """The ownership has ended: completions are ignored."""
 
 
-class Delivery(FailureState):
+class Delivery:
     """A record on its way through the engine.
 
     Belongs to its epoch: an outcome that arrives after the epoch has ended changes nothing (I5).
     """
 
     __slots__ = ("__dict__", "arrived", "aside", "epoch", "key", "offset", "record", "run", "size", "starts")
+
+    # State after a failure: class attributes cost nothing per record.
+    failures: int = 0
+    """How many attempts have failed; cancelled runs do not count."""
+    alone: bool = False
+    """Whether it must not be batched with others, because it could not be decoded."""
+    cancelled: bool = False
+    """Whether its latest run was cancelled, so that the next one is a repetition."""
+    recovery: Recovery | None = None
+    """Taken instead of the next run."""
+    then: Recovery | None = None
+    """Taken after the handler has succeeded, before the record is complete."""
+    recovery_failures: int = 0
+    """How often the recovery has failed."""
+    block: Block | None = None
+    failure: FailedAttempt | None = None
+    outcome: Outcome = Outcome.PROCESSED
+    """How it ended, once it has."""
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -144,8 +162,9 @@ class Epoch:
         """Whether the client can seek backwards; otherwise nothing is evicted."""
         self.pending: dict[int, Delivery] = {}
         """Deliveries that the drain still waits for, by offset."""
-        self.drained: asyncio.Event | None = None
-        """Set when the drain waits for nothing more; None unless there is a drain."""
+        self.drained = asyncio.Event()
+        """Set while no drain waits for anything."""
+        self.drained.set()
         self.revoked = asyncio.Event()
         """Set while the partition is being revoked; handlers see it as `Context.revoked`."""
         self.pauses: dict[str, str] = {}
@@ -321,7 +340,7 @@ class Epoch:
             queued = [delivery for delivery in queued if delivery in running]
         self.gate = Gate.CLOSED
         self.pending = {d.offset: d for d in queued if d.offset <= self.highest_started}
-        self.drained = asyncio.Event()
+        self.drained.clear()
         self.revoked.set()
         self._check_drained()
 
@@ -350,7 +369,7 @@ class Epoch:
             self._check_drained()
 
     def _check_drained(self) -> None:
-        if self.drained is not None and not self.pending:
+        if not self.pending:
             self.drained.set()
 
     def stop_draining(self) -> list[Delivery]:
@@ -364,7 +383,7 @@ class Epoch:
         """Let records start unless the partition is paused; `Shards.reopen` queues deliveries that were set aside."""
         self.gate = Gate.PAUSED if self.pauses else Gate.OPEN
         self.pending = {}
-        self.drained = None
+        self.drained.set()
         self.revoked.clear()
 
     def end(self) -> Rerun:

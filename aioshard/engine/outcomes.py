@@ -1,4 +1,4 @@
-"""How a delivery may end, and its state after a failure."""
+"""How a delivery may end, and why it may have to wait after a failure."""
 
 import enum
 from collections.abc import Awaitable, Callable
@@ -48,26 +48,3 @@ class FailedAttempt(NamedTuple):
         # One line for logs and explanations: database drivers write several. The traceback keeps them.
         message = " ".join(self.message.split())
         return f"{self.error}: {message}" if message else self.error
-
-
-class FailureState:
-    """Default failure state of a delivery; class attributes cost nothing per record."""
-
-    __slots__ = ()
-
-    failures: int = 0
-    """How many attempts have failed; cancelled runs do not count."""
-    alone: bool = False
-    """Whether it must not be batched with others, because it could not be decoded."""
-    cancelled: bool = False
-    """Whether its latest run was cancelled, so that the next one is a repetition."""
-    recovery: Recovery | None = None
-    """Taken instead of the next run."""
-    then: Recovery | None = None
-    """Taken after the handler has succeeded, before the record is complete."""
-    recovery_failures: int = 0
-    """How often the recovery has failed."""
-    block: Block | None = None
-    failure: FailedAttempt | None = None
-    outcome: Outcome = Outcome.PROCESSED
-    """How it ended, once it has."""

@@ -13,7 +13,6 @@ from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
 from aioshard.core.finished_offsets import Run
 from aioshard.core.ownership import (
     Claim,
-    Evidence,
     Origin,
     knows_topic,
     origin_of,
@@ -141,8 +140,6 @@ class Rebalance:
         """The latest assignment."""
         self._assigned_under = NOT_A_MEMBER
         self._settling: asyncio.Task[object] | None = None
-        self._news = asyncio.Event()
-        """Set when there are partitions to open, even while others are being opened."""
         self._stopping = False
         self._epochs = 0
 
@@ -240,8 +237,7 @@ class Rebalance:
         draining = [epoch for partition in partitions for epoch in partition.epochs]
         with anyio.move_on_after(timeout):
             for epoch in draining:
-                if epoch.drained is not None:
-                    await epoch.drained.wait()
+                await epoch.drained.wait()
         late = {delivery for epoch in draining for delivery in epoch.stop_draining()}
         cancelled = self._interrupt(late)
         if cancelled and timeout:
@@ -261,8 +257,8 @@ class Rebalance:
 
     def wait_no_more(self) -> None:
         """End every drain as if its timeout had passed, because no worker is left to run anything."""
-        for epoch in [epoch for partition in self.epochs for epoch in partition.epochs]:
-            if epoch.drained is not None:
+        for partition in self.epochs:
+            for epoch in partition.epochs:
                 epoch.drained.set()
 
     def end_all(self, reason: str) -> None:
@@ -318,7 +314,6 @@ class Rebalance:
             max(len(self.partitions.keys() | assignment), 1), self._settings.max_buffered_bytes // 2
         )
         # A new assignment also contains the partitions of earlier ones that are not open yet.
-        self._stop_settling()
         self._settle_soon()
 
     def restart(self, partition: Partition, error: OffsetOutOfRangeError | OffsetRegressionError) -> None:
@@ -338,10 +333,10 @@ class Rebalance:
         self._stop_settling()
 
     def _settle_soon(self) -> None:
-        """Open the owned partitions that are not open; if that is in progress already, make it check again."""
+        """Open the owned partitions that are not open; if that is in progress already, begin again."""
         self.settled.clear()
-        self._news.set()
-        if not self._stopping and (self._settling is None or self._settling.done()):
+        self._stop_settling()
+        if not self._stopping:
             self._settling = self._tasks.start(self._settle(), f"settle generation {self._assigned_under.generation}")
 
     def _stop_settling(self) -> None:
@@ -354,7 +349,6 @@ class Rebalance:
         """Open the assigned partitions, in place or in new epochs; retry until done or until the membership changes."""
         assignment, membership = self._assignment, self._assigned_under
         while self.client.membership() == membership:
-            self._news.clear()
             try:
                 self.unsettled = await self._open_assigned(assignment, membership)
             except (AioshardError, TimeoutError) as error:
@@ -368,14 +362,12 @@ class Rebalance:
             else:
                 if self.client.membership() != membership:
                     return
-                if not self._news.is_set():
-                    self.settled.set()
-                    self.log.settled()
-                    if not self.unsettled:
-                        return
+                self.settled.set()
+                self.log.settled()
+                if not self.unsettled:
+                    return
                 delay = _LEADER_DELAY
-            with anyio.move_on_after(delay):
-                await self._news.wait()
+            await asyncio.sleep(delay)
 
     def _is_open(self, name: TopicPartition) -> bool:
         """Whether a partition needs no checks before its records are handed out."""
@@ -433,7 +425,7 @@ class Rebalance:
             reason = self._skip_deleted(partition, partition.outside_log, view.log)
         else:
             offset = view.committed.offset if view.committed else None
-            reason = reason_to_end(partition.claim, Evidence(*membership, offset, *view.log))
+            reason = reason_to_end(partition.claim, *membership, offset, view.log)
         if reason is not None:
             self.end(partition, reason)
             return False

@@ -12,7 +12,7 @@ from aioshard.core.on_failure import OnFailure, Park
 from aioshard.core.parking import NEVER
 from aioshard.core.sharding import shown
 from aioshard.engine.counts import TopicCounts
-from aioshard.engine.diagnosis import HandlerSnapshot, failure_of, for_seconds, outlives, trouble_of
+from aioshard.engine.diagnosis import HandlerSnapshot, failure_of, outlives, trouble_of
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.handler import ActiveHandler
 from aioshard.engine.partition import Partition
@@ -37,15 +37,16 @@ def statistics(watch: Watch) -> Statistics:
     now = engine.clock()
     blocked = None if loop is None else loop.blocked()
     running = Counter(delivery.epoch for worker in engine.workers for delivery in worker.deliveries)
-    transport = engine.transport
+    transport, committer = engine.transport, engine.committer
+    commits, failed_commits = committer.durations.counts(), committer.failure_durations.counts()
     member_id = transport.membership().member_id if transport is not None else ""
     return Statistics(
         state=engine.state,
         group_id=engine.group_id,
         member_id=member_id or None,
         rebalances=engine.rebalance.rebalances,
-        commits=engine.committer.commits,
-        commit_failures=engine.committer.failures,
+        commits=commits.count,
+        commit_failures=failed_commits.count,
         replayed=engine.replayed,
         already_done=engine.intake.already_done,
         buffered_records=engine.buffer.records,
@@ -63,8 +64,8 @@ def statistics(watch: Watch) -> Statistics:
         restart_cures=tuple(_restart_cures(watch, now)),
         client=engine.settings.client,
         rebalance_kinds=engine.rebalance.log.kinds(),
-        commit_durations=engine.committer.durations.counts(),
-        commit_failure_durations=engine.committer.failure_durations.counts(),
+        commit_durations=commits,
+        commit_failure_durations=failed_commits,
     )
 
 
@@ -74,22 +75,15 @@ def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
     Partitions stuck because of their data or of unavailable brokers are not among them: they would be stuck again
     after a restart.
     """
-    engine, loop, settings = watch.engine, watch.loop, watch.engine.settings
-    if loop is not None and loop.standing() > settings.session_timeout and (blocked := loop.blocked()) is not None:
-        yield f"{blocked}; that is longer than session_timeout={settings.session_timeout:g} s"
+    loop, session_timeout = watch.loop, watch.engine.settings.session_timeout
+    if loop is not None and loop.standing() > session_timeout and (blocked := loop.blocked()) is not None:
+        yield f"{blocked}; that is longer than session_timeout={session_timeout:g} s"
     failure = failure_of(watch)
     if failure is not None:
         yield failure
-    if engine.state not in ("starting", "running"):
-        return
     hangs = watch.hang.sentence(now)
-    if hangs is not None:
+    if hangs is not None and watch.engine.state in ("starting", "running"):
         yield hangs
-    for delivery, seconds in watch.overdue():
-        yield (
-            f"record {delivery!r} has been running{for_seconds(seconds)}, longer than "
-            f"stuck_after={settings.stuck_after:g} s, and restart_when_stuck is set"
-        )
 
 
 def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> PartitionStatistics:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterator
 
 from aioshard.engine.epoch import Delivery, Epoch, Gate
@@ -130,14 +129,6 @@ class Watch:
                 "the brokers answer"
             )
         return None
-
-    def overdue(self) -> Iterator[tuple[Delivery, float]]:
-        """Deliveries whose run should be ended by a restart, with its seconds; safe from any thread."""
-        limit = self.engine.settings.stuck_after if self.engine.settings.restart_when_stuck else math.inf
-        for worker in self.engine.workers:
-            delivery, seconds = worker.delivery, self.engine.clock() - worker.started
-            if delivery is not None and delivery.recovery is None and seconds > limit:
-                yield delivery, seconds
 
     def _busy(self) -> list[tuple[str, Worker]]:
         """The workers that run something, each with the name of its handler. Safe from any thread."""

@@ -32,7 +32,6 @@ def make_app() -> App:
         auto_offset_reset="earliest",
         max_buffered_records=300,
         stuck_after=0.5,
-        restart_when_stuck=True,
         commit_interval=0.05,
         drain_timeout=0.5,
         shutdown_timeout=5.0,

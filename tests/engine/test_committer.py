@@ -178,7 +178,7 @@ async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
     await asyncio.sleep(0.5)
-    assert (desk.committer.failures, epoch.acknowledged) == (1, 0)
+    assert (desk.committer.failure_durations.counts().count, epoch.acknowledged) == (1, 0)
     assert desk.committer.trouble.why == "no time"
 
     desk.client.member = Membership("member-1", 5)
@@ -199,7 +199,7 @@ async def test_a_commit_that_is_not_answered_within_its_time_out_stays_due(desk:
     epoch.complete(deliveries[0])
     await asyncio.sleep(5.5)
 
-    assert desk.committer.failures == 1
+    assert desk.committer.failure_durations.counts().count == 1
     assert "commit_timeout" in str(desk.committer.trouble.why)
     assert epoch.acknowledged == 0
     desk.client.takes = 0.0
@@ -213,10 +213,10 @@ async def test_a_commit_that_its_client_cancels_stays_due_and_ends_nothing(desk:
     epoch, deliveries = desk.epoch()
     epoch.complete(deliveries[0])
 
-    await until(lambda: desk.committer.commits == 1)
+    await until(lambda: desk.committer.durations.counts().count == 1)
 
     assert epoch.acknowledged == 1
-    assert desk.committer.failures == 1
+    assert desk.committer.failure_durations.counts().count == 1
     assert not desk.task.done()
 
 
@@ -501,7 +501,7 @@ async def test_texts_become_shorter_until_the_broker_stores_them(desk: Desk) -> 
     assert MOST_UNITS // 2 < lengths[0] <= MOST_UNITS
     assert 0 < lengths[1] <= MOST_UNITS // 2
     assert epoch.committed_completions == len(chosen)
-    assert desk.committer.failures == 0
+    assert desk.committer.failure_durations.counts().count == 0
 
 
 @with_desk

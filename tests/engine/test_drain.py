@@ -13,7 +13,6 @@ FAILED = Block(halted=True, error="ValueError", since=0.0)
 
 
 def drained(epoch: Epoch) -> bool:
-    assert epoch.drained is not None
     assert epoch.drained.is_set() == (not epoch.pending)
     return epoch.drained.is_set()
 

@@ -276,16 +276,8 @@ def a_key_that_is_stuck(scene: Scene) -> AbstractAsyncContextManager[None]:
     return _in_the_way(scene, "hang")
 
 
-def a_key_that_is_stuck_where_that_asks_for_a_restart(scene: Scene) -> AbstractAsyncContextManager[None]:
-    return _in_the_way(scene, "hang", restart_when_stuck=True)
-
-
 def a_halted_record(scene: Scene) -> AbstractAsyncContextManager[None]:
     return _in_the_way(scene, "fail")
-
-
-def a_halted_record_where_a_stuck_one_asks_for_a_restart(scene: Scene) -> AbstractAsyncContextManager[None]:
-    return _in_the_way(scene, "fail", restart_when_stuck=True)
 
 
 class NeverAcknowledged(InMemoryProducer):
@@ -298,7 +290,7 @@ class NeverAcknowledged(InMemoryProducer):
 
 @contextlib.asynccontextmanager
 async def a_dead_letter_that_is_not_acknowledged(scene: Scene) -> AsyncIterator[None]:
-    app = scene.app(restart_when_stuck=True)
+    app = scene.app()
 
     @app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("orders.dlt"))
     async def handle(_: Record) -> None:
@@ -512,29 +504,12 @@ ROWS = [
         finding=r"orders/0 has not advanced for 25.* it has been running in handler handle for 25.* at .*table.py:\d+",
     ),
     Row(
-        a_key_that_is_stuck_where_that_asks_for_a_restart,
-        live=503,
-        ready=200,
-        log="stuck: orders/0 has not advanced",
-        sample=OVERDUE,
-        finding="orders/0 has not advanced for 25",
-        why_not_live="record orders/0/0 has been running for 25.* s, longer than stuck_after=5 s, and restart_when",
-    ),
-    Row(
         a_halted_record,
         live=200,
         ready=200,
         log="stuck: orders/0 has not advanced .*halted",
         sample=HALTED,
         finding="orders/0 has not advanced .* halted 25.* s ago after 1 attempt.*LookupError",
-    ),
-    Row(
-        a_halted_record_where_a_stuck_one_asks_for_a_restart,
-        live=200,
-        ready=200,
-        log="stuck: orders/0 has not advanced .*halted",
-        sample=HALTED,
-        finding="orders/0 has not advanced .* halted 25",
     ),
     Row(
         a_dead_letter_that_is_not_acknowledged,

@@ -1,11 +1,12 @@
 """Where to go on with a partition that was assigned."""
 
+from typing import NamedTuple
+
 import pytest
 
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
 from aioshard.core.ownership import (
     Claim,
-    Evidence,
     Origin,
     knows_topic,
     origin_of,
@@ -13,20 +14,31 @@ from aioshard.core.ownership import (
 )
 
 CLAIM = Claim("member-1", generation=7, acknowledged=40, position=55)
-EVIDENCE = Evidence("member-1", generation=8, committed=40, log_start=0, log_end=100)
+
+
+class Evidence(NamedTuple):
+    """What the brokers and the new assignment say."""
+
+    member_id: str = "member-1"
+    generation: int = 8
+    committed: int | None = 40
+    log: tuple[int, int] = (0, 100)
+
+
+EVIDENCE = Evidence()
 
 
 def test_a_partition_that_nobody_touched_continues() -> None:
-    assert reason_to_end(CLAIM, EVIDENCE) is None
+    assert reason_to_end(CLAIM, *EVIDENCE) is None
 
 
 def test_it_continues_without_a_commit_when_there_was_none() -> None:
-    assert reason_to_end(CLAIM._replace(acknowledged=None), EVIDENCE._replace(committed=None)) is None
+    assert reason_to_end(CLAIM._replace(acknowledged=None), *EVIDENCE._replace(committed=None)) is None
 
 
 @pytest.mark.parametrize("position", [0, 100])
 def test_the_ends_of_the_log_belong_to_it(position: int) -> None:
-    assert reason_to_end(CLAIM._replace(position=position), EVIDENCE) is None
+    assert reason_to_end(CLAIM._replace(position=position), *EVIDENCE) is None
 
 
 @pytest.mark.parametrize(
@@ -41,12 +53,12 @@ def test_the_ends_of_the_log_belong_to_it(position: int) -> None:
         (CLAIM, EVIDENCE._replace(committed=39), "committed offset is 39"),
         (CLAIM, EVIDENCE._replace(committed=None), "committed offset is None"),
         (CLAIM._replace(acknowledged=None), EVIDENCE, "ours was None"),
-        (CLAIM, EVIDENCE._replace(log_start=56), "outside the log"),
-        (CLAIM, EVIDENCE._replace(log_end=54), "outside the log"),
+        (CLAIM, EVIDENCE._replace(log=(56, 100)), "outside the log"),
+        (CLAIM, EVIDENCE._replace(log=(0, 54)), "outside the log"),
     ],
 )
 def test_each_condition_alone_ends_the_epoch(claim: Claim | None, evidence: Evidence, reason: str) -> None:
-    assert reason in str(reason_to_end(claim, evidence))
+    assert reason in str(reason_to_end(claim, *evidence))
 
 
 @pytest.mark.parametrize("policy", ["earliest", "latest", "error", None])
