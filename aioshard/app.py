@@ -26,12 +26,10 @@ from aioshard.engine.control import (
     seek,
     set_concurrency,
 )
-from aioshard.engine.diagnosis import diagnose, explain, explain_partition
 from aioshard.engine.failures import skipping
-from aioshard.engine.handler import Adapt, Handler
-from aioshard.engine.observed import Observe
+from aioshard.engine.handler import Adapt, Handler, Observe
 from aioshard.engine.runtime import Engine
-from aioshard.engine.snapshot import statistics, workload
+from aioshard.engine.snapshot import diagnose, explain, explain_partition, statistics, workload
 from aioshard.engine.tasks import outlast
 from aioshard.engine.timing import precise
 from aioshard.engine.watch import Watch

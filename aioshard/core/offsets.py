@@ -41,15 +41,17 @@ class OffsetTracker(Generic[T]):
         (44, True, 46)
     """
 
-    __slots__ = ("_arrived", "_position", "incomplete", "watched")
+    __slots__ = ("arrived", "incomplete", "position", "watched")
 
     def __init__(self, start: int) -> None:
         self.incomplete: OrderedDict[int, T] = OrderedDict()
         """Values by offset; to save a call, an epoch's `complete` deletes entries directly, and nothing else does."""
-        self._position = start
+        self.position = start
+        """One past the last offset that arrived, including gaps at the end."""
         self.watched = -1
         """The offset chosen by `watch`."""
-        self._arrived = 0
+        self.arrived = 0
+        """Number of records that have arrived since the start."""
 
     def __len__(self) -> int:
         """Return the number of incomplete records."""
@@ -60,24 +62,14 @@ class OffsetTracker(Generic[T]):
         return offset in self.incomplete
 
     @property
-    def position(self) -> int:
-        """One past the last offset that arrived, including gaps at the end."""
-        return self._position
-
-    @property
     def committable(self) -> int:
         """The offset to commit: the first one that a restarted consumer should read."""
-        return next(itertools.chain(self.incomplete), self._position)  # in one step, for other threads
-
-    @property
-    def arrived(self) -> int:
-        """Number of records that have arrived since the start."""
-        return self._arrived
+        return next(itertools.chain(self.incomplete), self.position)  # in one step, for other threads
 
     @property
     def completed(self) -> int:
         """Number of records that have completed since the start."""
-        return self._arrived - len(self.incomplete)
+        return self.arrived - len(self.incomplete)
 
     def finished(self) -> list[Run]:
         """Return the finished runs between the committable offset and the position, gaps included; ascending.
@@ -92,13 +84,13 @@ class OffsetTracker(Generic[T]):
         """
         runs = []
         later = iter(self.incomplete)
-        previous = next(later, self._position)
+        previous = next(later, self.position)
         for offset in later:
             if offset > previous + 1:
                 runs.append(Run(previous + 1, offset))
             previous = offset
-        if self._position > previous + 1:
-            runs.append(Run(previous + 1, self._position))
+        if self.position > previous + 1:
+            runs.append(Run(previous + 1, self.position))
         return runs
 
     @property
@@ -127,17 +119,17 @@ class OffsetTracker(Generic[T]):
                 partition was rewound, and its epoch must end. Nothing was registered.
         """
         if offsets:
-            if offsets[0] < self._position:
-                raise OffsetRegressionError(offsets[0], self._position)
+            if offsets[0] < self.position:
+                raise OffsetRegressionError(offsets[0], self.position)
             if next_offset <= offsets[-1]:
                 raise OffsetRegressionError(next_offset, offsets[-1] + 1)
             self.incomplete.update(zip(offsets, values, strict=True))
-            self._arrived += len(offsets)
+            self.arrived += len(offsets)
             if self.watched < 0:
                 self.watched = offsets[0]
-        elif next_offset < self._position:
-            raise OffsetRegressionError(next_offset, self._position)
-        self._position = next_offset
+        elif next_offset < self.position:
+            raise OffsetRegressionError(next_offset, self.position)
+        self.position = next_offset
 
     def complete(self, offset: int) -> bool:
         """Mark a record as done.

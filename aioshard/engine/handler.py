@@ -98,6 +98,26 @@ class Handler(NamedTuple):
         """The same handler, with *wrap* around each of its attempts."""
         return self._replace(call=None, invoke=wrap(self.attempt))
 
+    def timed(self, clock: Callable[[], float]) -> "Handler":
+        """The same handler, with attempts that store their times and their result in the delivery."""
+        clock, is_batch = precise(clock), self.batch is not None
+
+        def wrap(attempt: Attempt) -> Attempt:
+            async def run(argument: Any) -> object:
+                began = clock()
+                result: object = None
+                try:
+                    result = await attempt(argument)
+                finally:
+                    times = (began, clock(), result)
+                    for delivery in argument.deliveries if is_batch else (argument,):
+                        delivery.run = times
+                return result
+
+            return run
+
+        return self.through(wrap)
+
     def takes(self, topic: str) -> bool:
         """Whether the handler takes the records of *topic*."""
         return is_subscribed(topic, self.topics, self.pattern)
@@ -106,6 +126,14 @@ class Handler(NamedTuple):
 Adapt = Callable[[Handler], Handler]
 """Replaces a handler by another one, for one run of an app."""
 
+Completed = Callable[[Delivery], None]
+"""Called with each complete delivery; its `outcome`, `run`, `failures` and `failure` say how it ended.
+
+Runs in the event loop for each record, so it must be quick. It must neither raise nor keep the delivery.
+"""
+
+Observe = Callable[[Handler], Completed]
+"""Returns the callback for the deliveries of a handler; called once per epoch."""
 
 Attempt = Callable[[Any], Awaitable[object]]
 """Runs one attempt of a handler, at a `Delivery` or a `DeliveryBatch`."""

@@ -64,6 +64,8 @@ class Partition(Epoch):
         """Why the client cannot read the partition; see `fault`."""
         self.outside_log: int | None = None
         """A position that is not in the log, while the rebalance finds out where to resume; otherwise None."""
+        self.log_end: int | None = None
+        """End of the log, as last requested; the client may know of a later one."""
         self.acknowledged: int | None = None
         """The committed offset that was last acknowledged to us; None without one."""
         self.first_commit: FirstCommit | None = None
@@ -217,6 +219,19 @@ class Partition(Epoch):
         more = records_with_room(end - tracker.committable, len(tracker) + len(ahead), units)
         # Up to the end of an earlier owner's completions, the text does not grow: it holds the gaps there already.
         return max(more, end - tracker.position)
+
+
+class ObservedPartition(Partition):
+    """A partition that reports the outcomes of its deliveries; without an observer the engine uses plain ones."""
+
+    completed: Callable[[Delivery], None]
+
+    def complete(self, delivery: Delivery) -> bool:
+        """See `Epoch.complete`."""
+        if not Partition.complete(self, delivery):  # super() would make an object per record
+            return False
+        self.completed(delivery)
+        return True
 
 
 def _after(batch: FetchedBatch, position: int) -> FetchedBatch:

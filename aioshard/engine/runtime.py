@@ -12,11 +12,9 @@ from aioshard.core.ownership import Losses
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Gate
-from aioshard.engine.handler import ActiveHandler, Handler, Resources
+from aioshard.engine.handler import ActiveHandler, Handler, Observe, Resources
 from aioshard.engine.intake import Intake
-from aioshard.engine.log_ends import LogEnds
-from aioshard.engine.observed import Observe, ObservedPartition, timed
-from aioshard.engine.partition import Partition
+from aioshard.engine.partition import ObservedPartition, Partition
 from aioshard.engine.rebalance import Rebalance, uncommitted_of
 from aioshard.engine.tasks import TaskSet, finish
 from aioshard.engine.trouble import Trouble
@@ -36,6 +34,9 @@ APPLICATION = "application"
 
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 5.0
+_LOG_END_INTERVAL = 10.0
+"""Seconds between two requests; with the time that an answer may take, an end is at most 15 s old."""
+_LOG_END_TIMEOUT = 5.0
 _TURN = 0.01
 """Seconds between checks of cancelled runs while the app stops: nothing signals their end."""
 
@@ -84,8 +85,8 @@ class Engine:
         self._make_transport = clients.transport
         self._supervisor: asyncio.Task[object] | None = None
         self._stopping = False
-        self._ending: asyncio.Future[None] = loop.create_future()
-        """Done when the app begins to stop, which also ends a start that is still waiting."""
+        self._started: asyncio.Future[None] = loop.create_future()
+        """Done when the first assignment is complete, or when the app begins to stop."""
         self._lost_id = Losses(self.clock)
         self._backoff = _FIRST_BACKOFF
         """Seconds until a new client is created if this one is lost."""
@@ -94,7 +95,7 @@ class Engine:
         resources = Resources(group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
         self._observe = observe
         self.handlers = tuple(
-            ActiveHandler(spec if observe is None else timed(spec, self.clock), resources) for spec in specs
+            ActiveHandler(spec if observe is None else spec.timed(self.clock), resources) for spec in specs
         )
         self.committer = Committer(settings.commit_interval, settings.commit_timeout, self.clock, self._refused)
         self.rebalance = Rebalance(
@@ -108,7 +109,6 @@ class Engine:
             tasks=self._tasks,
             clock=self.clock,
         )
-        self.log_ends = LogEnds(lambda: self.transport, lambda: self.rebalance.epochs)
         self.intake = Intake(
             self.buffer,
             self.rebalance.partitions,
@@ -185,6 +185,34 @@ class Engine:
         if self.transport is not None:
             self.transport.wake()
 
+    def log_end(self, partition: Partition) -> int | None:
+        """End of a log, under `read_committed` its last stable offset; None while unknown. Safe from any thread."""
+        client = self.transport
+        fetched = None if client is None else client.end_offset(partition.topic_partition)
+        known = [end for end in (fetched, partition.log_end) if end is not None]
+        # The end from a fetch that found nothing new may be older than the records taken in since.
+        return max(*known, partition.tracker.position) if known else None
+
+    async def _query_log_ends(self) -> None:
+        """Request the log ends repeatedly until cancelled.
+
+        The client learns the end of a log with each fetch. It learns nothing about a partition that is paused or full:
+        without these requests, the lag would freeze just when it grows.
+        """
+        while True:
+            await asyncio.sleep(_LOG_END_INTERVAL)
+            partitions = {partition.topic_partition: partition for partition in self.rebalance.epochs}
+            if self.transport is None or not partitions:
+                continue
+            try:
+                with anyio.fail_after(_LOG_END_TIMEOUT):
+                    ranges = await self.transport.log_ranges(list(partitions))
+            except (TransportError, TimeoutError) as error:
+                logger.debug("the brokers did not report the log ends: %s", str(error) or "no answer in time")
+            else:
+                for name, log in ranges.items():
+                    partitions[name].log_end = log.end
+
     # Start ----------------------------------------------------------------------------------
 
     async def start(self, watching: Coroutine[Any, Any, None]) -> None:
@@ -195,24 +223,18 @@ class Engine:
             AioshardError: Consuming is impossible, for example because of `NoOffsetError`.
         """
         self._tasks.start(watching, "watch")
-        self._tasks.start(self.log_ends.run(), "log ends")
+        self._tasks.start(self._query_log_ends(), "log ends")
         for handler in self.handlers:
             handler.start(self._tasks, self.clock)
         self._supervisor = self._tasks.start(self._supervise(), "client", lasts=True)
         if self.settings.start_timeout is None:
             return
         timeout = self.settings.start_timeout
-        settled: asyncio.Future[Any] = asyncio.create_task(self.rebalance.settled.wait(), name="first assignment")
-        try:
-            futures = {settled, self.failed, self._ending}
-            await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            # The first assignment counts, even if another one has begun since and is incomplete.
-            complete = settled.done() or self._ending.done()
-        finally:
-            settled.cancel()
+        # The first assignment counts, even if another one has begun since and is incomplete.
+        await asyncio.wait({self._started, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if self.failed.done():
             self.failed.result()
-        if not complete:
+        if not self._started.done():
             slow = "the group has not given out its partitions (another member may be slow to rejoin)"
             reason = self.trouble.why or self.standstill or self.committer.trouble.why or slow
             failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
@@ -293,6 +315,7 @@ class Engine:
             logger.warning("a Kafka client works again after %.1f s", lasted, extra=self._fields("client_rebuilt"))
         if self.state == "starting":
             self.state = "running"
+            self._started.set_result(None)
             count = len(self.rebalance.epochs)
             logger.info(
                 "the app is running; assigned partitions: %d", count, extra=self._fields("running", partitions=count)
@@ -321,8 +344,8 @@ class Engine:
             running = len(self.rebalance.running())
             message = "draining: nothing new is taken in; records in flight: %d"
             logger.info(message, running, extra=self._fields("draining", in_flight=running))
-        if not self._ending.done():
-            self._ending.set_result(None)
+        if not self._started.done():
+            self._started.set_result(None)
 
     async def stop(self) -> None:
         """Drain, commit and end all tasks within `shutdown_timeout`.
@@ -372,7 +395,8 @@ class Engine:
             worker.interrupt()
         with anyio.move_on_after(max(deadline - self.clock(), 1.0)):
             if self._supervisor is not None:
-                await self._tasks.cancel(self._supervisor)
+                self._tasks.dismiss(self._supervisor)
+                await asyncio.wait([self._supervisor])
             if self.transport is not None:
                 await self._close(self.transport, deadline - self.clock())
         self.rebalance.end_all("the app stopped")

@@ -97,12 +97,6 @@ class TaskSet:
         self._lasting.discard(task)
         task.cancel()
 
-    async def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel one task and wait for it, unless it is the current task."""
-        self.dismiss(task)
-        if task is not asyncio.current_task():
-            await asyncio.wait([task])
-
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the tasks that have not ended."""

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from aioshard.core.sharding import ShardKey, key_hash
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.handler import Handler
-from aioshard.engine.observed import Completed
+from aioshard.engine.handler import Completed, Handler
 from aioshard.engine.outcomes import Outcome
 from aioshard.errors import MissingExtraError
 from aioshard.records import Record
@@ -79,7 +78,7 @@ class OutcomeRows:
         return taken
 
     def observe(self, spec: Handler) -> Completed:
-        """Return the callback that adds a handler's completed records; see `aioshard.engine.observed.Observe`."""
+        """Return the callback that adds a handler's completed records; see `aioshard.engine.handler.Observe`."""
         return functools.partial(self.add, spec)
 
     def add(self, spec: Handler, delivery: Delivery, trouble: Trouble | None = None) -> None:

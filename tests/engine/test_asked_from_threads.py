@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aioshard import App, Batch, Context, DeadLetter, Park, Record, Retry
-from aioshard.engine.loop_watch import LoopWatch
+from aioshard.engine.watch import LoopWatch
 from aioshard.testing import TestClient
 from tests.engine.running import watch_of
 from tests.support.questions import Questions

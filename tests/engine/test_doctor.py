@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Batch, Budget, Context, DeadLetter, Park, Record, Retry, TopicPartition
-from aioshard.engine.diagnosis import HandlerSnapshot
+from aioshard.engine.snapshot import HandlerSnapshot
 from aioshard.errors import ConnectError, MessageTooLargeError, TransportError
 from aioshard.observe import IncompleteRecord, PartitionDiagnosis
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, VirtualTimeLoop, run

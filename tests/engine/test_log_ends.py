@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
-from aioshard.engine.log_ends import LogEnds
+from aioshard.engine.runtime import Engine
 from aioshard.errors import TransportError
 from aioshard.observe import PartitionStatistics
 from aioshard.ports import LogRange
@@ -164,33 +164,34 @@ class Asking:
     """What asks, with one partition at a position."""
 
     def __init__(self) -> None:
-        self.client: Client | None = Client()
-        self.epoch: Any = SimpleNamespace(topic_partition=ORDERS, tracker=SimpleNamespace(position=0))
-        self.epochs = [self.epoch]
-        self.ends = LogEnds(lambda: self.client, lambda: self.epochs)  # type: ignore[arg-type,return-value]
+        self.client = Client()
+        self.epoch: Any = SimpleNamespace(topic_partition=ORDERS, tracker=SimpleNamespace(position=0), log_end=None)
+        self.engine: Any = SimpleNamespace(transport=self.client, rebalance=SimpleNamespace(epochs=[self.epoch]))
 
     @property
     def end(self) -> int | None:
-        return self.ends.of(self.epoch)
+        return Engine.log_end(self.engine, self.epoch)
+
+    async def run(self) -> None:
+        await Engine._query_log_ends(self.engine)
 
 
 def test_the_furthest_of_what_is_known_is_the_end() -> None:
     async def test() -> None:
         asking = Asking()
         client = asking.client
-        assert client is not None
         assert asking.end is None
         client.fetched = 7
         assert asking.end == 7
         async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(asking.ends.run())
+            task = tasks.create_task(asking.run())
             await asyncio.sleep(NEVER_OLDER)
             assert asking.end == 10
             client.fetched = 12
             assert asking.end == 12
             asking.epoch.tracker.position = 13
             assert asking.end == 13
-            asking.client = None  # it was lost
+            asking.engine.transport = None  # it was lost
             assert asking.end == 13
             task.cancel()
 
@@ -202,31 +203,15 @@ def test_nobody_who_answers_badly_ends_the_asking_or_makes_it_late(how: str) -> 
     async def test() -> None:
         asking = Asking()
         client = asking.client
-        assert client is not None
         client.hangs = how == "hangs"
         client.fails = TransportError("no") if how == "fails" else TimeoutError() if how != "hangs" else None
         async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(asking.ends.run())
+            task = tasks.create_task(asking.run())
             await asyncio.sleep(2 * NEVER_OLDER)
             assert len(client.asked) >= 2
             client.hangs, client.fails = False, None
             await asyncio.sleep(NEVER_OLDER)
             assert asking.end == 10
-            task.cancel()
-
-    run(test())
-
-
-def test_what_is_not_ours_any_more_is_forgotten() -> None:
-    async def test() -> None:
-        asking = Asking()
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(asking.ends.run())
-            await asyncio.sleep(NEVER_OLDER)
-            assert asking.end == 10
-            asking.epochs = []
-            await asyncio.sleep(NEVER_OLDER)
-            assert asking.end is None  # until it is asked again: another may have written meanwhile
             task.cancel()
 
     run(test())

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from aioshard import App, Batch, Record
-from aioshard.engine import loop_watch
-from aioshard.engine.loop_watch import LoopWatch
+from aioshard.engine import watch
+from aioshard.engine.watch import LoopWatch
 from aioshard.testing import TestClient, run
 from tests.engine.running import until, watch_of
 from tests.support.loops import LOOPS, NewLoop, run_on
 
 THREAD = "aioshard loop watch"
-LOGGER = "aioshard.engine.loop_watch"
+LOGGER = "aioshard.engine.watch"
 
 
 def make_app() -> App:
@@ -204,7 +204,7 @@ async def test_what_is_no_handler_is_not_blamed_on_one() -> None:
 
 
 async def test_the_log_names_a_place_once_a_minute(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_watch, "BLOCKED_AFTER", 0.3)
+    monkeypatch.setattr(watch, "BLOCKED_AFTER", 0.3)
     app = make_app()
 
     @app.consume("orders")
@@ -217,7 +217,7 @@ async def test_the_log_names_a_place_once_a_minute(told: Told, monkeypatch: pyte
             await client.settle()
         await until(lambda: len(told()) == 2, 5.0)
         assert ["has been blocked" in text for _, text in told()] == [True, False]
-        monkeypatch.setattr(loop_watch, "_AGAIN_AFTER", 0.0)
+        monkeypatch.setattr(watch, "_AGAIN_AFTER", 0.0)
         await client.publish("orders", "x", partition=1)
         await client.settle()
         await until(lambda: len(told()) == 4, 5.0)

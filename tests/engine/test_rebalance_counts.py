@@ -2,7 +2,7 @@
 
 import pytest
 
-from aioshard.engine.rebalance_log import RebalanceLog
+from aioshard.engine.rebalance import RebalanceLog
 from aioshard.observe import RebalanceReport
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioshard import App, Record
-from aioshard.engine.rebalance_log import RebalanceLog
+from aioshard.engine.rebalance import RebalanceLog
 from aioshard.errors import NotDrainedError
 from aioshard.observe import RebalanceReport
 from aioshard.records import TopicPartition

@@ -153,7 +153,7 @@ async def test_the_lag_of_a_paused_partition_grows(
     kafka: SharedKafka, topic: str, group: str, client: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fetch tells the end of a log, and nothing is fetched of it."""
-    monkeypatch.setattr("aioshard.engine.log_ends._INTERVAL", 0.2)
+    monkeypatch.setattr("aioshard.engine.runtime._LOG_END_INTERVAL", 0.2)
     await fill(kafka, topic, 1)
     process = Process(kafka, group, **client)
     process.app.consume(topic)(process.handle)
