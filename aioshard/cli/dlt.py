@@ -30,7 +30,7 @@ from aioshard.core.finished_offsets import runs_of
 from aioshard.core.sharding import identity
 from aioshard.engine.control import halted_of
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.observed import Completed
+from aioshard.engine.handler import Completed
 from aioshard.engine.tasks import finish
 from aioshard.errors import (
     AioshardError,
