@@ -37,11 +37,22 @@ async def _no_app(outgoing: Message) -> int:
     )
 
 
-class _Publishes:
-    """A context that lets its handler publish."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """Information about any attempt."""
 
-    __slots__ = ()
-    publisher: Publish
+    attempt: int
+    """Counted from 1; the same for all records of a batch."""
+    deadline: float | None
+    """Event loop time at which the attempt times out; None without a timeout."""
+    revoked: asyncio.Event
+    """Set when a partition of the attempt's records is being revoked: finish soon, or the run is cancelled."""
+    replay: bool
+    """True in a backfill on Spark."""
+    state: Any
+    """The value that the app's `resources` yielded; None without resources."""
+    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
+    """Publishes the messages of `publish`."""
 
     async def publish(
         self,
@@ -63,8 +74,8 @@ class _Publishes:
         return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Context(_Publishes):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context(_Attempt):
     """Information about an attempt: declare it as the handler's second parameter.
 
     Example:
@@ -74,18 +85,6 @@ class Context(_Publishes):
     """
 
     record: Record
-    attempt: int
-    """Counted from 1."""
-    deadline: float | None
-    """Event loop time at which the attempt times out; None without a timeout."""
-    revoked: asyncio.Event
-    """Set when the partition is being revoked: finish soon, or the run is cancelled."""
-    replay: bool
-    """True in a backfill on Spark."""
-    state: Any
-    """The value that the app's `resources` yielded; None without resources."""
-    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
-    """Publishes the messages of `publish`."""
 
     @property
     def idempotency_key(self) -> str:
@@ -93,8 +92,8 @@ class Context(_Publishes):
         return f"{self.record.topic}/{self.record.partition}/{self.record.offset}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BatchContext(_Publishes):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchContext(_Attempt):
     """Information about an attempt of a batch: declare it as the batch handler's second parameter.
 
     Example:
@@ -105,18 +104,6 @@ class BatchContext(_Publishes):
         ...     ]
     """
 
-    attempt: int
-    """Counted from 1; the same for all records of a batch."""
-    deadline: float | None
-    """Event loop time at which the attempt times out; None without a timeout."""
-    revoked: asyncio.Event
-    """Set when a partition of one of the records is being revoked: finish soon, or the run is cancelled."""
-    replay: bool
-    """True in a backfill on Spark."""
-    state: Any
-    """The value that the app's `resources` yielded; None without resources."""
-    publisher: Publish = dataclasses.field(default=_no_app, repr=False)
-    """Publishes the messages of `publish`."""
     records: Sequence[Record] = ()
     """The records of the batch, in the order of the handler's list: use them for keys, and in `BatchError`."""
 
@@ -173,9 +160,16 @@ def _record_attempt(
     state, publish, replay = provided
 
     def attempt(delivery: Delivery) -> Awaitable[object]:
-        record, attempt = delivery.record, delivery.failures + 1
-        revoked = delivery.epoch.revoked
-        return call(record, Context(record, attempt, _deadline(timeout), revoked, replay, state(), publish))
+        context = Context(
+            record=delivery.record,
+            attempt=delivery.failures + 1,
+            deadline=_deadline(timeout),
+            revoked=delivery.epoch.revoked,
+            replay=replay,
+            state=state(),
+            publisher=publish,
+        )
+        return call(delivery.record, context)
 
     return attempt
 
@@ -186,10 +180,15 @@ def _batch_attempt(
     def attempt(batch: DeliveryBatch) -> Awaitable[object]:
         context = None
         if provided is not None:
-            state, publish, replay = provided
-            attempt = batch.deliveries[0].failures + 1
-            records = tuple(batch.records)
-            context = BatchContext(attempt, _deadline(timeout), batch.revoked, replay, state(), publish, records)
+            context = BatchContext(
+                records=tuple(batch.records),
+                attempt=batch.deliveries[0].failures + 1,
+                deadline=_deadline(timeout),
+                revoked=batch.revoked,
+                replay=provided.replay,
+                state=provided.state(),
+                publisher=provided.publish,
+            )
         if batch.payloads is not None:
             return call_decoded(batch.payloads, context)
         return call(batch.records, context)

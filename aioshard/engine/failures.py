@@ -6,9 +6,8 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
 
-from aioshard.core.on_failure import BudgetAccount, DeadLetter
+from aioshard.core.on_failure import Budget, BudgetAccount
 from aioshard.core.retry import Retry
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery, Epoch, Gate
@@ -40,19 +39,6 @@ _PROBE_ROOM = 16
 """Records that a paused partition takes in when all its records in flight have failed before."""
 
 
-class Pause(NamedTuple):
-    """Decision: nothing can be done with the record now, so it waits and its partition pauses."""
-
-    why: str
-
-
-Decision = Recovery | Pause | None
-"""The fate of a record whose attempts are exhausted. None: it halts, and keeps its shard until it is released."""
-
-FailurePolicy = Callable[[Delivery], Decision]
-"""Decides about a record whose attempts are exhausted; `delivery.failure` describes its last failure."""
-
-
 async def _skip(delivery: Delivery) -> Outcome:  # noqa: ARG001 - signature shared by all recoveries
     return Outcome.SKIPPED
 
@@ -62,45 +48,14 @@ def skipping(why: str) -> Recovery:
     return Recovery(f"it is skipped ({why})", _skip)
 
 
-class DeadLetters:
-    """`on_failure=DeadLetter(...)`: the record completes when its dead letter is acknowledged (I2)."""
+def dead_lettering(topic: str, publish: Publish, *, group: str, handler: str) -> Recovery:
+    """Return a recovery that completes a record when its dead letter is acknowledged (I2)."""
 
-    def __init__(self, policy: DeadLetter, publish: Publish, *, group: str, handler: str, counters: Counters) -> None:
-        """Create the failure policy of one handler.
-
-        Args:
-            policy: Topic and budget.
-            publish: Publishes dead letters.
-            group: Consumer group, for their headers.
-            handler: Name of the handler, for their headers.
-            counters: Counters of the handler; its successes replenish the budget.
-        """
-        self._topic = policy.topic
-        self._account = None if policy.budget is None else BudgetAccount(policy.budget)
-        self._publish = publish
-        self._group = group
-        self._handler = handler
-        self._counters = counters
-        self._recovery = Recovery(f"its dead letter is written to {policy.topic}", self._send)
-
-    def is_affordable(self) -> bool:
-        """Return whether the budget allows a dead letter now."""
-        return self._account is None or self._account.left(self._counters.processed) > 0
-
-    def decide(self, _: Delivery) -> Decision:
-        """See `FailurePolicy`."""
-        account = self._account
-        if account is not None and not account.spend(self._counters.processed):
-            return Pause(
-                f"the dead-letter budget of handler {self._handler} is exhausted ({account.budget.burst} dead letters, "
-                f"{account.budget.per_success:g} more for each success), so a dependency of the handler seems to be "
-                "down; one record at a time is tried until one succeeds"
-            )
-        return self._recovery
-
-    async def _send(self, delivery: Delivery) -> Outcome:
-        await self._publish(dead_letter(self._topic, delivery.record, failure_of(delivery, self._group, self._handler)))
+    async def send(delivery: Delivery) -> Outcome:
+        await publish(dead_letter(topic, delivery.record, failure_of(delivery, group, handler)))
         return Outcome.DEAD_LETTERED
+
+    return Recovery(f"its dead letter is written to {topic}", send)
 
 
 def failure_of(delivery: Delivery, group: str, handler: str) -> Failure:
@@ -121,13 +76,13 @@ class FailureHandler:
     def __init__(
         self,
         retry: Retry,
-        decide: FailurePolicy,
+        recovery: Recovery | None,
         *,
         shards: Sequence[Shards],
         counters: Counters,
         clock: Callable[[], float],
         workers: Callable[[], int],
-        affordable: Callable[[], bool] = lambda: True,
+        budget: Budget | None = None,
         chance: Callable[[], float] = random.random,
         handler: str = "",
         group: str = "",
@@ -136,23 +91,23 @@ class FailureHandler:
 
         Args:
             retry: Retry policy for failed attempts.
-            decide: Failure policy for records whose attempts are exhausted.
+            recovery: Taken for records whose attempts are exhausted; None if they halt.
             shards: Shards of the handler.
             counters: Counters of the handler.
             clock: Returns the loop time.
             workers: Returns the current number of workers.
-            affordable: Returns whether the policy would not pause a partition now.
+            budget: Limit on the number of such recoveries; successes replenish it. None means no limit.
             chance: Returns random numbers from 0 to 1, for the jitter.
             handler: Name of the handler, for log lines.
             group: Consumer group, for log lines.
         """
         self.counters = counters
         self._retry = retry
-        self._decide = decide
+        self._recovery = recovery
         self._shards = shards
         self._clock = clock
         self._workers = workers
-        self._affordable = affordable
+        self._account = None if budget is None else BudgetAccount(budget)
         self._chance = chance
         self.handler = handler
         self.group = group
@@ -258,20 +213,20 @@ class FailureHandler:
         Returns:
             Whether a recovery follows immediately.
         """
-        decision = self._decide(delivery)
-        if decision is None:
+        recovery = self._recovery
+        if recovery is None:
             self._halt(delivery, failure, error, shards)
             return False
-        if isinstance(decision, Pause):
+        if not self._spend():
             if not keyed:
                 delivery.divert(Recovery("it is diverted as soon as the budget allows", self._divert_later))
                 return True
-            self._pause(delivery.epoch, decision.why)
+            self._pause(delivery.epoch)
             delivery.epoch.settle(delivery)
             shards.again(delivery)
             return False
-        delivery.divert(decision)
-        values = (delivery, counted(failure.attempts, "attempt"), decision.purpose, failure)
+        delivery.divert(recovery)
+        values = (delivery, counted(failure.attempts, "attempt"), recovery.purpose, failure)
         message = "record %r failed after %s, and %s (%s)"
         trace = _traceback_of(error)
         self._log("diverted", delivery, message, *values, trace=trace, attempt=failure.attempts, error=failure.error)
@@ -294,12 +249,15 @@ class FailureHandler:
             error=failure.error,
         )
 
+    def _spend(self) -> bool:
+        """Pay for a recovery of the failure policy; return whether the budget allowed it."""
+        return self._account is None or self._account.spend(self.counters.processed)
+
     async def _divert_later(self, delivery: Delivery) -> Outcome:
-        decision = self._decide(delivery)
-        if not isinstance(decision, Recovery):
-            raise HandlerError(decision.why if isinstance(decision, Pause) else "it cannot be diverted")
-        delivery.recovery = decision  # paid for: if it fails, do not decide again
-        return await decision.take(delivery)
+        if self._recovery is None or not self._spend():
+            raise HandlerError(f"the dead-letter budget of handler {self.handler} is exhausted")
+        delivery.recovery = self._recovery  # paid for: if it fails, do not pay again
+        return await self._recovery.take(delivery)
 
     # Recoveries -----------------------------------------------------------------------
 
@@ -341,10 +299,16 @@ class FailureHandler:
 
     # Pausing and probing --------------------------------------------------------------
 
-    def _pause(self, epoch: Epoch, why: str) -> None:
+    def _pause(self, epoch: Epoch) -> None:
         """Pause a partition until one of its records succeeds, or can be diverted again."""
-        if _PAUSED_BY in epoch.pauses:
+        if _PAUSED_BY in epoch.pauses or self._account is None:
             return
+        budget = self._account.budget
+        why = (
+            f"the dead-letter budget of handler {self.handler} is exhausted ({budget.burst} dead letters, "
+            f"{budget.per_success:g} more for each success), so a dependency of the handler seems to be down; one "
+            "record at a time is tried until one succeeds"
+        )
         fields = partition_fields("paused", epoch.topic_partition, why=why)
         logger.warning("%s pauses: %s", epoch.topic_partition, why, extra=fields)
         epoch.pause(_PAUSED_BY, why)
@@ -358,7 +322,7 @@ class FailureHandler:
         if epoch.gate is Gate.ENDED:
             return
         if epoch.gate is Gate.PAUSED and len(epoch.pauses) == 1:
-            if self._affordable() or not len(epoch.tracker):
+            if self._account is None or self._account.left(self.counters.processed) or not len(epoch.tracker):
                 self._resume(epoch)
                 return
             probe = next((probe for shards in self._shards if (probe := shards.probe(epoch)) is not None), None)

@@ -18,9 +18,10 @@ from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failures import DeadLetters, Decision, FailureHandler, FailurePolicy, Publish, skipping
+from aioshard.engine.failures import FailureHandler, Publish, dead_lettering, skipping
 from aioshard.engine.feed import Feed
 from aioshard.engine.log_fields import record_fields
+from aioshard.engine.outcomes import Recovery
 from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
 from aioshard.engine.parking import Parking
 from aioshard.engine.shards import DeliveryBatch, Shards
@@ -237,25 +238,23 @@ class ActiveHandler:
         )
 
     def _make_failure_handler(self, resources: Resources) -> FailureHandler:
-        spec, counters = self.spec, self.counters
-        decide: FailurePolicy = _skip if spec.on_failure == "skip" else _halt
-        affordable: Callable[[], bool] = lambda: True  # noqa: E731
-        if self.parking is not None:
-            decide = self.parking.decide
-        elif isinstance(spec.on_failure, DeadLetter):
+        spec, policy = self.spec, self.spec.on_failure
+        recovery: Recovery | None = None
+        if policy == "skip":
+            recovery = skipping("on_failure='skip'")
+        elif self.parking is not None:
+            recovery = self.parking.recovery
+        elif isinstance(policy, DeadLetter):
             publish = spec.publish_dead_letter or resources.publish
-            dead_letters = DeadLetters(
-                spec.on_failure, publish, group=self._group, handler=spec.name, counters=counters
-            )
-            decide, affordable = dead_letters.decide, dead_letters.is_affordable
+            recovery = dead_lettering(policy.topic, publish, group=self._group, handler=spec.name)
         return FailureHandler(
             spec.retry,
-            decide,
+            recovery,
             shards=self._shards,
-            counters=counters,
+            counters=self.counters,
             clock=resources.clock,
             workers=lambda: len(self.workers),
-            affordable=affordable,
+            budget=policy.budget if isinstance(policy, DeadLetter) else None,
             handler=spec.name,
             group=self._group,
         )
@@ -344,11 +343,3 @@ async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callabl
             more = f" and {outliving[delivery]} more of its batch" if outliving[delivery] > 0 else ""
             logger.error(message, delivery, more, timeout, extra=record_fields("outlives_time_out", delivery))
         reported = set(outliving)
-
-
-def _skip(_: Delivery) -> Decision:
-    return skipping("on_failure='skip'")
-
-
-def _halt(_: Delivery) -> Decision:
-    return None

@@ -16,7 +16,7 @@ from aioshard.core.parking import NEVER, ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey, fixed_shard, identity
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.failures import Decision, Publish, failure_of
+from aioshard.engine.failures import Publish, failure_of
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.outcomes import Outcome, Recovery
 from aioshard.engine.shards import Shards
@@ -274,9 +274,10 @@ class ParkedPartition(Epoch):
 class Parking:
     """Parked records of one handler, over all partitions that we own.
 
-    Workers call `divert` before they start a delivery, and the failure handler calls `decide` when its attempts are
-    exhausted. The feed reports when a partition arrives, closes, opens and ends. Two tasks run: `read` follows the side
-    topic, and `replay` runs due records again. Owned by the event loop.
+    Workers call `divert` before they start a delivery, and take `recovery` when its attempts are exhausted. The
+    rebalance calls `restore` and `believe` when a partition arrives; the feed calls `forget` when it ends and `wake`
+    when it opens. Two tasks run: `read` follows the side topic, and `replay` runs due records again. Owned by the event
+    loop.
 
     Invariants:
         * While a key is parked, only its first parked record may start (I4).
@@ -337,8 +338,8 @@ class Parking:
         self._epoch_time = time.time() - clock()
         topic = policy.topic
         self._behind = Recovery(f"its key is parked, and it is written to {topic} behind it", self._park)
-        self._first = Recovery(f"it is parked in {topic}", self._park)
-        self._again = Recovery(f"it is parked in {topic} again", self._park_again)
+        self.recovery = Recovery(f"it is parked in {topic}", self._park)
+        """Recovery for a record whose attempts are exhausted."""
         self.drop = Recovery(f"it is removed from {topic} without being processed", self._drop)
         """Recovery for giving up a record that was halted in a replay."""
         self._finished = Recovery(f"its run succeeded, and it is removed from {topic}", self._remove)
@@ -371,10 +372,6 @@ class Parking:
         elif delivery.recovery is None and parked.keys.keys and parked.identity(delivery.record) in parked.keys:
             delivery.divert(self._behind)
 
-    def decide(self, delivery: Delivery) -> Decision:
-        """See `FailurePolicy`."""
-        return self._again if isinstance(delivery, Replay) else self._first
-
     def release(self, topic_partition: TopicPartition, offset: int) -> bool:
         """Replay the key of a parked record now, unless it is already running; return whether the record exists.
 
@@ -389,6 +386,8 @@ class Parking:
         return False
 
     async def _park(self, delivery: Delivery) -> Outcome:
+        if isinstance(delivery, Replay):
+            return await self._park_again(delivery)
         parked, record = self._partitions[delivery.epoch], delivery.record
         if delivery.recovery is self._behind:
             failure = parked.failures[parked.identity(record)]
@@ -405,8 +404,7 @@ class Parking:
         self._due.set()
         return Outcome.PARKED
 
-    async def _park_again(self, delivery: Delivery) -> Outcome:
-        assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery
+    async def _park_again(self, delivery: Replay) -> Outcome:
         parked, entry = delivery.parked, delivery.entry
         replays = entry.replays + 1
         exhausted = self.policy.attempts is not None and replays >= self.policy.attempts
