@@ -173,6 +173,8 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
     log = (await client.log_ranges([topic_partition])).get(topic_partition)
     if log is None:
         raise TransportError(f"the brokers did not report where {topic_partition} begins and ends: no leader answers")
+    if isinstance(to, dt.datetime) and to.tzinfo is not None:
+        to = max(to.timestamp(), 0.0)
     match to:
         case "beginning":
             return log.start
@@ -185,19 +187,13 @@ async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo
                 f"seek of {topic_partition} to offset {to} was refused: its log is from {log.start} to {log.end}; use "
                 "'beginning' or 'end' for its ends"
             )
-        case dt.datetime() if to.tzinfo is not None:
-            return await _offset_at(engine, topic_partition, to.timestamp(), log.end)
         case float() if 0 <= to < float("inf"):
-            return await _offset_at(engine, topic_partition, to, log.end)
+            offset = await client.offset_at(topic_partition, to)
+            return log.end if offset is None else offset
     raise StateError(
         f"seek of {topic_partition} to {to!r} was refused: expected an offset (int), a datetime with its time zone, "
         "seconds since the epoch (float), 'beginning' or 'end'"
     )
-
-
-async def _offset_at(engine: Engine, topic_partition: TopicPartition, timestamp: float, end: int) -> int:
-    offset = await engine.rebalance.client.offset_at(topic_partition, max(timestamp, 0.0))
-    return end if offset is None else offset
 
 
 async def answered(engine: Engine, request: Awaitable[T], what: str) -> T:
@@ -274,7 +270,8 @@ async def caught_up(engine: Engine, interval: float = 0.05) -> None:
     while True:
         if engine.failed.done():
             engine.failed.result()
-        if engine.rebalance.in_place and all(_reached_end(engine, epoch) for epoch in engine.rebalance.epochs):
+        owned, ends = engine.rebalance.epochs, engine.rebalance.ends
+        if engine.rebalance.in_place and all(ends[p.topic_partition] <= p.tracker.committable for p in owned):
             return
         halted = halted_of(engine)
         if halted and nothing_moves(engine):
@@ -287,20 +284,16 @@ def halted_of(engine: Engine) -> list[Delivery]:
     return [delivery for handler in engine.handlers for shards in handler.feed.shards for delivery in shards.halted]
 
 
-def _reached_end(engine: Engine, epoch: Partition) -> bool:
-    return epoch.tracker.committable >= engine.rebalance.ends[epoch.topic_partition]
-
-
 def nothing_moves(engine: Engine) -> bool:
     """Whether nothing runs, and nothing can start or be taken in."""
-    if not engine.rebalance.in_place or any(worker.deliveries for worker in engine.workers):
-        return False
-    if any(partition.has_unfed for partition in engine.rebalance.epochs):
-        return False
-    if not all(shards.at_rest for handler in engine.handlers for shards in handler.feed.shards):
-        return False
-    return all(
-        epoch.tracker.position >= engine.rebalance.ends[epoch.topic_partition]
-        or not engine.intake.allowance(epoch.topic_partition).records
-        for epoch in engine.rebalance.epochs
+    return (
+        engine.rebalance.in_place
+        and not any(worker.deliveries for worker in engine.workers)
+        and not any(partition.has_unfed for partition in engine.rebalance.epochs)
+        and all(shards.at_rest for handler in engine.handlers for shards in handler.feed.shards)
+        and all(
+            epoch.tracker.position >= engine.rebalance.ends[epoch.topic_partition]
+            or not engine.intake.allowance(epoch.topic_partition).records
+            for epoch in engine.rebalance.epochs
+        )
     )

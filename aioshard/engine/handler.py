@@ -21,7 +21,6 @@ from aioshard.engine.epoch import Delivery
 from aioshard.engine.failures import FailureHandler, Publish, dead_lettering, skipping
 from aioshard.engine.feed import Feed
 from aioshard.engine.log_fields import record_fields
-from aioshard.engine.outcomes import Recovery
 from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
 from aioshard.engine.parking import Parking
 from aioshard.engine.shards import DeliveryBatch, Shards
@@ -164,6 +163,9 @@ class ActiveHandler:
         * A retiring worker stays in `workers` until its run has ended: a drain waits for it like for any other.
     """
 
+    parking: Parking | None = None
+    """Set for `on_failure=Park(...)`."""
+
     def __init__(self, spec: Handler, resources: Resources) -> None:
         """Create the parts; nothing runs before `start`."""
         self.adapting: Adapting | None = None
@@ -179,10 +181,6 @@ class ActiveHandler:
         self.counters = Counters()
         self._group = resources.group_id
         self._shards = [self._make_shards(resources.buffer) for _ in range(spec.shards or 1)]
-        self.parking: Parking | None = None
-        """Set for `on_failure=Park(...)`."""
-        if isinstance(spec.on_failure, Park):
-            self.parking = self._make_parking(spec.on_failure, resources)
         failures = self._make_failure_handler(resources)
         self._spawn = functools.partial(
             RecordWorker if spec.batch is None else BatchWorker,
@@ -221,32 +219,30 @@ class ActiveHandler:
             return Shards(bound) if pace is None else PacedShards(pace, bound)
         return BatchShards(batch, attempts, bound) if pace is None else PacedBatchShards(pace, batch, attempts, bound)
 
-    def _make_parking(self, policy: Park, resources: Resources) -> Parking:
-        spec = self.spec
-        return Parking(
-            policy,
-            group=self._group,
-            handler=spec.name,
-            shards=self._shards,
-            shard_key=spec.shard_key,
-            fixed=spec.shards is not None,
-            workers=spec.concurrency,
-            publish=resources.publish,
-            side_topics=resources.make_side_topics(),
-            buffer=resources.buffer,
-            clock=resources.clock,
-        )
-
     def _make_failure_handler(self, resources: Resources) -> FailureHandler:
-        spec, policy = self.spec, self.spec.on_failure
-        recovery: Recovery | None = None
-        if policy == "skip":
-            recovery = skipping("on_failure='skip'")
-        elif self.parking is not None:
-            recovery = self.parking.recovery
-        elif isinstance(policy, DeadLetter):
-            publish = spec.publish_dead_letter or resources.publish
-            recovery = dead_lettering(policy.topic, publish, group=self._group, handler=spec.name)
+        """Make the failure handler, with the recovery and the parking that the failure policy needs."""
+        spec, recovery = self.spec, None
+        match spec.on_failure:
+            case "skip":
+                recovery = skipping("on_failure='skip'")
+            case DeadLetter(topic):
+                publish = spec.publish_dead_letter or resources.publish
+                recovery = dead_lettering(topic, publish, group=self._group, handler=spec.name)
+            case Park() as policy:
+                self.parking = Parking(
+                    policy,
+                    group=self._group,
+                    handler=spec.name,
+                    shards=self._shards,
+                    shard_key=spec.shard_key,
+                    fixed=spec.shards is not None,
+                    workers=spec.concurrency,
+                    publish=resources.publish,
+                    side_topics=resources.make_side_topics(),
+                    buffer=resources.buffer,
+                    clock=resources.clock,
+                )
+                recovery = self.parking.recovery
         return FailureHandler(
             spec.retry,
             recovery,
@@ -254,7 +250,7 @@ class ActiveHandler:
             counters=self.counters,
             clock=resources.clock,
             workers=lambda: len(self.workers),
-            budget=policy.budget if isinstance(policy, DeadLetter) else None,
+            budget=spec.on_failure.budget if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=self._group,
         )
@@ -332,12 +328,14 @@ async def _end_overdue(workers: Sequence[Worker], timeout: float, clock: Callabl
     while True:
         await asyncio.sleep(interval)
         now = clock()
-        outliving: dict[Delivery, int] = {}
+        outliving = {
+            worker.deliveries[0]: len(worker.deliveries) - 1
+            for worker in workers
+            if worker.cancelled and now - worker.started > timeout + _GRACE
+        }
         for worker in workers:
             if worker.overdue(now):
                 worker.time_out()
-            elif worker.cancelled and now - worker.started > timeout + _GRACE:
-                outliving |= dict.fromkeys(worker.deliveries[:1], len(worker.deliveries) - 1)
         for delivery in outliving.keys() - reported:
             message = "the handler of %r%s was cancelled after timeout=%g s and does not end: its shard waits for it"
             more = f" and {outliving[delivery]} more of its batch" if outliving[delivery] > 0 else ""

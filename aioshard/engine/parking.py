@@ -146,7 +146,7 @@ class ParkedPartition(Epoch):
             if entry.generation > newest:
                 self._stored[place] = entry, failure
             elif comes_again or self.keys.get(entry.offset) is not None:
-                self._remove_copy(place)
+                self._outgoing.append(self.tombstone(place))
             else:
                 self.add(entry, failure)
         for coordinates in self._requested:
@@ -192,7 +192,7 @@ class ParkedPartition(Epoch):
         elif generation == self.generation:
             self._unacknowledged.add(offset)
         elif generation < self.generation:  # a later one belongs to the next owner of the partition
-            self._remove_copy(parked.place)
+            self._outgoing.append(self.tombstone(parked.place))
 
     def _release(self, coordinates: Coordinates, key: Hashable) -> None:
         if key in self.keys:
@@ -210,12 +210,9 @@ class ParkedPartition(Epoch):
         for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker]:
             self._unacknowledged.discard(offset)
             if self.keys.get(offset) is None:  # stored but not acknowledged, and the record ended otherwise
-                self._remove_copy(self.place(offset, self.generation))
+                self._outgoing.append(self.tombstone(self.place(offset, self.generation)))
         messages, self._outgoing = self._outgoing, []
         return messages
-
-    def _remove_copy(self, place: Place) -> None:
-        self._outgoing.append(self.tombstone(place))
 
     def entry(self, record: Record, generation: int, stored_at: int, due: float, replays: int) -> ParkedEntry:
         """Return the in-memory entry for a parked record."""
@@ -381,7 +378,7 @@ class Parking:
             entry = parked.keys.get(offset) if parked.source.topic_partition == topic_partition else None
             if entry is not None:
                 parked.keys.release(entry.key)
-                self._due.set()
+                self.wake()
                 return True
         return False
 
@@ -401,7 +398,7 @@ class Parking:
         due = self._now() + self.policy.delay
         stored_at = await self._write(record, failure, parked.generation, due, 0)
         parked.add(parked.entry(record, parked.generation, stored_at, due, 0), failure)
-        self._due.set()
+        self.wake()
         return Outcome.PARKED
 
     async def _park_again(self, delivery: Replay) -> Outcome:
@@ -415,7 +412,7 @@ class Parking:
             entry.replays, entry.due = replays, due
         if parked.keys.get(entry.offset) is entry:  # not dropped in the meantime
             parked.failed_again(entry, failure)
-        self._due.set()
+        self.wake()
         return Outcome.RETURNED
 
     async def _write(self, record: Record, failure: Failure, generation: int, due: float, replays: int) -> int:
@@ -428,7 +425,7 @@ class Parking:
         parked, entry = delivery.parked, delivery.entry
         await self._publish(parked.tombstone(parked.place(entry.offset, entry.generation)))
         parked.remove(entry.offset)
-        self._due.set()
+        self.wake()
         return Outcome.PROCESSED
 
     async def _drop(self, delivery: Delivery) -> Outcome:
@@ -521,7 +518,10 @@ class Parking:
             while True:
                 try:
                     for record in await self._side.poll(_POLL_TIMEOUT):
-                        self._read(record)
+                        for parked in self.partitions:
+                            if parked.topic_partition == record.topic_partition:
+                                parked.read(record)
+                        self.wake()
                     for parked in self.partitions:
                         for message in parked.outgoing():
                             # A partition that cannot be written must not keep us from following the others.
@@ -533,12 +533,6 @@ class Parking:
                         logger.error("topic %s cannot be read: %s", self.policy.topic, error, extra=fields)  # noqa: TRY400
                     self._unreadable = str(error)
                     await asyncio.sleep(_BACKOFF)
-
-    def _read(self, record: Record) -> None:
-        for parked in self.partitions:
-            if parked.topic_partition == record.topic_partition:
-                parked.read(record)
-        self._due.set()
 
     async def _send(self, parked: ParkedPartition, message: Message) -> None:
         try:
