@@ -8,7 +8,7 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -196,7 +196,7 @@ def assign_backlog(members: Members, partitions: Partitions) -> Assignment:
     kept = _Backlogs(members, names, weights, homes, noise)
     # The kept partitions can block a better assignment that single moves do not find.
     excess = max(kept.load.values()) - max(fresh.load.values())
-    best = dict((fresh if excess > max(weights.values(), default=0) else kept).pairs())
+    best = (fresh if excess > max(weights.values(), default=0) else kept).holders()
     homes = {at: name for at, name in homes.items() if at not in weights}
     # The empty partitions even out the number of partitions per member, including those with a backlog.
     rest = spread(members, empty, homes, Counter(best.values()))
@@ -442,24 +442,21 @@ class _Backlogs:
         """Sorted pairs of (backlog, partition), by member and topic."""
         self.load = dict.fromkeys(self._topics, 0)
         """Backlog by member."""
-        count = dict.fromkeys(self._topics, 0)
         for topic_partition in sorted(weights, key=lambda each: (each not in homes, -weights[each], each)):
             name = homes.get(topic_partition) or min(
-                names[topic_partition.topic], key=lambda name: (self.load[name], count[name], name)
+                names[topic_partition.topic],
+                key=lambda name: (self.load[name], sum(map(len, self._held[name].values())), name),
             )
             self._put(weights[topic_partition], topic_partition, name)
-            count[name] += 1
         while any(
             self._relieve(name, enough) for name in sorted(self.load, key=lambda member: (-self.load[member], member))
         ):
             pass
 
-    def pairs(self) -> Iterator[tuple[TopicPartition, str]]:
-        """Yield each partition with its member."""
-        for name, topics in self._held.items():
-            for pairs in topics.values():
-                for _, partition in pairs:
-                    yield partition, name
+    def holders(self) -> Holders:
+        """The member of each partition."""
+        pairs = [(name, held) for name, topics in self._held.items() for held in topics.values()]
+        return {partition: name for name, held in pairs for _, partition in held}
 
     def _put(self, weight: int, topic_partition: TopicPartition, name: str) -> None:
         insort(self._held[name].setdefault(topic_partition.topic, []), (weight, topic_partition))

@@ -57,10 +57,6 @@ class OffsetTracker(Generic[T]):
         """Return the number of incomplete records."""
         return len(self.incomplete)
 
-    def __contains__(self, offset: int) -> bool:
-        """Whether the record at *offset* arrived and is incomplete."""
-        return offset in self.incomplete
-
     @property
     def committable(self) -> int:
         """The offset to commit: the first one that a restarted consumer should read."""
@@ -97,10 +93,6 @@ class OffsetTracker(Generic[T]):
     def oldest(self) -> T | None:
         """The value of the oldest incomplete record; None if nothing is incomplete."""
         return next(itertools.chain(self.incomplete.values()), None)  # in one step, for other threads
-
-    def get(self, offset: int) -> T | None:
-        """Return the value of an incomplete record; None if *offset* has none."""
-        return self.incomplete.get(offset)
 
     def values(self) -> Iterator[T]:
         """Iterate over the values of the incomplete records, oldest first."""

@@ -52,7 +52,7 @@ def release(engine: Engine, topic_partition: TopicPartition, offset: int, recove
 
 def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> Delivery:
     partition = _owned(engine, topic_partition)
-    delivery = partition.tracker.get(offset)
+    delivery = partition.tracker.incomplete.get(offset)
     if delivery is None and partition.replays is not None:
         replays = partition.replays.tracker.values()
         delivery = next((replay for replay in replays if replay.record.offset == offset), None)

@@ -96,7 +96,8 @@ class Feed:
 
         Args:
             deliveries: The deliveries, in order.
-            waiting: Receives the deliveries of fixed shards and keeps those that are not queued yet.
+            waiting: Receives the deliveries of fixed shards and keeps those that are not queued yet; the caller may
+                remove some.
         """
         shard_key = self._shard_key
         if self._builtin_key and not self._fixed:
@@ -118,15 +119,15 @@ class Feed:
             await self.shards[0].put(deliveries)
             return
         waiting.extend(deliveries)
-        await self.put_waiting(waiting)
-
-    async def put_waiting(self, waiting: deque[Delivery]) -> None:
-        """Queue the deliveries that wait for fixed shards; on cancellation, the first one left has not been queued."""
         while waiting:
-            number = waiting[0].key
-            assert isinstance(number, int)  # noqa: S101 - set by put
-            await self.shards[number].put((waiting[0],))
-            waiting.popleft()
+            delivery = waiting[0]
+            number = delivery.key
+            assert isinstance(number, int)  # noqa: S101 - set above
+            await self.shards[number].put((delivery,))
+            if waiting and waiting[0] is delivery:
+                waiting.popleft()
+            else:  # evicted while it waited for room: it must not start before the ones evicted with it
+                self.shards[number].evict(delivery.epoch, delivery.offset)
 
     def number_of(self, key: ShardKey) -> ShardKey:
         """The key of a delivery with this shard key: the number of its fixed shard, or the shard key itself."""

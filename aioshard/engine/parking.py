@@ -207,7 +207,7 @@ class ParkedPartition(Epoch):
 
     def outgoing(self) -> list[Message]:
         """Return what is to be written: replies to release requests, and tombstones for copies that must not run."""
-        for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker]:
+        for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker.incomplete]:
             self._unacknowledged.discard(offset)
             if self.keys.get(offset) is None:  # stored but not acknowledged, and the record ended otherwise
                 self._outgoing.append(self.tombstone(self.place(offset, self.generation)))

@@ -79,7 +79,6 @@ class Partition(Epoch):
         self._batches: deque[list[Delivery]] = deque()
         self._waiting: deque[Delivery] = deque()
         self._arrived = asyncio.Event()
-        self._called_back = False
 
     # Faults -------------------------------------------------------------------------
 
@@ -149,16 +148,8 @@ class Partition(Epoch):
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            while self._batches or self._waiting:
-                try:
-                    if self._waiting:
-                        await self.feed.put_waiting(self._waiting)
-                    else:
-                        await self.feed.put(self._batches.popleft(), self._waiting)
-                except asyncio.CancelledError:
-                    if not self._called_back or self.task is None or self.task.uncancel():
-                        raise
-                    self._called_back = False
+            while self._batches:
+                await self.feed.put(self._batches.popleft(), self._waiting)
 
     def evict_beyond(self, least: Usage) -> int:
         """Evict the queued records beyond *least*, because the partition cannot advance.
@@ -169,9 +160,6 @@ class Partition(Epoch):
         first = self.first_to_evict(least)
         deliveries = self.feed.evict(self, first)
         # Also evict records on their way to a shard; otherwise they would arrive there before the evicted ones.
-        if self._waiting and self.task is not None and not self._called_back:
-            self._called_back = True
-            self.task.cancel()
         for queue in (self._waiting, *self._batches):
             deliveries += [delivery for delivery in queue if delivery.offset >= first]
             kept = [delivery for delivery in queue if delivery.offset < first]

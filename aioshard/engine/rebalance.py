@@ -199,7 +199,7 @@ class Rebalance:
             self.log.drained(late)
             await self._committer.flush(leaving, self._settings.commit_timeout)
         finally:
-            self.log.released()
+            self.log.enter("join")
             for partition in leaving:
                 self._committer.disown(partition)
         if uncommitted := uncommitted_of(leaving):
@@ -273,7 +273,7 @@ class Rebalance:
     def end(self, partition: Partition, reason: str) -> None:
         """End an ownership: drop its incomplete records and interrupt those that are running."""
         name, dropped, epochs = partition.topic_partition, len(partition.tracker), partition.epochs
-        self.log.dropped(dropped)
+        self.log.count("dropped", dropped)
         self._committer.disown(partition)
         self._reruns[name] = partition.end()
         del self.partitions[name]
@@ -569,7 +569,7 @@ class Rebalance:
         name, tracker = partition.topic_partition, partition.tracker
         partition.membership = membership
         partition.outside_log = None
-        self.log.opened(in_place=partition.claim is not None)
+        self.log.count("kept", partition.claim is not None)
         self._opened.add(name)
         self._first_commits.setdefault(name.topic, partition.first_commit)
         self._committer.own(partition)
@@ -745,7 +745,7 @@ class RebalanceLog:
     def revoked(self, partitions: int, in_flight: int, *, lost: bool) -> None:
         """Begin a rebalance: partitions are being revoked while *in_flight* of their records run."""
         kind: RebalanceKind = "lost" if lost else "revoked"
-        self._enter("over")
+        self.enter("over")
         self._begin(kind, "join" if lost else "drain")
         self._change(revoked=partitions, in_flight=in_flight)
         what = "partitions are lost" if lost else "partitions are being revoked"
@@ -753,37 +753,28 @@ class RebalanceLog:
 
     def drained(self, cancelled: int) -> None:
         """End the drain; records that were still running were cancelled."""
-        report = self._enter("commit")
+        report = self.enter("commit")
         if report is not None:
             self._drains[report.kind].add(report.drain_seconds)
             ended = max(report.in_flight - cancelled, 0)
             self._change(drained=ended, cancelled=cancelled)
             _tell("drained", "running records of the revoked partitions", {"drained": ended, "cancelled": cancelled})
 
-    def released(self) -> None:
-        """Enter the join phase: none of the revoked partitions are ours until the group assigns them again."""
-        self._enter("join")
-
     def assigned(self, partitions: int, untouched: int, generation: int, *, manual: bool = False) -> None:
         """Record an assignment, by the group or manual, of *partitions*, *untouched* of which were never revoked."""
         if self._current is None:
             self._begin("manual" if manual else "assigned", "join")
-        self._enter("resume")
+        self.enter("resume")
         self._change(assigned=partitions, kept=untouched, generation=generation)
 
-    def opened(self, *, in_place: bool) -> None:
-        """Count an opened partition as kept if it resumed in place rather than in a new epoch."""
-        if self._current is not None and in_place:
-            self._change(kept=self._current.kept + 1)
-
-    def dropped(self, records: int) -> None:
-        """Count the incomplete records that an ended ownership dropped."""
+    def count(self, figure: str, more: int) -> None:
+        """Add to a figure of the rebalance in progress, if there is one."""
         if self._current is not None:
-            self._change(dropped=self._current.dropped + records)
+            self._change(**{figure: getattr(self._current, figure) + more})
 
     def settled(self) -> None:
         """End the rebalance: every owned partition has resumed."""
-        report = self._enter("over")
+        report = self.enter("over")
         if report is not None:
             figures = {name: getattr(report, name) for name in _LOGGED}
             _tell("rebalanced", f"rebalance {report.number} is over ({report.cause})", figures)
@@ -814,7 +805,7 @@ class RebalanceLog:
         name, more = f"{report.phase}_seconds", self._clock() - self._timed_at
         return dataclasses.replace(report, seconds=report.seconds + more, **{name: getattr(report, name) + more})
 
-    def _enter(self, phase: RebalancePhase) -> RebalanceReport | None:
+    def enter(self, phase: RebalancePhase) -> RebalanceReport | None:
         """Begin the next phase of the rebalance in progress, if there is one; return its report."""
         current = self._current
         if current is None:

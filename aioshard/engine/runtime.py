@@ -252,7 +252,10 @@ class Engine:
                 if self._stopping:  # another client could not commit for the partitions of this one
                     self.trouble.report(str(error))
                     return
-                self._report_loss(error)
+                self.client_losses += 1
+                if self.trouble.report(str(error)):
+                    message = "the Kafka client was lost; a new one is created in %.1f s: %s"
+                    logger.error(message, self._backoff, error, extra=self._fields("client_lost"))  # noqa: TRY400
             except AioshardError as error:
                 logger.error("the Kafka client cannot be created, and the app stops: %s", error)  # noqa: TRY400 - a sentence
                 self.fail(error)
@@ -279,29 +282,21 @@ class Engine:
         trouble = self.transport.trouble if self.transport is not None else None
         return trouble or self.rebalance.trouble
 
-    def _report_loss(self, error: TransportError) -> None:
-        self.client_losses += 1
-        if self.trouble.report(str(error)):
-            message = "the Kafka client was lost; a new one is created in %.1f s: %s"
-            logger.error(message, self._backoff, error, extra=self._fields("client_lost"))
-
     async def _live(self) -> None:
         """Run one client, from connecting until it is lost."""
         transport = self._make_transport()
         self.transport = transport
         self.rebalance.attach(transport)
-        committing: asyncio.Task[object] | None = None
         watching = self._tasks.start(self._watch_settled(), "settled")
+        committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
         try:
-            committing = self._tasks.start(self.committer.run(transport), "commit coordinator", lasts=True)
             topics = list(dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics))
             pattern = "|".join(f"(?:{handler.spec.pattern})" for handler in self.handlers if handler.spec.pattern)
             await transport.start(topics, pattern or None, self.rebalance)
             await self.intake.run(transport)
         finally:
             watching.cancel()
-            if committing is not None:
-                self._tasks.dismiss(committing)
+            self._tasks.dismiss(committing)
             if not self._stopping:
                 self.rebalance.end_all("the client was lost")
                 await self._close(transport, self.settings.commit_timeout)

@@ -76,7 +76,6 @@ class HandlerSnapshot:
         """Take the snapshot; safe from any thread."""
         self.running = running
         self.shards = running.feed.shards
-        self._name = running.spec.name
         self._watch = watch
         self._now = watch.engine.clock()
         self._show_keys = watch.engine.settings.show_keys
@@ -93,10 +92,6 @@ class HandlerSnapshot:
         }
         """The delivery that occupies each shard; shards that are just changing are missing."""
 
-    def outliving(self) -> list[Delivery]:
-        """Return the runs that were cancelled or lost their partition, but have not ended; the first of each batch."""
-        return [delivery for worker, delivery in self.runs.items() if _outlives(worker, delivery)]
-
     def describe(self, delivery: Delivery) -> IncompleteRecord:
         """Return everything known about an incomplete record."""
         cause, block, worker = self.cause_of(delivery), delivery.block, self._workers.get(delivery)
@@ -104,7 +99,7 @@ class HandlerSnapshot:
         record = delivery.record
         due = None if block is None else self.running.feed.shards_of(delivery).due(delivery)
         return IncompleteRecord(
-            handler=self._name,
+            handler=self.running.spec.name,
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,
@@ -185,7 +180,7 @@ class HandlerSnapshot:
         ran, stack = self._now - worker.started, stack_of(worker.running)
         if delivery not in worker.deliveries:
             # Seen from another thread, where the stack may already be that of the next run.
-            return Cause("running", 0.0, f"has just been run by handler {self._name}")
+            return Cause("running", 0.0, f"has just been run by handler {self.running.spec.name}")
         if _outlives(worker, delivery):
             return self._outliving(worker, ran, stack)
         if delivery.recovery is not None:
@@ -195,7 +190,7 @@ class HandlerSnapshot:
             reason = f"is being recovered{_for_seconds(ran)}: {delivery.recovery.purpose}{failed}"
             return Cause("recovery", ran, reason, advice)
         batch = f" in a batch of {len(worker.deliveries)} records" if len(worker.deliveries) > 1 else ""
-        reason = f"has been running in handler {self._name}{batch}{_for_seconds(ran)}{_place(stack)}"
+        reason = f"has been running in handler {self.running.spec.name}{batch}{_for_seconds(ran)}{_place(stack)}"
         if stack.executing and stack.thread is None:
             advice = (
                 "nothing else can run meanwhile: move the work to a thread, with a plain 'def' handler or "
@@ -268,7 +263,7 @@ class HandlerSnapshot:
         busy, pace = len(self.runs), self.running.pace
         if busy >= count > 0:
             reason, stack = self._longest_run
-            all_busy = f"waits for its turn: all {count} workers of handler {self._name} are busy; {reason}"
+            all_busy = f"waits for its turn: all {count} workers of handler {self.running.spec.name} are busy; {reason}"
             return Cause("queued", waited, all_busy, self._advice_for_more(count), stack)
         if pace is not None and (due := pace.due()):
             reason = (
@@ -569,7 +564,12 @@ def diagnose(watch: Watch) -> Diagnosis:
             _examine(watch, epoch, snapshots[id(engine.handler_of(epoch.topic_partition.topic))])
             for epoch in sorted(engine.rebalance.epochs, key=lambda epoch: epoch.topic_partition)
         ),
-        outliving=tuple(snapshot.describe(run) for snapshot in snapshots.values() for run in snapshot.outliving()),
+        outliving=tuple(
+            snapshot.describe(run)
+            for snapshot in snapshots.values()
+            for worker, run in snapshot.runs.items()
+            if _outlives(worker, run)
+        ),
     )
 
 

@@ -120,7 +120,7 @@ def test_what_is_given_back_while_others_come_again_is_fetched_from_its_own_star
     assert not epoch.fetching_again, "the client has to be sent back again"
 
 
-def test_a_fetch_task_that_is_called_back_and_cancelled_at_once_ends() -> None:
+def test_a_fetch_task_of_which_everything_is_evicted_goes_on_and_ends_when_it_is_cancelled() -> None:
     async def test() -> None:
         shards = Shards(1)
         epoch, _ = make_partition(feed=Feed(lambda _: 0, [shards], fixed=True, workers=1, unkeyed=never))

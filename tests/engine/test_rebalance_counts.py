@@ -18,7 +18,7 @@ class Told:
         """A whole one, with what ran again after it had begun."""
         self.log.revoked(1, 0, lost=False)
         self.log.drained(0)
-        self.log.released()
+        self.log.enter("join")
         self.log.assigned(1, 0, 1)
         self.log.settled()
         self.replayed += replayed
@@ -44,7 +44,7 @@ def test_each_phase_has_its_own_seconds(told: Told) -> None:
     told.now += 1.0
     told.log.drained(2)
     told.now += 0.5
-    told.log.released()
+    told.log.enter("join")
     told.now += 4.0
     assert seconds(told.log.reports()[-1]) == (1.0, 0.5, 4.0, 0.0, 5.5)
     told.log.assigned(3, 0, 7)
@@ -72,11 +72,11 @@ def test_who_was_dropped_neither_drains_nor_commits(told: Told) -> None:
 
 def test_what_was_dropped_of_several_partitions_is_the_sum(told: Told) -> None:
     told.log.revoked(2, 0, lost=True)
-    told.log.dropped(3)
-    told.log.dropped(0)
-    told.log.dropped(4)
+    told.log.count("dropped", 3)
+    told.log.count("dropped", 0)
+    told.log.count("dropped", 4)
     told.log.settled()
-    told.log.dropped(9)  # afterwards, and for another reason
+    told.log.count("dropped", 9)  # afterwards, and for another reason
 
     assert [report.dropped for report in told.log.reports()] == [7]
 
@@ -95,13 +95,12 @@ def test_what_runs_again_counts_with_the_latest_that_had_begun(told: Told) -> No
 def test_one_in_which_the_next_begins_ends_there_and_is_told_of(told: Told) -> None:
     told.log.revoked(2, 5, lost=False)
     told.log.drained(0)
-    told.log.released()
+    told.log.enter("join")
     told.now += 2.0
     told.log.revoked(1, 1, lost=True)
     told.now += 1.0
     told.log.assigned(2, 1, 9)
-    told.log.opened(in_place=True)
-    told.log.opened(in_place=False)
+    told.log.count("kept", 1)
     told.log.settled()
 
     first, second = told.log.reports()

@@ -229,7 +229,7 @@ def test_the_latest_twenty_are_told_of() -> None:
     log = RebalanceLog(lambda: 0.0, lambda: 0)
     for _ in range(50):
         log.revoked(1, 0, lost=False)
-        log.released()
+        log.enter("join")
         log.assigned(1, 0, 1)
         log.settled()
 
