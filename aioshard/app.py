@@ -16,9 +16,11 @@ from aioshard.attempts import Provided, with_attempts
 from aioshard.core.on_failure import Park
 from aioshard.engine.control import (
     SeekTo,
+    answered,
     assigned_partitions,
     caught_up,
     handler_name,
+    open_epoch,
     pause,
     release,
     release_parked,
@@ -637,6 +639,47 @@ class App(Handlers):
             StateError: The app is not running.
         """
         return self._do(lambda engine: tuple(sorted(e.topic_partition for e in engine.rebalance.epochs if e.is_open)))
+
+    def position(self, topic: str, partition: int) -> int:
+        """Return the next offset to read of an assigned partition; earlier records may still be incomplete.
+
+        Raises:
+            StateError: The app is not running, or does not own the partition now.
+        """
+        return self._do(lambda engine: open_epoch(engine, TopicPartition(topic, partition)).tracker.position)
+
+    async def committed(self, topic: str, partition: int) -> int | None:
+        """Query the brokers for the group's committed offset of a partition, assigned or not; None if there is none.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The brokers did not report it.
+        """
+        engine, topic_partition = self.running_engine(), TopicPartition(topic, partition)
+        request = engine.rebalance.client.committed([topic_partition])
+        commit = (await answered(engine, request, f"what is committed on {topic_partition}"))[topic_partition]
+        return None if commit is None else commit.offset
+
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """Return the partition numbers of a topic, in order; empty if it does not exist. The topic is not created.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The brokers did not report them.
+        """
+        engine = self.running_engine()
+        request = engine.rebalance.client.partitions(topic)
+        return tuple(sorted(await answered(engine, request, f"the partitions of topic {topic!r}")))
+
+    async def topics(self) -> tuple[str, ...]:
+        """Return the names of all topics visible to this user, sorted, without Kafka's internal topics.
+
+        Raises:
+            StateError: The app is not running.
+            TransportError: The brokers did not report them.
+        """
+        engine = self.running_engine()
+        return tuple(sorted(await answered(engine, engine.rebalance.client.topics(), "the topics")))
 
     def set_concurrency(self, handler: str, concurrency: int) -> None:
         """Change the number of workers of a handler until the app stops.

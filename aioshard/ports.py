@@ -231,6 +231,9 @@ class Transport(Protocol):
     async def partitions(self, topic: str) -> frozenset[int]:
         """Return the partition numbers of a topic as last known; empty if the topic does not exist."""
 
+    async def topics(self) -> frozenset[str]:
+        """Return every topic that is visible to us now, without Kafka's internal topics."""
+
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """Return the first offset of a record at or after *timestamp* (seconds since the epoch); None without one."""
 

@@ -336,3 +336,7 @@ class RowTransport(Groupless):
     async def partitions(self, topic: str) -> frozenset[int]:  # noqa: ARG002
         """See `Transport.partitions`; each handler has one."""
         return frozenset([0])
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`; rows do not have topics that could be listed."""
+        return frozenset()

@@ -510,6 +510,11 @@ class InMemoryTransport:
         await self._ask("partitions")
         return frozenset(range(self._broker.topics().get(topic, 0)))
 
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`; raises `ConnectError` while the broker is not available."""
+        await self._ask("partitions")
+        return frozenset(self._broker.topics())
+
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`; raises `ConnectError` while the broker is not available."""
         await self._ask("log ranges")

@@ -199,6 +199,9 @@ class MeddledTransport:
     async def partitions(self, topic: str) -> frozenset[int]:
         return await self.inner.partitions(topic)
 
+    async def topics(self) -> frozenset[str]:
+        return await self.inner.topics()
+
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         return await self.inner.offset_at(topic_partition, timestamp)
 

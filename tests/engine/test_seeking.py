@@ -110,7 +110,7 @@ def test_it_goes_on_there_and_what_lies_behind_is_processed_again(to: Any, expec
 
             await world.settled(client)
             assert sorted(world.done) == list(range(expected, 100))
-            assert world.app.statistics().partitions[0].position == 100
+            assert world.app.position("orders", 0) == 100
 
     run(test())
 
@@ -414,8 +414,14 @@ def test_the_app_tells_what_it_has_and_where_it_is() -> None:
             await world.settled(client)
             app = world.app
             assert app.assignment() == (TP, OTHER)
-            found = app.statistics().partitions[0]
-            assert (found.position, found.committed) == (100, 100)
+            assert app.position("orders", 0) == 100
+            assert await app.committed("orders", 0) == 100
+            assert await app.committed("payments", 0) is None
+            assert await app.partitions("orders") == (0, 1)
+            assert await app.partitions("nowhere") == ()
+            assert await app.topics() == ("orders",)
+            with pytest.raises(StateError, match="not assigned"):
+                app.position("orders", 5)
 
     run(test())
 

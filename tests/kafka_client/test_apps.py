@@ -86,10 +86,11 @@ async def test_a_partition_goes_on_where_it_was_asked_to(
         await until(lambda: process.done.total() == 2 * RECORDS + 10)
 
         assert await app.seek(topic, 0, time.time() + 3600) == RECORDS
-        (found,) = app.statistics().partitions
-        assert found.committed == RECORDS == found.position
+        assert await app.committed(topic, 0) == RECORDS == app.position(topic, 0)
         assert await app.seek(topic, 0, time.time() - 3600) == 0
         await until(lambda: process.done.total() == 3 * RECORDS + 10)
+        assert await app.partitions(topic) == (0,)
+        assert topic in await app.topics()
     assert process.done.total() == 3 * RECORDS + 10
 
 

@@ -59,10 +59,7 @@ class ByHand:
         (topic,) = self.app.handlers[0].topics
         ours = {number: offset for number, offset in expected.items() if offset is not None}
         await until(lambda: {one.partition: one.committed for one in self.app.statistics().partitions} == ours)
-        commits = await self.app.running_engine().rebalance.client.committed(
-            [TopicPartition(topic, n) for n in expected]
-        )
-        assert {at.partition: found and found.offset for at, found in commits.items()} == expected
+        assert {number: await self.app.committed(topic, number) for number in expected} == expected
 
 
 async def until(condition: Callable[[], object], timeout: float = 30.0) -> None:

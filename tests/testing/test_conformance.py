@@ -482,10 +482,12 @@ async def test_log_ranges_partitions_and_ends_are_those_of_the_log(harness: Harn
     assert client.end_offset(harness.one) == 2
 
 
-async def test_offsets_are_told_by_time(harness: Harness) -> None:
+async def test_topics_are_told_and_offsets_by_time(harness: Harness) -> None:
     await harness.publish(harness.one, b"a", b"b")
     client, _, _ = await started(harness)
 
+    assert harness.one.topic in await client.topics()
+    assert "__consumer_offsets" not in await client.topics()
     assert await client.offset_at(harness.one, 0.0) == 0
     assert await client.offset_at(harness.one, 9e9) is None
     assert await client.offset_at(harness.two, 0.0) is None

@@ -47,7 +47,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
 
     async def start(self, topics: Collection[str], pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
         """See `Transport.start`; reads the ranges, regardless of *topics* and *pattern*."""
-        self._topics = frozenset(topic_partition.topic for topic_partition in self._ranges)
+        self._topics = await self.topics()
         internals = await self._connect()
         internals.consumer.assign(list(self._ranges))
         self._buffer.begin(internals, internals.assignment())
@@ -110,3 +110,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
         return frozenset(
             topic_partition.partition for topic_partition in self._ranges if topic_partition.topic == topic
         )
+
+    async def topics(self) -> frozenset[str]:
+        """See `Transport.topics`: the topics of the ranges."""
+        return frozenset(topic_partition.topic for topic_partition in self._ranges)

@@ -320,7 +320,7 @@ class KafkaTransport(ABC):
         return await self._answered(internals.look_up_topic(topic), f"return the partitions of topic {topic!r}")
 
     async def topics(self) -> frozenset[str]:
-        """Return every topic that is visible to us now, without Kafka's internal topics."""
+        """See `Transport.topics`."""
         return await self._answered(self._running().look_up_topics(), "list the topics")
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
