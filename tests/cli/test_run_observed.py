@@ -1,4 +1,4 @@
-"""`aioshard run` as a process that is traced and logs: spans, which record a line is about, the user's own log file."""
+"""`aioshard run` as a process that is traced and logs: spans, which record a line is about."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,21 +9,20 @@ import pytest
 from tests.support.running import Running
 from tests.support.shared_kafka import SharedKafka
 
-NOWHERE = "127.0.0.1:1"
-
 SOURCE = """
 import logging, sys
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 from aioshard import App, Record
+from aioshard.telemetry.tracing import trace as trace_app
 
-if {traced}:
-    provider = TracerProvider()
-    line = lambda span: span.to_json(indent=None) + "\\n"
-    provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=sys.stdout, formatter=line)))
-    trace.set_tracer_provider(provider)
-app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earliest", start_timeout={timeout})
+provider = TracerProvider()
+line = lambda span: span.to_json(indent=None) + "\\n"
+provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=sys.stdout, formatter=line)))
+trace.set_tracer_provider(provider)
+app = App({group!r}, bootstrap_servers={bootstrap!r}, auto_offset_reset="earliest")
+trace_app(app)
 
 @app.consume({topic!r})
 def handle(record: Record) -> None:
@@ -38,8 +37,8 @@ async def start(tmp_path: Path, group: str, topic: str) -> AsyncIterator[Start]:
     """Starts `aioshard run` with these options; the process is gone when the test ends."""
     begun: list[Running] = []
 
-    async def started(bootstrap: str, *arguments: str, traced: bool = True, timeout: float = 30.0) -> Running:
-        source = SOURCE.format(group=group, topic=topic, bootstrap=bootstrap, traced=traced, timeout=timeout)
+    async def started(bootstrap: str, *arguments: str) -> Running:
+        source = SOURCE.format(group=group, topic=topic, bootstrap=bootstrap)
         (tmp_path / "service.py").write_text(source)
         begun.append(await Running.start(tmp_path, "run", "service:app", *arguments))
         return begun[-1]
@@ -55,21 +54,14 @@ async def test_spans_and_lines_of_a_handler_name_the_same_record(
     await kafka.create_topic(topic)
     await kafka.produce(topic, [(b"alice", b"v")], partition=0)
 
-    app = await start(kafka.bootstrap, "--tracing", "--until-caught-up", "--log-format", "json")
+    app = await start(kafka.bootstrap, "--until-caught-up", "--log-format", "json")
 
     assert await app.ends() == 0
     spans = [json.loads(line) for line in app.output.splitlines() if line.startswith("{")]
     (process,) = (span for span in spans if span["name"] == f"process {topic}")
-    assert any(span["name"] == f"commit {topic}" for span in spans)
     lines = [json.loads(line) for line in app.errors.splitlines() if line.startswith("{")]
     (charged,) = (line for line in lines if line["logger"] == "shop")
     assert (charged["topic"], charged["partition"], charged["offset"]) == (topic, 0, 0)
     assert (charged["handler"], charged["group"], charged["attempt"]) == ("handle", group, 1)
     assert "0x" + charged["span_id"] == process["context"]["span_id"]
     assert {"assigned", "running", "rebalanced", "draining", "stopped"} <= {line.get("event") for line in lines}
-
-
-async def test_without_a_provider_it_is_said_that_spans_go_nowhere(start: Start) -> None:
-    app = await start(NOWHERE, "--tracing", traced=False, timeout=1.0)
-
-    await app.warns("spans go nowhere")
