@@ -62,9 +62,10 @@ async def test_a_consumer_starts_although_an_advertised_broker_hangs(
 ) -> None:
     settings, _ = options_of(f"{hanging},{kafka.bootstrap}")
     transport = AiokafkaTransport(settings, group)
+    transport._topics = frozenset({topic})
     try:
         async with asyncio.timeout(START_TIMEOUT + 1.0):
-            internals = await transport.connect([topic])
+            internals = await transport._connect()
         assert HANGING in {broker.nodeId for broker in internals.client.cluster.brokers()}
         async with asyncio.timeout(1.0):
             await internals.look_up_group()  # of a broker to which a connection is open
