@@ -24,6 +24,11 @@ class HistogramCounts:
         """Total number of values."""
         return sum(self.counts)
 
+    def __add__(self, other: "HistogramCounts") -> "HistogramCounts":
+        """Return the counts of both; their bounds are the same."""
+        counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
+        return HistogramCounts(self.bounds, counts, self.total + other.total)
+
 
 class Histogram:
     """A histogram with fixed buckets.
