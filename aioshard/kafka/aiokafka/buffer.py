@@ -16,7 +16,7 @@ from aioshard.kafka.errors import fetch_error
 from aioshard.ports import AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import TopicPartition
 
-_RECORDS_PER_POLL = 500
+RECORDS_PER_POLL = 500
 """Maximum records per poll. If more records are alive than the garbage collector's first threshold of 700, each
 record costs a quarter more."""
 _HURRIED_WAIT_MS = 10
@@ -29,10 +29,10 @@ _FAULT_INTERVAL = 1.0
 
 
 @dataclass(slots=True)
-class Found:
-    """The result of one pass over the client's buffer."""
+class PollResult:
+    """The result of one pass over the fetched records."""
 
-    at: float
+    at: float = 0.0
     new: list[FetchedBatch | Fault | Oversized] = field(default_factory=list)
     repeated: list[FetchedBatch | Fault | Oversized] = field(default_factory=list)
     """Reported records that still do not fit."""
@@ -153,12 +153,12 @@ class FetchBuffer:
 
     # Records --------------------------------------------------------------------------
 
-    def take(self, allowance_of: AllowanceOf) -> Found:
+    def take(self, allowance_of: AllowanceOf) -> PollResult:
         """Take fetched records, as many as the allowances permit, and advance the positions in the same step.
 
         Allowances are those at the start of this call: records taken from one partition count against the others.
         """
-        poll_result = Found(asyncio.get_running_loop().time())
+        poll_result = PollResult(asyncio.get_running_loop().time())
         assignment = self._assignment
         if assignment is None or not assignment.active or self._internals.rebalancing:
             return poll_result
@@ -189,7 +189,9 @@ class FetchBuffer:
         )
         return poll_result
 
-    def _take_from(self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, poll_result: Found) -> None:
+    def _take_from(
+        self, partition: _Partition, chunk: Chunk, allowance_of: AllowanceOf, poll_result: PollResult
+    ) -> None:
         state = partition.state
         if state.position != chunk.next_offset:
             self._drop(partition)
@@ -202,7 +204,7 @@ class FetchBuffer:
             self._release_broker(chunk.result)
             poll_result.left_over |= partition.taken_at > poll_result.at - _ACTIVE
             return
-        limit = min(limit, _RECORDS_PER_POLL)
+        limit = min(limit, RECORDS_PER_POLL)
         poll_result.most = max(poll_result.most, limit)
         limit -= poll_result.records
         if limit <= 0:
@@ -260,7 +262,7 @@ class FetchBuffer:
 
     # Read errors ----------------------------------------------------------------------
 
-    def _report(self, partition: _Partition, entry: Any, poll_result: Found) -> None:
+    def _report(self, partition: _Partition, entry: Any, poll_result: PollResult) -> None:
         """Report a failed entry once, and keep it for a while: until then, the client does not fetch the partition."""
         if partition.reported is entry:
             return

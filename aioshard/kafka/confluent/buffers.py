@@ -8,14 +8,13 @@ from typing import Any
 from confluent_kafka import KafkaError
 
 from aioshard.errors import OffsetOutOfRangeError, StateError, TransportError
+from aioshard.kafka.aiokafka.buffer import RECORDS_PER_POLL, PollResult
 from aioshard.kafka.confluent.consumer import Change
 from aioshard.kafka.confluent.translate import cause_of
 from aioshard.kafka.errors import fetch_error
 from aioshard.ports import RECORD_OVERHEAD, AllowanceOf, Fault, FetchedBatch, Oversized
 from aioshard.records import Record, TopicPartition
 
-_RECORDS_PER_POLL = 500
-"""Maximum records per poll."""
 _PATIENCE = 0.25
 """Seconds to pause reading while a buffer is full, before we stop fetching its partition. Stopping discards the records
 that the client has prefetched; but while nothing is read, we do not notice rebalances."""
@@ -28,19 +27,6 @@ _FAILURES = 20
 
 _new_record = tuple.__new__
 """Builds a `Record` from a tuple in half the time of calling the class."""
-
-
-@dataclasses.dataclass(slots=True)
-class Taken:
-    """The result of one pass over the buffers."""
-
-    new: list[FetchedBatch | Fault | Oversized] = dataclasses.field(default_factory=list)
-    repeated: list[FetchedBatch | Fault | Oversized] = dataclasses.field(default_factory=list)
-    """Reported records that still do not fit."""
-    records: int = 0
-    bytes: int = 0
-    limit: int = 0
-    """The largest record limit of any partition."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -309,9 +295,9 @@ class Buffers:
 
     # To the engine --------------------------------------------------------------------
 
-    def take(self, allowance_of: AllowanceOf) -> Taken:
+    def take(self, allowance_of: AllowanceOf) -> PollResult:
         """Take buffered records, as many as the allowances permit, and advance the positions in the same step."""
-        result = Taken()
+        result = PollResult()
         for partition in list(self._ready):
             if partition.paused or partition.position is None:
                 continue
@@ -321,17 +307,17 @@ class Buffers:
             limit, room, alone = allowance_of(partition.name)
             if limit <= 0:
                 continue
-            limit = min(limit, _RECORDS_PER_POLL)
-            result.limit = max(result.limit, limit)
+            limit = min(limit, RECORDS_PER_POLL)
+            result.most = max(result.most, limit)
             limit -= result.records
             if limit <= 0:
                 break
             self._take_from(partition, result, limit, room, alone=alone and not result.records)
-            if result.records >= result.limit:
+            if result.records >= result.most:
                 break  # The limit is reached for all; calling `allowance_of` costs more than a record.
         return result
 
-    def _take_from(self, partition: _Partition, result: Taken, limit: int, room: int, *, alone: bool) -> None:
+    def _take_from(self, partition: _Partition, result: PollResult, limit: int, room: int, *, alone: bool) -> None:
         room_left = room - result.bytes
         sizes = partition.sizes
         if len(sizes) <= limit and partition.bytes <= room_left:
@@ -370,7 +356,7 @@ class Buffers:
         if partition.records or partition.fault is not None:
             self._ready[partition] = None
 
-    def _pass_over(self, partition: _Partition, result: Taken) -> None:
+    def _pass_over(self, partition: _Partition, result: PollResult) -> None:
         """Report a position that moved without records, and an error."""
         self._ready.pop(partition, None)
         if partition.position != partition.reach:
