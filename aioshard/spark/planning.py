@@ -160,9 +160,8 @@ async def _facts(brokers: KafkaAdmin, settings: "Settings", group_id: str, topic
     commits = await brokers.group_commits(group_id, partitions)
     bounds = await brokers.bounds(partitions)
     known_topics = {partition.topic for partition, committed in commits.items() if committed is not None}
-    committed_only = settings.isolation_level == "read_committed"
     return [
-        Facts(at, commits[at], log, log.stable if committed_only else log.end, at.topic in known_topics)
+        Facts(at, commits[at], log, log.readable(settings.isolation_level).end, at.topic in known_topics)
         for at, log in sorted(bounds.items())
     ]
 

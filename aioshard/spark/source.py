@@ -250,8 +250,7 @@ async def _logs(settings: Settings, topics: Collection[str]) -> dict[TopicPartit
     async with KafkaAdmin(settings) as brokers:
         partitions = [TopicPartition(topic, number) for topic in topics for number in await brokers.partitions(topic)]
         bounds = await brokers.bounds(partitions)
-    committed_only = settings.isolation_level == "read_committed"
-    return {at: LogRange(log.start, log.stable if committed_only else log.end) for at, log in bounds.items()}
+    return {at: log.readable(settings.isolation_level) for at, log in bounds.items()}
 
 
 # Readers ------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from aioshard.kafka.aiokafka.internals import RETENTION_MS
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
 from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
-from aioshard.ports import Committed
+from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 
@@ -71,6 +71,10 @@ class LogBounds(NamedTuple):
     """The last stable offset: the end for readers of committed records."""
     end: int
     """The offset after the last record."""
+
+    def readable(self, isolation: Literal["read_committed", "read_uncommitted"]) -> LogRange:
+        """Return what a reader with this isolation level can read."""
+        return LogRange(self.start, self.stable if isolation == "read_committed" else self.end)
 
 
 class Coordinator(NamedTuple):

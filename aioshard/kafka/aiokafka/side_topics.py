@@ -373,8 +373,8 @@ class TopicReader:
         """Start and end of each partition when the reader was opened."""
         self._partitions = [TopicPartition(topic, partition) for partition in sorted(partitions)]
         self._settings = settings
-        self._committed = settings.isolation_level == "read_committed"
-        self._reader = KafkaSideTopics(settings, READ_COMMITTED if self._committed else READ_UNCOMMITTED)
+        committed = settings.isolation_level == "read_committed"
+        self._reader = KafkaSideTopics(settings, READ_COMMITTED if committed else READ_UNCOMMITTED)
 
     async def __aenter__(self) -> Self:
         """Look up the start and end of each partition.
@@ -384,8 +384,8 @@ class TopicReader:
         """
         async with KafkaAdmin(self._settings) as admin:
             bounds = await admin.bounds(self._partitions)
-        for topic_partition, (start, stable, end) in bounds.items():
-            self.ranges[topic_partition.partition] = LogRange(start, stable if self._committed else end)
+        for topic_partition, log in bounds.items():
+            self.ranges[topic_partition.partition] = log.readable(self._settings.isolation_level)
         return self
 
     async def __aexit__(
