@@ -9,7 +9,7 @@ import pprint
 import textwrap
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
@@ -166,22 +166,14 @@ async def replay_prefixes(
                 await replay.compare(clean, ran, committed)
 
 
-class _Replay:
+class _Replay(NamedTuple):
     """The app, its history and its effects, run repeatedly from the beginning."""
 
-    def __init__(
-        self,
-        app: App,
-        history: Sequence[Record],
-        reset: Callable[[], object],
-        effects: Callable[[], object],
-        timeout: float,
-    ) -> None:
-        self.history = history
-        self._app = app
-        self._reset = reset
-        self._effects = effects
-        self._timeout = timeout
+    app: App
+    history: Sequence[Record]
+    reset: Callable[[], object]
+    effects: Callable[[], object]
+    timeout: float
 
     async def clean_effects(self) -> Any:
         """Return the effects of a run without a crash; make sure that a comparison with them proves something.
@@ -191,9 +183,9 @@ class _Replay:
             ValueError: The history cannot be replayed.
         """
         for record in self.history:
-            if not any(handler.takes(record.topic) for handler in self._app.handlers):
+            if not any(handler.takes(record.topic) for handler in self.app.handlers):
                 raise ValueError(
-                    f"{Coordinates.of(record)} is of a topic that no handler of app {self._app.group_id!r} takes"
+                    f"{Coordinates.of(record)} is of a topic that no handler of app {self.app.group_id!r} takes"
                 )
         await self._reset_world()
         untouched = await self._copied_effects()
@@ -237,7 +229,7 @@ class _Replay:
         resumes_at: dict[TopicPartition, int | None] = {}
         for record in self.history[committed:]:
             resumes_at.setdefault(record.topic_partition, record.offset)
-        broker.group(self._app.group_id).commit_from_outside(resumes_at)
+        broker.group(self.app.group_id).commit_from_outside(resumes_at)
         await self._run_app(broker, self.history[ran:], f"after {crash}")
         effects = await self._copied_effects()
         if effects != clean:
@@ -254,10 +246,10 @@ class _Replay:
         """Run the app once, delivering these records in addition to the uncommitted ones."""
         adapt = None if interruption is None else interruption.adapt
         try:
-            async with TestClient(self._app, broker=broker, speed=_SPEED, adapt=adapt) as client:
+            async with TestClient(self.app, broker=broker, speed=_SPEED, adapt=adapt) as client:
                 if interruption is None:
                     broker.restore(records)
-                    await client.settle(self._timeout)
+                    await client.settle(self.timeout)
                 else:
                     await self._interrupt_last(client, records, interruption)
         except Exception as error:
@@ -266,11 +258,11 @@ class _Replay:
 
     async def _interrupt_last(self, client: TestClient, records: Sequence[Record], interruption: Interruption) -> None:
         client.broker.restore(records[:-1])
-        await client.settle(self._timeout)
+        await client.settle(self.timeout)
         with anyio.CancelScope() as settling:
             interruption.arm(settling.cancel)
             client.broker.restore(records[-1:])
-            await client.settle(self._timeout)
+            await client.settle(self.timeout)
         if interruption.place is not None:
             client.transports[-1].kill(ClientLostError("replay_prefixes ends it in the middle of a record"))
             await interruption.over.wait()
@@ -280,12 +272,12 @@ class _Replay:
         broker = InMemoryBroker()
         for topic in {record.topic for record in self.history}:
             broker.create_topic(topic, 1 + max(record.partition for record in self.history if record.topic == topic))
-        await _awaited(self._reset())
+        await _awaited(self.reset())
         return broker
 
     async def _copied_effects(self) -> Any:
         """Copy the effects: the next run may change the returned object."""
-        return copy.deepcopy(await _awaited(self._effects()))
+        return copy.deepcopy(await _awaited(self.effects()))
 
     def _describe_difference(
         self, ran: int, committed: int, interruption: Interruption | None, clean: Any, effects: Any

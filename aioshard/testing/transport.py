@@ -212,7 +212,11 @@ class InMemoryTransport:
         self._reachable.set()
         self.kill()
         self._broker.unwatch(self._changed)
-        asyncio.get_running_loop().call_later(self._session_timeout, self._group.leave, self._member_id)
+        self._leave_in(self._session_timeout)
+
+    def _leave_in(self, seconds: float) -> asyncio.TimerHandle:
+        """Remove the member from the group after some time, unless the timer is cancelled."""
+        return asyncio.get_running_loop().call_later(seconds, self._group.leave, self._member_id)
 
     def cut_off(self) -> None:
         """Leave every request to the coordinator unanswered, including heartbeats and commits; fetches continue.
@@ -223,8 +227,7 @@ class InMemoryTransport:
         if self._ending or not self._reachable.is_set():
             return
         self._reachable.clear()
-        loop = asyncio.get_running_loop()
-        self._removal = loop.call_later(self._session_timeout, self._group.leave, self._member_id)
+        self._removal = self._leave_in(self._session_timeout)
         self._changed()
 
     def reconnect(self) -> None:
@@ -299,8 +302,7 @@ class InMemoryTransport:
         """Report all partitions as revoked or lost; afterwards another member may own them."""
         partitions = () if self._ending else self.assigned
         if partitions and not lost:
-            loop = asyncio.get_running_loop()
-            remove = loop.call_later(self._rebalance_timeout, self._group.leave, self._member_id)
+            remove = self._leave_in(self._rebalance_timeout)
             self._revoking = True
             try:
                 await listener.revoked(partitions)
