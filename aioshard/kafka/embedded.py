@@ -81,9 +81,8 @@ class EmbeddedBroker:
         """
         if self._process is not None:
             raise StateError("this embedded broker was started before: make a new one")
-        library = _library()
         try:
-            await self._start(library)
+            await self._start(_library())
         except BaseException:
             await self._end()
             raise
@@ -144,9 +143,8 @@ class EmbeddedBroker:
         except TimeoutError:
             logger.warning("the embedded broker did not end within %g s and is killed", _END_TIMEOUT)
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.kill()
 
     @property
     def bootstrap_servers(self) -> str:

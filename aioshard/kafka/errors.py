@@ -101,8 +101,7 @@ def fetch_error(cause: Cause, topic_partition: TopicPartition, position: int) ->
         return OffsetOutOfRangeError(topic_partition, position)
     if cause.code == CORRUPT:
         return corrupt_batch(cause.reason, topic_partition, position)
-    about = cause._replace(topics=(topic_partition.topic,))
-    return request_error(about, f"return the records of {topic_partition}")
+    return request_error(cause._replace(topics=(topic_partition.topic,)), f"return the records of {topic_partition}")
 
 
 def corrupt_batch(reason: str, topic_partition: TopicPartition, offset: int) -> CorruptRecordError:

@@ -230,7 +230,6 @@ class Internals:
     def _rejoin_in(self, seconds: float | None) -> None:
         if self._rejoin_timer is not None:
             self._rejoin_timer.cancel()
-            self._rejoin_timer = None
         if seconds is not None:
             # Slightly later, because the loop's clock may be a tick ahead of the assignor's.
             self._rejoin_timer = asyncio.get_running_loop().call_later(seconds + _TICK, self.coordinator.request_rejoin)

@@ -60,8 +60,7 @@ class RangeTransport(Groupless, AiokafkaTransport):
         Raises:
             DataLossError: Retention has deleted records of a range before they were read.
         """
-        polled = await super().poll(allowance, timeout)
-        return [self._within(item) for item in polled]
+        return [self._within(item) for item in await super().poll(allowance, timeout)]
 
     def _within(self, item: FetchedBatch | Fault | Oversized) -> FetchedBatch | Fault | Oversized:
         """Trim a batch to its range, without finished offsets; pause the partition at the end of the range."""

@@ -92,8 +92,7 @@ class KafkaTransport(ABC):
             return None
         if not is_connected(internals.client):
             return f"no connection to a broker of {self._settings.bootstrap_servers} is open; the client keeps trying"
-        known = internals.cluster.partitions_for_topic
-        if missing := [topic for topic in sorted(self._topics) if not known(topic)]:
+        if missing := [topic for topic in sorted(self._topics) if not internals.cluster.partitions_for_topic(topic)]:
             return f"topics that do not exist, or that this user may not see: {named(missing)}"
         return None
 

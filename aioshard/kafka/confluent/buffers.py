@@ -332,8 +332,7 @@ class Buffers:
         if not count:
             size = sizes[0]
             if size > room:
-                oversized = Oversized(partition.name, size)
-                (result.repeated if partition.reported else result.new).append(oversized)
+                (result.repeated if partition.reported else result.new).append(Oversized(partition.name, size))
                 partition.reported = True
             return
         records = partition.records

@@ -104,9 +104,8 @@ class ConfluentTransport(KafkaTransport):
 
     def _new_consumer(self) -> ConsumerThread:
         callbacks = Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail)
-        timeout = self._settings.session_timeout
         try:
-            return ConsumerThread(self._consumer_options, self._group_id, timeout, callbacks)
+            return ConsumerThread(self._consumer_options, self._group_id, self._settings.session_timeout, callbacks)
         except (KafkaException, ValueError, TypeError) as error:
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
 
