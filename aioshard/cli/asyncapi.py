@@ -100,8 +100,7 @@ def document(app: App, title: str, version: str) -> dict[str, Any]:
         topics = [*handler.topics, *([] if handler.pattern is None else [handler.pattern])]
         for topic in topics:
             _add(channels, topic, name, is_pattern=topic == handler.pattern)
-            operation = name if len(topics) == 1 else f"{name}-{topic}"
-            operations[operation] = _receive(app.group_id, handler, topic)
+            operations[name if len(topics) == 1 else f"{name}-{topic}"] = _receive(app.group_id, handler, topic)
         if isinstance(handler.on_failure, DeadLetter):
             topic = handler.on_failure.topic
             _add(channels, topic, name, is_pattern=False)
@@ -135,8 +134,11 @@ def _add(channels: dict[str, Any], topic: str, message: str, *, is_pattern: bool
             "messages": {},
         }
     else:
-        bindings = {"kafka": {"topic": topic, "bindingVersion": _BINDING}}
-        channel = {"address": topic, "messages": {}, "bindings": bindings}
+        channel = {
+            "address": topic,
+            "messages": {},
+            "bindings": {"kafka": {"topic": topic, "bindingVersion": _BINDING}},
+        }
     channels.setdefault(topic, channel)["messages"][message] = {"$ref": f"#/components/messages/{message}"}
 
 

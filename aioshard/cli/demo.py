@@ -220,8 +220,10 @@ async def _demonstrate(flights: Sequence[Flight]) -> dict[str, Any]:
 
 
 async def _publish(flights: Sequence[Flight], settings: Settings) -> None:
-    publisher = Publisher(settings)
-    async with publisher, progress("publishing", lambda: publisher.acknowledged, total=len(flights)):
+    async with (
+        Publisher(settings) as publisher,
+        progress("publishing", lambda: publisher.acknowledged, total=len(flights)),
+    ):
         await publisher.publish(Message(_TOPIC, flight.value, flight.aircraft) for flight in flights)
 
 

@@ -1,10 +1,11 @@
 """`aioshard dlt`: dead letters, shown and replayed."""
 
 import asyncio
+import dataclasses
 import functools
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -158,8 +159,9 @@ class DeadLetters:
             AuthorizationError: This user may not read with the group of the progress.
         """
         topic, ranges = self._reader.topic, self._reader.ranges
-        partitions = [TopicPartition(topic, number) for number in ranges]
-        commits = await self._administration.group_commits(progress_group(topic), partitions)
+        commits = await self._administration.group_commits(
+            progress_group(topic), [TopicPartition(topic, number) for number in ranges]
+        )
         for (_, number), committed in commits.items():
             if committed is not None and committed.offset <= ranges[number].end:
                 self._replayed[number] = ReplayedOffsets(committed)
@@ -184,18 +186,17 @@ class DeadLetters:
                 if not (skip_done and done) and self._selection.takes(*dead_letter):
                     yield Letter(Coordinates.of(record), *dead_letter, done)
 
-    async def store_progress(self, done: Iterable[Letter]) -> None:
+    async def store_progress(self, done: Sequence[Letter]) -> None:
         """Store in the brokers that dead letters are done.
 
         Raises:
             TransportError: They were not stored, or too many for the brokers to store.
         """
-        topic, partitions = self._reader.topic, set()
-        for letter in done:
-            partitions.add(letter.at.partition)
-            self._replayed[letter.at.partition].finish(letter.at.offset)
-        if not partitions:
+        if not done:
             return
+        topic, partitions = self._reader.topic, {letter.at.partition for letter in done}
+        for letter in done:
+            self._replayed[letter.at.partition].finish(letter.at.offset)
         offsets = {TopicPartition(topic, number): self._replayed[number].commit() for number in partitions}
         await self._administration.commit_without_member(progress_group(topic), offsets, retry=True)
         for number in partitions:
@@ -230,8 +231,13 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
     most = _ROWS if limit is None and not as_json else limit
     newest, summary, others = run(_show(settings_of(bootstrap_servers), topic, selection, most))
     if as_json:
-        letters = [_object(letter) for letter in newest]
-        print_json({"topic": topic, "dead_letters": letters, "summary": summary | {"other_records": others}})
+        print_json(
+            {
+                "topic": topic,
+                "dead_letters": [_object(letter) for letter in newest],
+                "summary": summary | {"other_records": others},
+            }
+        )
         return
     of = f" of {summary['dead_letters']}" if summary["dead_letters"] != summary["selected"] else ""
     done = "" if summary["replayed"] is None else f", {summary['replayed']} of them already replayed"
@@ -329,6 +335,7 @@ def _object(letter: Letter) -> dict[str, Any]:
 # replay -------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(slots=True)
 class ToTopic:
     """Publishes dead letters as the original records. Used by one command.
 
@@ -342,17 +349,12 @@ class ToTopic:
     """Maximum number to replay together; if the command is killed, the next run replays them again."""
     most_bytes = 32 * 1024 * 1024
 
-    def __init__(self, administration: KafkaAdmin, producer: Producer, *, keep_time: bool) -> None:
-        """Create a destination.
-
-        Args:
-            administration: Describes the topics.
-            producer: Idempotent; closed by the caller.
-            keep_time: Whether records keep their timestamps.
-        """
-        self._administration = administration
-        self._producer = producer
-        self._keep_time = keep_time
+    administration: KafkaAdmin
+    """Describes the topics."""
+    producer: Producer
+    """Idempotent; closed by the caller."""
+    keep_time: bool
+    """Whether records keep their timestamps."""
 
     async def process(self, letters: Sequence[Letter], finished: Finished) -> None:
         """Send dead letters, those of one partition in this order, until each is acknowledged.
@@ -362,15 +364,15 @@ class ToTopic:
                 concerns all.
         """
         topics = {letter.original.topic for letter in letters}
-        partitions = {topic: await self._administration.partitions(topic) for topic in topics}
+        partitions = {topic: await self.administration.partitions(topic) for topic in topics}
 
         async def send(letter: Letter) -> None:
             original = letter.original
             # To the original partition: another partitioner may have been used for the key.
             partition = original.partition if original.partition in partitions[original.topic] else None
-            timestamp = original.timestamp if self._keep_time and original.timestamp >= 0 else None
+            timestamp = original.timestamp if self.keep_time and original.timestamp >= 0 else None
             dead = DeadLetterRecord(original, letter.failure)
-            await self._producer.publish(side_records.replay(dead, letter.at, partition=partition, timestamp=timestamp))
+            await self.producer.publish(side_records.replay(dead, letter.at, partition=partition, timestamp=timestamp))
             finished(letter, None)
 
         answers = await asyncio.gather(*map(send, letters), return_exceptions=True)
@@ -543,7 +545,8 @@ class _Replaying:
         self._selection = selection
         self._limit = limit
         self._again = again
-        self._verb = ""
+        self._destination: ToTopic | ThroughHandlers | None = None
+        """Set once the progress of earlier runs is known."""
         self._done: Counter[str] = Counter()
         """By topic."""
         self._records: dict[Coordinates, bool] = {}
@@ -556,11 +559,11 @@ class _Replaying:
             async with opened(settings, self._topic, self._selection.partitions) as (administration, reader):
                 dead_letters = DeadLetters(administration, reader, self._selection)
                 await dead_letters.fetch_progress()
-                to_topic = ToTopic(administration, producer, keep_time=keep_time)
-                destination = to_topic if app is None else ThroughHandlers(app)
-                self._verb = destination.verb
+                self._destination = (
+                    ToTopic(administration, producer, keep_time) if app is None else ThroughHandlers(app)
+                )
                 async with progress(f"replaying {self._topic}", self._done.total):
-                    await self._replay(dead_letters, destination)
+                    await self._replay(dead_letters, self._destination)
         finally:
             await producer.close()
 
@@ -609,10 +612,10 @@ class _Replaying:
             ]
             cause = None if error is None else str(error) or type(error).__name__
             print_json({"topic": self._topic, "done": self._done, "failed": failed, "error": cause})
-        elif self._verb:
+        elif self._destination is not None:
             total = self._done.total()
             topics = ", ".join(f"{topic} {count}" for topic, count in self._done.most_common())
-            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self._verb}"
+            result = f"{counted(total, 'dead letter')} {'was' if total == 1 else 'were'} {self._destination.verb}"
             click.echo(f"{result}: {topics}" if topics else result, err=error is not None)
         for letter, why in self.failed[:_SHOWN]:
             click.echo(f"Failed: {letter.source} (dead letter {letter.at}): {why}", err=True)

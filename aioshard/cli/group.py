@@ -375,8 +375,7 @@ async def _reset(
             try:
                 await brokers.commit_without_member(group_id, due)
             except CommitRefusedError:
-                members = (await brokers.group(group_id)).members
-                raise GroupBusyError(group_id, (str(member) for member in members), 0.0) from None
+                raise GroupBusyError(group_id, map(str, (await brokers.group(group_id)).members), 0.0) from None
         return changes
 
 

@@ -52,8 +52,7 @@ class ParkedTopic(NamedTuple):
 
     def latest(self) -> Key:
         """Return all parked records in order, each as it was parked last."""
-        by_position = sorted(self.records.items(), key=operator.itemgetter(0))
-        return [stored[max(stored)] for _, stored in by_position]
+        return [stored[max(stored)] for _, stored in sorted(self.records.items(), key=operator.itemgetter(0))]
 
     def keys(self, selection: Selection) -> list[Key]:
         """Return the keys with a selected record, the one that has waited longest first."""

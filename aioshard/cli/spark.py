@@ -170,8 +170,7 @@ def run_(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
 
 async def _with_progress(work: Callable[[], Any], run_dir: RunDirectory) -> Any:
     """Do *work* in a thread, and show its progress after each micro-batch."""
-    total = run_dir.plan().records
-    async with progress("running", lambda: runs.offsets_done(run_dir), total=total):
+    async with progress("running", lambda: runs.offsets_done(run_dir), total=run_dir.plan().records):
         return await asyncio.to_thread(work)
 
 
