@@ -317,7 +317,12 @@ class Journal:
         full = self._chunks.qsize() >= _WAITING_CHUNKS or (waiting > 0 and waiting + size > _WAITING_BYTES)
         if full and not force:
             self._overflowed += rows
-            self._log_overflow()
+            now = self._loop.time()
+            if now - self._overflow_logged >= _LOG_INTERVAL:
+                self._overflow_logged = now
+                logger.warning(
+                    "the journal cannot keep up with completed records; rows dropped so far: %d", self._overflowed
+                )
             return
         self._queued_rows += rows
         self._queued_bytes += size
@@ -325,14 +330,6 @@ class Journal:
         self._chunks.put(_Chunk(flat, size, time.time() - self._loop.time()))
         if behind:
             time.sleep(_LOCK_RELEASE)
-
-    def _log_overflow(self) -> None:
-        now = self._loop.time()
-        if now - self._overflow_logged >= _LOG_INTERVAL:
-            self._overflow_logged = now
-            logger.warning(
-                "the journal cannot keep up with completed records; rows dropped so far: %d", self._overflowed
-            )
 
     async def close(self) -> None:
         """Write the remaining rows, complete the last file and end the thread; give up after 3 s."""
@@ -369,7 +366,9 @@ class Journal:
             try:
                 chunks = [self._chunks.get(timeout=max(wait, 0.001))]
             except queue.Empty:
-                self._ask_for_rows()
+                if len(self._rows):  # even if there are only a few
+                    with contextlib.suppress(RuntimeError):  # the event loop was closed
+                        self._loop.call_soon_threadsafe(self._hand_over)
                 continue
             # The thread may have to wait for the interpreter lock on each call into Arrow: the further it falls behind,
             # the fewer calls it makes.
@@ -379,12 +378,6 @@ class Journal:
             if chunks[-1] is None:
                 break
         self._attempt(self._files.finish)
-
-    def _ask_for_rows(self) -> None:
-        """Make the event loop hand over its rows, even if there are only a few."""
-        if len(self._rows):
-            with contextlib.suppress(RuntimeError):  # the event loop was closed
-                self._loop.call_soon_threadsafe(self._hand_over)
 
     def _write(self, chunks: list[_Chunk]) -> None:
         if not chunks:
