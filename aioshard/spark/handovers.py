@@ -283,8 +283,7 @@ def send_letters(
         counts = counts_of(run_dir, f"{_BATCH}{batch}")
         if batch in sent["batches"] or (counts is not None and "dead_lettered" not in counts):
             continue
-        messages = _letters(spark, run_dir, plan, batch)
-        count = blocking(functools.partial(_publish, plan, waves(messages)))
+        count = blocking(functools.partial(_publish, plan, waves(_letters(spark, run_dir, plan, batch))))
         sent["acknowledged"] += count
         sent["batches"].append(batch)
         run_dir.write_json(LETTERS, sent)

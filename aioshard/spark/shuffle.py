@@ -91,8 +91,7 @@ def _sharding(handlers: Sequence[Handler], topic: str) -> Callable[[Record], int
     """
     number = _handler_of(handlers, topic)
     handler = handlers[number]
-    one_topic = len(handler.topics) == 1 and handler.pattern is None
-    shard_key = shard_key_of(handler.shard_by, one_topic=one_topic)
+    shard_key = shard_key_of(handler.shard_by, one_topic=len(handler.topics) == 1 and handler.pattern is None)
 
     def shard(record: Record) -> int:
         key = identity(shard_key, record)  # if it fails, the record fails when it is processed, as in an app
@@ -136,23 +135,21 @@ class _Lane:
         """Take the waiting records that the allowance permits."""
         if self.paused or not self.waiting:
             return None
-        allowed = allowance(self.topic_partition)
-        if allowed.records <= 0:
+        limit, room, alone = allowance(self.topic_partition)
+        if limit <= 0:
             return None
-        room, alone = allowed.bytes, allowed.alone
         records: list[Record] = []
         sizes: list[int] = []
         waiting = self.waiting
-        while waiting and len(records) < allowed.records and (waiting[0][1] <= room or alone):
+        while waiting and len(records) < limit and (waiting[0][1] <= room or alone):
             record, size = waiting.popleft()
             records.append(record)
             sizes.append(size)
             room, alone = room - size, False
         if not records:
             return Oversized(self.topic_partition, waiting[0][1])
-        positions = range(self.position, self.position + len(records))
-        self.position = positions.stop
-        return FetchedBatch(self.topic_partition, records, sizes, positions.stop, positions)
+        first, self.position = self.position, self.position + len(records)
+        return FetchedBatch(self.topic_partition, records, sizes, self.position, range(first, self.position))
 
 
 class RowTransport(Groupless):

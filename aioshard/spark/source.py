@@ -83,8 +83,7 @@ class AioshardSource(DataSource):
     def schema(self) -> StructType:
         """Return the columns of outcome rows with an app or a plan, otherwise those of records."""
         check_options(self.options)
-        runs_handlers = self.options.get("app", self.options.get("plan"))
-        return OUTCOME_COLUMNS if runs_handlers else RAW_COLUMNS
+        return OUTCOME_COLUMNS if self.options.get("app", self.options.get("plan")) else RAW_COLUMNS
 
     def reader(self, schema: StructType) -> "_RangeReader":  # noqa: ARG002 - Spark's signature
         """Read ranges that are resolved now."""

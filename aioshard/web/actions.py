@@ -151,8 +151,9 @@ def perform(app: App, action: Action) -> str:
     except AioshardError as refused:
         raise RefusedError(409, str(refused)) from None
     except TimeoutError:
-        late = "the app did not answer in time because its event loop is blocked; it may act later"
-        raise RefusedError(504, late) from None
+        raise RefusedError(
+            504, "the app did not answer in time because its event loop is blocked; it may act later"
+        ) from None
     return sentence.format(**arguments)
 
 
@@ -242,8 +243,9 @@ def action_route(app: App, token: str) -> Route:
         now = time.monotonic()
         if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
             refused.append(now)
-            subject = action or "a request"
-            logger.warning("%s by %s was refused (%d): %s", subject, _client(request), refusal.status, refusal)
+            logger.warning(
+                "%s by %s was refused (%d): %s", action or "a request", _client(request), refusal.status, refusal
+            )
 
     async def act(request: Request) -> Response:
         action: Action | None = None

@@ -62,8 +62,9 @@ def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
         sentences += [f"{name}: {finding.sentence}" for finding in partition.findings if finding.kind not in _APP_WIDE]
     for handler in statistics.handlers:
         if handler.halted:
-            records = counted(handler.halted, "halted record")
-            sentences.append(f"handler {handler.name} has {records}; /explain names them")
+            sentences.append(
+                f"handler {handler.name} has {counted(handler.halted, 'halted record')}; /explain names them"
+            )
         if handler.outliving:
             sentences.append(
                 f"handler {handler.name} still runs for {', '.join(handler.outliving[:10])} although the run was "
@@ -110,9 +111,8 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
 
     def probe(statistics: Statistics, reasons: list[str]) -> Response:
         status, code = ("unavailable", 503) if reasons else ("ok", 200)
-        problems = findings(statistics, app.diagnose())
-        body = {"status": status, "state": statistics.state, "reasons": reasons, "findings": problems}
-        return JSONResponse(body, code, SAFE)
+        body = {"status": status, "state": statistics.state, "reasons": reasons}
+        return JSONResponse({**body, "findings": findings(statistics, app.diagnose())}, code, SAFE)
 
     def livez(_: Request) -> Response:
         statistics = app.statistics()
@@ -166,9 +166,8 @@ def drain_route(app: App, path: str = "/drain") -> Route:
     """
 
     def response(status: int, *reasons: str) -> Response:
-        state = app.statistics().state
-        body = {"status": "unavailable" if reasons else "ok", "state": state, "reasons": reasons}
-        return JSONResponse(body, status, SAFE)
+        text = "unavailable" if reasons else "ok"
+        return JSONResponse({"status": text, "state": app.statistics().state, "reasons": reasons}, status, SAFE)
 
     async def drain(request: Request) -> Response:
         if request.method == "HEAD" or any(sign in request.headers for sign in _BROWSER_HEADERS):
