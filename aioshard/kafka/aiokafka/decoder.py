@@ -161,17 +161,14 @@ class Chunk:
         while memory.has_next():
             batch = memory.next_batch()
             if part._check_crcs and not batch.validate_crc():
-                message = "its checksum is wrong"
-                raise CorruptRecordException(message)
+                raise CorruptRecordException("its checksum is wrong")
+            skipped = batch.is_control_batch
             if part._isolation_level == READ_COMMITTED and batch.producer_id is not None:
                 part._consume_aborted_up_to(batch.base_offset)
                 if batch.is_control_batch and part._contains_abort_marker(batch):
                     part._aborted_producers.discard(batch.producer_id)
-                if batch.is_transactional and batch.producer_id in part._aborted_producers:
-                    part.next_fetch_offset = batch.next_offset
-                    continue
-            if batch.is_control_batch:
-                part.next_fetch_offset = batch.next_offset
-                continue
-            return batch
+                skipped = skipped or (batch.is_transactional and batch.producer_id in part._aborted_producers)
+            if not skipped:
+                return batch
+            part.next_fetch_offset = batch.next_offset
         return None

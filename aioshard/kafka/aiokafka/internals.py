@@ -259,9 +259,12 @@ class Internals:
         """
         coordinator = self.coordinator
         commits = by_topic({partition: (partition.partition, *committed) for partition, committed in offsets.items()})
-        retention_ms = RETENTION_MS if without_member else -1
         request = OffsetCommitRequest(
-            self.group_id, coordinator.generation, coordinator.member_id, retention_ms, commits
+            self.group_id,
+            coordinator.generation,
+            coordinator.member_id,
+            RETENTION_MS if without_member else -1,
+            commits,
         )
         refused = refused_offsets(await coordinator._send_req(request), offsets)
         if not refused:
@@ -429,8 +432,9 @@ class Internals:
             connection = self.client._conns.pop((node, ConnectionGroup.COORDINATION), None)
             if connection is not None:
                 connection.close(reason=CloseReason.SHUTDOWN)
-        request = LeaveGroupRequest(self.group_id, coordinator.member_id)
-        answer = await self.client.send(node, request, group=ConnectionGroup.COORDINATION)
+        answer = await self.client.send(
+            node, LeaveGroupRequest(self.group_id, coordinator.member_id), group=ConnectionGroup.COORDINATION
+        )
         raise_for(answer.error_code)
 
     async def tear_down(self) -> None:

@@ -118,8 +118,9 @@ def _tls_context(settings: Settings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=settings.ssl_cafile)
     except (ssl.SSLError, OSError) as error:
-        message = f"ssl_cafile={settings.ssl_cafile!r} cannot be used ({_short(error)}): it must hold PEM certificates"
-        raise SettingsError(message) from None
+        raise SettingsError(
+            f"ssl_cafile={settings.ssl_cafile!r} cannot be used ({_short(error)}): it must hold PEM certificates"
+        ) from None
     context.check_hostname = settings.ssl_check_hostname
     if settings.ssl_certfile is not None:
         password = settings.ssl_password

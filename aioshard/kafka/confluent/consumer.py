@@ -254,7 +254,13 @@ class ConsumerThread:
                 self._callbacks.revoked(_topic_partitions(client_partitions), lost), self._loop
             )
             if lost:
-                self._fail_commit()
+                self._note_answer(None)
+                if self._unanswered is not None:
+                    self._unanswered.resolve(
+                        CommitRefusedError(
+                            f"a commit of group {self._group_id!r} was not answered before the membership was lost"
+                        )
+                    )
             else:
                 self._resend_commit()
             self._serve()
@@ -318,15 +324,6 @@ class ConsumerThread:
                 commit.resolve(None)
             except TransportError as error:
                 commit.resolve(error)
-
-    def _fail_commit(self) -> None:
-        self._note_answer(None)
-        if self._unanswered is not None:
-            self._unanswered.resolve(
-                CommitRefusedError(
-                    f"a commit of group {self._group_id!r} was not answered before the membership was lost"
-                )
-            )
 
     def _on_commit(self, error: KafkaError | None, client_partitions: Sequence[Any] | None) -> None:
         """Handle the answer to the unanswered commit; the client calls this inside a read."""
