@@ -227,8 +227,14 @@ def release_(
     keys = run(work())
     records = sum(map(len, keys))
     if as_json:
-        requested = [str(key[0].coordinates) for key in keys]
-        print_json({"topic": topic, "keys": len(keys), "records": records, "requested": requested})
+        print_json(
+            {
+                "topic": topic,
+                "keys": len(keys),
+                "records": records,
+                "requested": [str(key[0].coordinates) for key in keys],
+            }
+        )
     elif keys:
         groups = ", ".join(sorted({repr(key[0].failure.group) for key in keys}))
         of = f"{counted(len(keys), 'key')} with {counted(records, 'parked record')}"

@@ -328,8 +328,9 @@ class Supervisor:
             async with asyncio.timeout(_REMOVE_TIMEOUT), KafkaAdmin(self._settings) as brokers:
                 await brokers.remove_member(self._group_id, member)
         except (AioshardError, TimeoutError) as error:
-            reason = str(error) or "no answer"
-            logger.warning("member %s stays in the group until its session expires: %s", member, reason)
+            logger.warning(
+                "member %s stays in the group until its session expires: %s", member, str(error) or "no answer"
+            )
         else:
             logger.info("member %s was removed from the group", member)
 

@@ -206,9 +206,11 @@ def _header(frame: Frame) -> Text:
 
 def _totals(frame: Frame) -> Text:
     totals = frame.totals
-    complete = totals["answering"] == totals["processes"]
     return Text.assemble(
-        (f"{totals['answering']}/{totals['processes']} processes", "" if complete else "bold red"),
+        (
+            f"{totals['answering']}/{totals['processes']} processes",
+            "" if totals["answering"] == totals["processes"] else "bold red",
+        ),
         (f"  {number(totals['records_per_second'])} records/s", "bold"),
         f"  lag {number(totals['lag'])}  incomplete {number(totals['incomplete'])}",
         f"  busy {totals['busy']:,}/{totals['concurrency']:,}",
