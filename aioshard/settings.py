@@ -517,8 +517,10 @@ def _check_client_options(settings: Settings) -> Iterator[str]:
         if option in owned:
             yield f"client_options has {name!r}, which is refused: {owned[option]}"
         elif not confluent and name not in CLIENT_OPTIONS:  # confluent-kafka checks the rest itself
-            known = ", ".join(sorted(CLIENT_OPTIONS))
-            yield f"client_options has {name!r}, which the client does not know: it takes {known}"
+            yield (
+                f"client_options has {name!r}, which the client does not know: "
+                f"it takes {', '.join(sorted(CLIENT_OPTIONS))}"
+            )
 
 
 def _check_tls(settings: Settings) -> Iterator[str]:

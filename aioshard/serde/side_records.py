@@ -374,8 +374,9 @@ def release(topic: str, coordinates: Coordinates, *, answered: bool = False) -> 
 
     The owner of the partition answers it: with *answered*, the message removes the request from the side topic.
     """
-    value = None if answered else b"1"
-    return Message(topic, value, as_text(f"{_RELEASE}/{coordinates}"), (), coordinates.partition)
+    return Message(
+        topic, None if answered else b"1", as_text(f"{_RELEASE}/{coordinates}"), partition=coordinates.partition
+    )
 
 
 def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | None:

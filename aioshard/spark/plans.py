@@ -328,8 +328,9 @@ def packed(ranges: Sequence[PlannedRange], tasks: int | None) -> list[list[Plann
         >>> [[planned.end for planned in task] for task in packed(sizes, 2)]
         [[9], [5, 4]]
     """
-    loads: list[tuple[int, int, list[PlannedRange]]]
-    loads = [(0, number, []) for number in range(min(tasks or len(ranges), len(ranges)))]
+    loads: list[tuple[int, int, list[PlannedRange]]] = [
+        (0, number, []) for number in range(min(tasks or len(ranges), len(ranges)))
+    ]
     for planned in sorted(ranges, key=lambda planned: (planned.start - planned.end, planned.topic, planned.partition)):
         load, number, task = loads[0]
         task.append(planned)

@@ -118,8 +118,8 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
     if handler not in handlers:
         raise SettingsError(f"the journal {path} has no rows of handler {handler!r}, only of {', '.join(handlers)}")
     _, start, end = handlers[handler]
-    of_handler = rows.where(functions.col("handler") == handler).cache()
-    return Journal(spark, handler, of_handler, start, max((end or start) - start, 1))
+    rows = rows.where(functions.col("handler") == handler).cache()
+    return Journal(spark, handler, rows, start, max((end or start) - start, 1))
 
 
 def skew(journal: Journal, top: int = 10) -> Report:
@@ -194,7 +194,6 @@ def tail(journal: Journal, top: int = 10) -> Report:
                 row_number() OVER (PARTITION BY kind ORDER BY max(finished_us) DESC, name) AS place
             FROM {named} WHERE kind != 'shard' AND name IS NOT NULL GROUP BY kind, name)
         WHERE place <= {top} ORDER BY by, place"""
-    named = ran.selectExpr("*", _KINDS)
     report = {
         "handler": journal.handler,
         "wall_us": journal.wall_us,
@@ -202,7 +201,7 @@ def tail(journal: Journal, top: int = 10) -> Report:
         **journal.query(slow, slowest=slowest, work=facts["work_us"])[0],
         **journal.query(behind, ran=ran, slowest=slowest, wait=facts["wait_us"])[0],
         "percentiles": percentiles,
-        "last": journal.query(last, named=named, start=journal.start_us, top=top),
+        "last": journal.query(last, named=ran.selectExpr("*", _KINDS), start=journal.start_us, top=top),
     }
     slowest.unpersist()
     return report
@@ -311,8 +310,7 @@ def _plot(moments: Sequence[Mapping[str, Any]]) -> str:
 
 def _escaped(text: str) -> str:
     """Escape text for HTML and make it printable; keys can contain anything."""
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-    return html.escape(shown)
+    return html.escape("".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text))
 
 
 _WIDTH, _HEIGHT = 700, 200

@@ -325,8 +325,9 @@ class Spans:
         self._describe(attributes, message.key, message.value)
         origin = origin_of(message.headers)
         ours, parent = self._side_message(message)
-        links = () if origin is None else (Link(origin),)
-        with self._span("send", attributes, parent=parent, links=links, carried=parent) as span:
+        with self._span(
+            "send", attributes, parent=parent, links=() if origin is None else (Link(origin),), carried=parent
+        ) as span:
             if origin is None and not ours:
                 message = _add_current_context(message)
             offset = await producer.publish(message)
@@ -436,8 +437,7 @@ class Tracing(NamedTuple):
 
     def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: "Settings") -> tuple[Clients, Adapt]:
         """Return the clients and the handler adapter of a run with tracing added."""
-        provider = self.tracer_provider or api.get_tracer_provider()
-        tracer = provider.get_tracer("aioshard", version(), SCHEMA_URL)
+        tracer = (self.tracer_provider or api.get_tracer_provider()).get_tracer("aioshard", version(), SCHEMA_URL)
         spans = Spans(tracer, group_id, settings, parent=self.parent)
         traced = clients._replace(producer=lambda: spans.producer(clients.producer()))
         if adapt is None:

@@ -244,9 +244,13 @@ class _Replay(NamedTuple):
         interruption: Interruption | None = None,
     ) -> None:
         """Run the app once, delivering these records in addition to the uncommitted ones."""
-        adapt = None if interruption is None else interruption.adapt
         try:
-            async with TestClient(self.app, broker=broker, speed=_SPEED, adapt=adapt) as client:
+            async with TestClient(
+                self.app,
+                broker=broker,
+                speed=_SPEED,
+                adapt=None if interruption is None else interruption.adapt,
+            ) as client:
                 if interruption is None:
                     broker.restore(records)
                     await client.settle(self.timeout)

@@ -103,12 +103,14 @@ async def serve_in_thread(application: ASGIApp, *, host: str, port: int) -> Asyn
     listener = _listen(host, port)
     bound = listener.getsockname()[:2]
     if ipaddress.ip_address(bound[0]).is_loopback:
-        names = [host, bound[0], "localhost", "127.0.0.1", "[::1]"]
-        application = TrustedHostMiddleware(application, names, www_redirect=False)
-    config = uvicorn.Config(
-        application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT
+        application = TrustedHostMiddleware(
+            application, [host, bound[0], "localhost", "127.0.0.1", "[::1]"], www_redirect=False
+        )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT
+        )
     )
-    server = uvicorn.Server(config)
     # A daemon thread: a process that exits must not wait for a request that hangs.
     thread = threading.Thread(target=_run, args=(server, listener), name="health server", daemon=True)
     thread.start()
