@@ -436,10 +436,7 @@ class ThroughHandlers:
     async def _run(self, records: Sequence[Record], completed: Completed) -> Sequence[Delivery]:
         """Run the handlers on records, and return those that failed; the later ones of their keys do not run."""
         app, broker = self._app, InMemoryBroker(partitions=max(record.partition for record in records) + 1)
-        for topic in {record.topic for record in records}:
-            broker.create_topic(topic)
-        for record in records:
-            broker.log(*record.topic_partition).append(record)
+        broker.restore(records)
         async with app.started(
             functools.partial(InMemoryTransport, broker, app.group_id, isolation_level="read_committed"),
             lambda: KafkaProducer(app.settings),

@@ -509,8 +509,10 @@ class InMemoryBroker:
     def records(self, topic: str, partition: int | None = None) -> Sequence[Record]:
         """Return the records of a topic, or of one partition, sorted by timestamp, partition and offset."""
         logs = self._topics.get(topic, []) if partition is None else [self.log(topic, partition)]
-        records = [record for log in logs for record in log.records]
-        return sorted(records, key=lambda record: (record.timestamp, record.partition, record.offset))
+        return sorted(
+            (record for log in logs for record in log.records),
+            key=lambda record: (record.timestamp, record.partition, record.offset),
+        )
 
     # Groups ----------------------------------------------------------------------------
 
