@@ -398,21 +398,20 @@ class InMemoryTransport:
         if error is not None or (not allowed.records and assigned.end is not None):
             return None  # like a client with a full buffer: it fetches nothing, so it does not learn the end either
         assigned.end = self._readable_end(log)
-        return self._read(log, assigned, position, allowed, used) if position < assigned.end else None
+        offsets = range(position, assigned.end)[: self._max_fetch_offsets]
+        return self._read(log, assigned, offsets, allowed, used) if offsets else None
 
     def _read(
-        self, log: PartitionLog, assigned: _Assigned, position: int, room: Allowance, used: Allowance
+        self, log: PartitionLog, assigned: _Assigned, offsets: range, room: Allowance, used: Allowance
     ) -> FetchedBatch | Oversized | None:
         limit = min(room.records - used.records, self._max_batch_records)
         if limit < 1:
             return None
-        end = self._readable_end(log)
-        if self._max_fetch_offsets is not None:
-            end = min(end, position + self._max_fetch_offsets)
+        end = offsets.stop
         records: list[Record] = []
         sizes: list[int] = []
         free = room.bytes - used.bytes
-        for record in log.read(position, end):
+        for record in log.read(offsets.start, end):
             size = record_size(record.key, record.value, record.headers)
             fits = size <= free or (room.alone and not records and not used.records)
             if not fits and not records:
