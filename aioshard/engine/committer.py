@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import anyio
 
@@ -27,13 +26,6 @@ _SHORTEST_METADATA = 256
 """If the broker stores fewer characters than this, commits carry only offsets."""
 _LONG_TEXT = 500
 """Building a longer text takes milliseconds: other tasks run before the next one."""
-
-
-class _Request(NamedTuple):
-    """A caller that waits until these partitions are committed."""
-
-    partitions: tuple[Partition, ...]
-    done: asyncio.Future[bool]
 
 
 class Committer:
@@ -81,7 +73,8 @@ class Committer:
         self._timeout = timeout
         self._clock = clock
         self._owned: dict[Partition, None] = {}
-        self._requests: list[_Request] = []
+        self._requests: dict[asyncio.Future[bool], Collection[Partition]] = {}
+        """Callers that wait until partitions are committed: whether they are, and the partitions."""
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
         self._running = False
@@ -115,14 +108,13 @@ class Committer:
         """
         if not self._running or not self._due(partitions):
             return not self._due(partitions)
-        request = _Request(tuple(partitions), asyncio.get_running_loop().create_future())
-        self._requests.append(request)
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._requests[done] = partitions
         self._wake()
         with anyio.move_on_after(timeout):
-            return await request.done
-        if request in self._requests:
-            self._requests.remove(request)
-        return not self._due(request.partitions)
+            return await done
+        self._requests.pop(done, None)
+        return not self._due(partitions)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -147,10 +139,14 @@ class Committer:
 
     def _give_up(self) -> None:
         """Let all waiting callers continue without a commit."""
-        for request in self._requests:
-            if not request.done.done():
-                request.done.set_result(False)
-        self._requests.clear()
+        for done in tuple(self._requests):
+            self._answer(done, acknowledged=False)
+
+    def _answer(self, done: asyncio.Future[bool], *, acknowledged: bool) -> None:
+        """Let a waiting caller continue, unless it was cancelled."""
+        del self._requests[done]
+        if not done.done():
+            done.set_result(acknowledged)
 
     async def _until_due(self, transport: Transport) -> None:
         """Wait for a request, or until a commit is due and the interval since the last one has passed."""
@@ -179,11 +175,9 @@ class Committer:
         if due and membership.generation >= 0:
             await self._send_all(transport, due, membership)
         self._last = self._clock()
-        requests = self._requests
-        self._requests = [request for request in requests if self._due(request.partitions)]
-        for request in requests:
-            if request not in self._requests and not request.done.done():
-                request.done.set_result(True)
+        for done, partitions in tuple(self._requests.items()):
+            if not self._due(partitions):
+                self._answer(done, acknowledged=True)
         if self._requests:
             await asyncio.sleep(_RETRY_DELAY)
 
@@ -228,8 +222,9 @@ class Committer:
                 self._shorten(longest)
                 request = {partition: partition.due(self.metadata_limit) for partition in owned}
             except asyncio.CancelledError:
-                if _is_cancelled():
-                    raise
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # this task itself is cancelled, not only a future that it awaits
                 self._failed(CommitError("the Kafka client has cancelled it"), began)
                 return False
             except (TransportError, TimeoutError) as error:
@@ -264,9 +259,3 @@ class Committer:
         if isinstance(error, AuthorizationError | GroupHasMembersError):
             self._give_up()
             self._refused(error)
-
-
-def _is_cancelled() -> bool:
-    """Whether this task itself was cancelled; the cancellation of a future that it awaits must not end it."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
