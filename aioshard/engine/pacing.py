@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
-from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit, TokenBucket
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery
@@ -68,7 +68,10 @@ class Pace:
 class _Paced(Shards):
     """Shards that wake one worker at a time, and only while tokens are available. Recoveries spend no tokens."""
 
-    pace: Pace
+    def __init__(self, pace: Pace, *options: Any) -> None:
+        """Create the shards; *options* are those of the shards without a rate limit."""
+        super().__init__(*options)
+        self.pace = pace
 
     def notify(self) -> None:
         """See `Shards.notify`."""
@@ -87,10 +90,6 @@ class PacedShards(_Paced):
         * A delivery that `take` returns for a handler run has spent its token.
     """
 
-    def __init__(self, pace: Pace, bound: int | None = None) -> None:
-        super().__init__(bound)
-        self.pace = pace
-
     def take(self) -> Delivery | None:
         """See `Shards.take`."""
         if not self._has_work or not self.pace.allows(self.notify):
@@ -108,10 +107,6 @@ class PacedShards(_Paced):
 
 class PacedBatchShards(_Paced, BatchShards):
     """Batch shards that limit the rate of runs; a batch is one run."""
-
-    def __init__(self, pace: Pace, batch: Batch, attempts: int, bound: int | None = None) -> None:
-        super().__init__(batch, attempts, bound)
-        self.pace = pace
 
     def take_batch(self) -> DeliveryBatch | None:
         """See `BatchShards.take_batch`."""
