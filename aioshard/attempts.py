@@ -263,14 +263,10 @@ def _refuse_unawaited(layer: Middleware, coroutine: Coroutine[Any, Any, object])
 async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimiter) -> object:
     """Run a plain function in a thread; a cancelled run ends when the thread does, not before (I4)."""
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
+    ended = asyncio.Event()
     # The first to arrive, thread or cancellation, decides whether the function runs: `setdefault` is atomic.
     first: dict[str, str] = {}
     thread = ThreadRun()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
 
     def work() -> object:
         result = None
@@ -283,7 +279,7 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
             finally:
                 thread.ident = None
                 with contextlib.suppress(RuntimeError):  # the event loop was closed, so no task is waiting
-                    loop.call_soon_threadsafe(end)
+                    loop.call_soon_threadsafe(ended.set)
         return result
 
     try:
@@ -291,7 +287,7 @@ async def run_in_thread(call: Callable[[], object], limiter: anyio.CapacityLimit
     except asyncio.CancelledError:
         if first.setdefault("came", "cancellation") == "thread":
             # The thread cannot be stopped. Its shard key stays occupied until the thread ends, so this run must too.
-            await asyncio.wait([ended])
+            await ended.wait()
         raise
 
 
