@@ -46,9 +46,7 @@ def room_for(bounds: Usage, total: Usage, held: Usage, *, stuck: bool) -> Usage:
 def _room(bound: int, total: int, held: int, *, stuck: bool) -> int:
     free = bound - total
     room = max((free - held) // 2, 1 if free > held else 0)
-    if stuck:
-        room = min(room, _least(bound) - held)
-    return room
+    return min(room, _least(bound) - held) if stuck else room
 
 
 def minimum(bounds: Usage) -> Usage:

@@ -88,9 +88,7 @@ def origin_of(
         if start <= committed <= end:
             return Origin(committed, resolved=False)
         return None if policy == "error" else Origin(start, resolved=True)
-    if group_knows_topic:
-        return Origin(start, resolved=True)
-    if policy == "earliest":
+    if group_knows_topic or policy == "earliest":
         return Origin(start, resolved=True)
     if policy == "latest":
         return Origin(end, resolved=True)

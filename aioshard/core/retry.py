@@ -58,9 +58,8 @@ class Retry:
             attempt: Counted from 1.
             chance: A random number from 0 to 1; it changes the delay by up to ± `jitter` / 2 of its value.
         """
-        if attempt >= self.attempts or not isinstance(error, self.retry_on):
-            return None
-        if isinstance(error, (DecodeError, self.give_up_on)):
+        is_final = isinstance(error, (DecodeError, self.give_up_on)) or not isinstance(error, self.retry_on)
+        if is_final or attempt >= self.attempts:
             return None
         # The exponent is capped: factor ** 5000 is an OverflowError, and `maximum` applies long before.
         delay = min(self.maximum, self.initial * self.factor ** min(attempt - 1, 100))

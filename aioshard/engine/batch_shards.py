@@ -66,10 +66,8 @@ class BatchShards(Shards):
             return batch
 
     def _ready_level(self) -> int | None:
-        for level, batch in self._forming.items():
-            if batch.full or batch.overdue or self._drains:
-                return level
-        return None
+        ready = (level for level, batch in self._forming.items() if batch.full or batch.overdue or self._drains)
+        return next(ready, None)
 
     def _may_all_start(self, level: int) -> bool:
         return all(not d.epoch.gate or d.epoch.may_start(d) for d in self._forming[level].deliveries)

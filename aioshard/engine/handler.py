@@ -174,12 +174,9 @@ class ActiveHandler:
             self.adapting = Adapting(spec.adaptive, resources.clock, spec.timeout)
             spec = spec.through(self.adapting.measured)
         self.spec = spec
-        self.pace: Pace | None = None
+        self.pace = None if spec.rate_limit is None else Pace(spec.rate_limit, resources.clock)
         """Set if the handler has a rate limit."""
-        if spec.rate_limit is not None:
-            self.pace = Pace(spec.rate_limit, resources.clock)
         self.counters = Counters()
-        self._group = resources.group_id
         self._shards = [self._make_shards(resources.buffer) for _ in range(spec.shards or 1)]
         failures = self._make_failure_handler(resources)
         self._spawn = functools.partial(
@@ -227,11 +224,11 @@ class ActiveHandler:
                 recovery = skipping("on_failure='skip'")
             case DeadLetter(topic):
                 publish = spec.publish_dead_letter or resources.publish
-                recovery = dead_lettering(topic, publish, group=self._group, handler=spec.name)
+                recovery = dead_lettering(topic, publish, group=resources.group_id, handler=spec.name)
             case Park() as policy:
                 self.parking = Parking(
                     policy,
-                    group=self._group,
+                    group=resources.group_id,
                     handler=spec.name,
                     shards=self._shards,
                     shard_key=spec.shard_key,
@@ -252,7 +249,7 @@ class ActiveHandler:
             workers=lambda: len(self.workers),
             budget=spec.on_failure.budget if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
-            group=self._group,
+            group=resources.group_id,
         )
 
     def start(self, tasks: TaskSet, clock: Callable[[], float]) -> None:

@@ -417,8 +417,9 @@ class Parking:
 
     async def _write(self, record: Record, failure: Failure, generation: int, due: float, replays: int) -> int:
         """Write a record to the side topic; return the offset at which it is stored."""
-        message = park(self.policy.topic, record, failure, generation=generation, due=due, replays=replays)
-        return await self._publish(message)
+        return await self._publish(
+            park(self.policy.topic, record, failure, generation=generation, due=due, replays=replays)
+        )
 
     async def _remove(self, delivery: Delivery) -> Outcome:
         assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery

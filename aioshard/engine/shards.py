@@ -90,9 +90,8 @@ class DeliveryBatch:
 
     def has_room_for(self, delivery: Delivery, max_bytes: int) -> bool:
         """Return whether one more delivery fits; the first always does."""
-        if self.full:
-            return False
-        return not self.deliveries or self.size + delivery.size - RECORD_OVERHEAD <= max_bytes
+        fits = not self.deliveries or self.size + delivery.size - RECORD_OVERHEAD <= max_bytes
+        return fits and not self.full
 
 
 class BoundedArrivals(asyncio.Queue[Delivery]):

@@ -114,9 +114,6 @@ class RunTimes:
 
 def _add_quick(counts: TopicCounts, seconds: float) -> None:
     """Count as quick the processed runs of any worker that are not in the durations yet."""
-    runs = counts.processed - counts.timed
-    if runs > 0:
-        counts.timed += runs
-        counts.durations.add_below(runs, seconds)
-    else:
-        counts.durations.add_below(0, seconds)
+    runs = max(counts.processed - counts.timed, 0)
+    counts.timed += runs
+    counts.durations.add_below(runs, seconds)
