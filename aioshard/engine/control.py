@@ -47,7 +47,7 @@ def release(engine: Engine, topic_partition: TopicPartition, offset: int, recove
     delivery.aside = recovery is not None or delivery.cancelled or delivery.then is not None
     what = "its handler runs again" if recovery is None else recovery.purpose
     logger.warning("record %r was released: %s", delivery, what, extra=record_fields("released", delivery))
-    engine.handler_of(topic_partition.topic).feed.unblock(delivery)
+    engine.handler_of(topic_partition.topic).feed.shards_of(delivery).unblock(delivery)
 
 
 def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> Delivery:

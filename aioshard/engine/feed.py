@@ -58,7 +58,6 @@ class Feed:
         self._turn = 0
         self._at_once = at_once
         self._ahead = ahead
-        self._enough = 0
         self.serve(workers)
         self._batched = [part for part in shards if isinstance(part, BatchShards)]
 
@@ -171,10 +170,6 @@ class Feed:
         """The fixed shard of a delivery, or else the shards that serve all keys."""
         key = delivery.key
         return self.shards[key] if self._fixed and isinstance(key, int) else self.shards[0]
-
-    def unblock(self, delivery: Delivery) -> None:
-        """Release a delivery that is halted or waits for its next attempt."""
-        self.shards_of(delivery).unblock(delivery)
 
     def reopen(self, epoch: Epoch) -> None:
         """Resume the deliveries of an epoch whose gate has opened."""
