@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 import anyio
 
 from aioshard.core.commit_metadata import CommitMetadata, FirstCommit
-from aioshard.core.finished_offsets import Run
 from aioshard.core.histogram import Histogram
 from aioshard.core.ownership import (
     Claim,
@@ -537,7 +536,11 @@ class Rebalance:
         if first is not None and first.is_recent(now):
             partition.first_commit = first
         if not origin.resolved:
-            partition.finished_ahead = _trusted_completions(view, name)
+            finished, end = view.metadata.finished, view.log.end
+            if finished and finished[-1].end > end:  # the topic was recreated, or its log truncated
+                _warn_unused(name, finished[-1].end, why=f"it belongs to another log: this one ends at offset {end}")
+            else:
+                partition.finished_ahead = finished
         if name not in self.seeks:  # a seek is always committed, even to the same offset: the metadata differs
             partition.acknowledged = view.committed.offset
         return partition
@@ -644,15 +647,6 @@ async def _read(commits: Mapping[TopicPartition, Committed | None]) -> dict[Topi
 
 def _topics(names: Iterable[TopicPartition]) -> list[str]:
     return list(dict.fromkeys(name.topic for name in names))
-
-
-def _trusted_completions(view: _BrokerView, name: TopicPartition) -> tuple[Run, ...]:
-    """Completions stored with a commit; none if they belong to another log (a recreated topic or a truncated log)."""
-    finished, end = view.metadata.finished, view.log.end
-    if finished and finished[-1].end > end:
-        _warn_unused(name, finished[-1].end, why=f"it belongs to another log: this one ends at offset {end}")
-        return ()
-    return finished
 
 
 def _warn_unused(name: TopicPartition, offset: int, *, why: str) -> None:
@@ -791,9 +785,9 @@ class RebalanceLog:
         self._replayed_before = self._replayed()
         self._timed_at = self._clock()
         self._counts[kind] += 1
-        number = self._counts.total()
-        report = RebalanceReport(number=number, at=time.time(), cause=_CAUSES[kind], phase=phase, kind=kind)
-        self._reports.append(report)
+        self._reports.append(
+            RebalanceReport(number=self._counts.total(), at=time.time(), cause=_CAUSES[kind], phase=phase, kind=kind)
+        )
 
     def _change(self, **figures: Any) -> None:
         self._reports[-1] = dataclasses.replace(self._reports[-1], **figures)
