@@ -173,8 +173,7 @@ class ParkedPartition(Epoch):
                 self._stored.pop(decoded.place, None)
                 entry = self.keys.get(decoded.coordinates.offset)
                 # Anything that we have parked since comes later in the side topic.
-                is_same = entry is not None and entry.generation == decoded.place.generation
-                if entry is not None and is_same and entry.stored_at < record.offset:
+                if entry and entry.generation == decoded.place.generation and entry.stored_at < record.offset:
                     self.remove(entry.offset)
             case ReleaseRequest(answered=False):
                 entry = self.keys.get(decoded.coordinates.offset)

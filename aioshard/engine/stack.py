@@ -181,8 +181,7 @@ def _inside(wrapper: object) -> object:
     for referent in gc.get_referents(wrapper):
         kind = type(referent)
         if kind in _GENERATORS or kind.__name__ in _WRAPPERS or _is_future(referent):
-            inner: object = referent
-            return inner
+            return referent
     return None
 
 
