@@ -54,9 +54,9 @@ class TaskSet:
         Args:
             crashed: Called with the task's name and its error when a task raises.
         """
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], bool] = {}
+        """The tasks that have not ended, each with whether a cancellation from elsewhere counts as a crash."""
         self._crashed = crashed
-        self._lasting: set[asyncio.Task[Any]] = set()
         self._closing = False
 
     def start(self, coroutine: Coroutine[Any, Any, object], name: str, *, lasts: bool = False) -> asyncio.Task[Any]:
@@ -68,18 +68,14 @@ class TaskSet:
             lasts: Whether only this group may end it: a cancellation from elsewhere then counts as a crash.
         """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        if lasts:
-            self._lasting.add(task)
-        self._tasks.add(task)
+        self._tasks[task] = lasts
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        lasting = task in self._lasting
-        self._lasting.discard(task)
+        lasts = self._tasks.pop(task)
         if task.cancelled():
-            if lasting and not self._closing:
+            if lasts and not self._closing:
                 self._crashed(task.get_name(), TaskCancelledError(task.get_name()))
         elif (error := task.exception()) is not None:
             self._crashed(task.get_name(), error)
@@ -94,7 +90,8 @@ class TaskSet:
 
     def dismiss(self, task: asyncio.Task[Any]) -> None:
         """Cancel one task, even one that lasts, without waiting for it."""
-        self._lasting.discard(task)
+        if task in self._tasks:
+            self._tasks[task] = False
         task.cancel()
 
     @property
