@@ -375,19 +375,18 @@ def _gaining_cycle(costs: Mapping[tuple[str, str], int]) -> list[str]:
     """Find a cycle of negative total cost with Bellman-Ford; empty if there is none."""
     distance = {node: 0 for link in costs for node in link}
     came_from: dict[str, str] = {}
-    changed: str | None = None
+    node: str | None = None
     for _ in distance:
-        changed = None
+        node = None
         for (before, after), cost in costs.items():
             if distance[before] + cost < distance[after]:
                 distance[after] = distance[before] + cost
                 came_from[after] = before
-                changed = after
-        if changed is None:
+                node = after
+        if node is None:
             return []
-    if changed is None:
+    if node is None:
         return []
-    node = changed
     for _ in distance:
         node = came_from[node]  # after this many steps back it is on the cycle itself
     cycle = [node]

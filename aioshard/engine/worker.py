@@ -184,11 +184,10 @@ class Worker(ABC):
     def _undo_requests(self) -> bool:
         """Undo the requested cancellations; return whether the worker itself is being cancelled as well."""
         self.asked &= Asked.RETIRE
-        remaining = self.task.cancelling()
         for _ in range(self._requests):
-            remaining = self.task.uncancel()
+            self.task.uncancel()
         self._requests = 0
-        worker_ends = remaining > self._cancelling_before
+        worker_ends = self.task.cancelling() > self._cancelling_before
         if not worker_ends:
             self._clear_handler_cancellations()
         return worker_ends
