@@ -110,8 +110,11 @@ class Handler(NamedTuple):
                     result = await attempt(argument)
                 finally:
                     times = (began, clock(), result)
-                    for delivery in argument.deliveries if is_batch else (argument,):
-                        delivery.run = times
+                    if is_batch:
+                        for delivery in argument.deliveries:
+                            delivery.run = times
+                    else:
+                        argument.run = times
                 return result
 
             return run

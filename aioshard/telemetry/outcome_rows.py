@@ -73,13 +73,32 @@ class OutcomeRows:
 
     def take(self) -> tuple[list[Any], int]:
         """Return and remove the rows: `ROW_WIDTH` values each, and the bytes of their keys, results and messages."""
-        taken = self._flat, self._size
-        self._flat, self._size = [], 0
+        taken = self._flat.copy(), self._size
+        self._flat.clear()  # `observe` refers to this list
+        self._size = 0
         return taken
 
     def observe(self, spec: Handler) -> Completed:
         """Return the callback that adds a handler's completed records; see `aioshard.engine.handler.Observe`."""
-        return functools.partial(self.add, spec)
+        flat, most_values, is_sized = self._flat, self._values, self._max_bytes < math.inf
+
+        def completed(delivery: Delivery) -> None:
+            began, ended, result = getattr(delivery, "run", _NO_RUN)
+            if result is not None or delivery.outcome is not _PROCESSED:
+                self.add(spec, delivery)
+                return
+            # The usual case, in half the time of `add`.
+            topic, partition, offset, key, _, _, timestamp = delivery.record
+            arrived, shard_key, attempts = delivery.arrived, delivery.key, delivery.failures + 1
+            flat.extend(
+                (spec, topic, partition, offset, key, timestamp, arrived, began, ended, None, shard_key, attempts, None)
+            )
+            if is_sized and key is not None:
+                self._size += len(key)
+            if len(flat) >= most_values or (is_sized and self._size >= self._max_bytes):
+                self._full()
+
+        return completed
 
     def add(self, spec: Handler, delivery: Delivery, trouble: Trouble | None = None) -> None:
         """Add a completed record, or one that cannot be completed because of *trouble*."""
@@ -168,7 +187,7 @@ def outcome_columns(flat: Sequence[Any], ahead: float) -> dict[str, pa.Array]:
         shards = pa.array([_hash(key) if spec.shards is None else key for spec, key in numbered], pa.int64())
     return {
         "topic": _column(topics, pa.string(), count),
-        "partition": pa.array(partitions, pa.int32()),
+        "partition": _column(partitions, pa.int32(), count),
         "offset": pa.array(offsets, pa.int64()),
         "handler": _column(names, pa.string(), count),
         "status": _column(statuses, pa.string(), count),
