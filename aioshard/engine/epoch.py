@@ -189,10 +189,10 @@ class Epoch:
         return Usage(len(self.tracker) - len(self.evicted), self.buffered_bytes)
 
     def stuck(self, now: float, stuck_after: float) -> bool:
-        """Whether the partition cannot advance: its oldest record is halted or overdue."""
+        """Whether the partition cannot advance: its oldest record is halted, overdue or cannot be fetched again yet."""
         oldest = self.tracker.oldest
         if oldest is None or oldest.offset in self.evicted:
-            return False
+            return oldest is not None and not self.is_open
         return (oldest.block is not None and oldest.block.halted) or now - oldest.arrived > stuck_after
 
     def take_in(self, batch: FetchedBatch, deliveries: list[Delivery]) -> None:

@@ -123,11 +123,12 @@ class Intake:
         self._evict_at = now + _EVICTION_INTERVAL
         least = minimum(self._buffer.bounds)
         for topic_partition, partition in self._partitions.items():
-            if not partition.is_open or not partition.is_seekable:
+            if partition.pending or not partition.is_seekable:  # a drain needs its records
                 continue
             stuck, buffered = self._is_stuck(partition), partition.held_usage
             has_room = buffered.records < least.records and buffered.bytes < least.bytes
-            if partition.evicted and (has_room or not stuck) and not partition.fetching_again:
+            is_due = partition.is_open and not partition.fetching_again
+            if partition.evicted and is_due and (has_room or not stuck):
                 partition.fetching_again = True
                 transport.seek(topic_partition, min(partition.evicted))
             if stuck and (buffered.records > 2 * least.records or buffered.bytes > 2 * least.bytes):

@@ -46,6 +46,12 @@ def test_guarantees_hold_when_attempts_are_used_up(first: int, policy: str) -> N
         assert world.runs > 0
 
 
+@pytest.mark.parametrize("seed", [515, 1226])
+def test_a_partition_without_a_leader_leaves_the_others_room(seed: int) -> None:
+    """It was revoked with a record in the buffer that is larger than the bound, or with its oldest record evicted."""
+    simulate(seed, policy="halt")
+
+
 @pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK))
 def test_nothing_runs_twice_where_drains_fit_their_deadline(first: int) -> None:
     """I12: members come, go and rebalance; no handler fails or outlasts a drain."""
