@@ -127,8 +127,7 @@ class Intake:
                 continue
             stuck, buffered = self._is_stuck(partition), partition.held_usage
             has_room = buffered.records < least.records and buffered.bytes < least.bytes
-            is_due = partition.is_open and not partition.fetching_again
-            if partition.evicted and is_due and (has_room or not stuck):
+            if partition.is_open and partition.evicted and (has_room or not stuck) and not partition.fetching_again:
                 partition.fetching_again = True
                 transport.seek(topic_partition, min(partition.evicted))
             if stuck and (buffered.records > 2 * least.records or buffered.bytes > 2 * least.bytes):

@@ -109,8 +109,7 @@ class OutcomeRows:
             result = None
         elif outcome is _PROCESSED:
             attempts += 1
-            if result is not None:
-                result = self._as_bytes(run)
+            result = self._as_bytes(run)
         elif outcome is _RETURNED:
             return  # parked again: the record has not ended yet
         else:

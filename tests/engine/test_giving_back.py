@@ -80,8 +80,8 @@ def test_what_comes_again_is_not_new() -> None:
     run(test())
 
 
-def test_a_partition_that_is_being_taken_away_is_not_read_again_and_gives_back_nothing_that_its_drain_needs() -> None:
-    """Once the drain is over it gives back: it may wait long for a leader, and others would find no room."""
+def test_a_revoked_partition_is_not_read_again_and_evicts_nothing_before_its_drain_is_over() -> None:
+    """After the drain it evicts: it may wait long for a leader, and other partitions would find no room."""
 
     async def test() -> None:
         buffer = make_buffer(records=100)
