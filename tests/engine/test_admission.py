@@ -4,7 +4,7 @@ from aioshard.core.flow import Usage, minimum
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.outcomes import Block
 from aioshard.ports import NOTHING, Oversized
-from tests.engine.deliveries import make_buffer, make_intake, make_partition
+from tests.engine.deliveries import add, make_buffer, make_intake, make_partition
 
 HALTED = Block(halted=True, error="ValueError", since=0.0)
 
@@ -58,3 +58,13 @@ def test_who_waits_for_room_is_woken_when_records_complete_and_when_an_epoch_end
     assert woken == [18], "a tenth of what was held is complete"
     first.end()
     assert woken == [18, 0]
+
+
+def test_what_completes_leaves_the_buffer_with_its_bytes() -> None:
+    buffer = make_buffer()
+    epoch, _ = make_partition([], buffer=buffer)
+    deliveries = add(epoch, [None] * 3, size=7)
+    assert (buffer.records, buffer.bytes, epoch.buffered_bytes) == (3, 21, 21)
+    for left, delivery in zip((2, 1, 0), deliveries, strict=True):
+        epoch.complete(delivery)
+        assert (buffer.records, buffer.bytes, epoch.buffered_bytes) == (left, 7 * left, 7 * left)

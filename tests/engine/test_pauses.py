@@ -1,0 +1,78 @@
+"""What a pause stops, what it does not, and when it ends."""
+
+import asyncio
+from typing import cast
+
+from aioshard import App, DeadLetter, Record, Retry
+from aioshard.engine.epoch import Gate
+from aioshard.engine.shards import Shards
+from aioshard.errors import TransportError
+from aioshard.testing import TestClient, run
+from tests.engine.deliveries import add, make_epoch, start
+from tests.engine.running import until
+
+
+def test_it_ends_when_each_of_those_who_paused_has_resumed() -> None:
+    epoch, _ = make_epoch(["k"])
+    epoch.pause("the application", "the ledger is being moved")
+    epoch.pause("a failure policy", "the ledger is down")
+
+    assert not epoch.resume("the application")
+    gate = cast(Gate, epoch.gate)
+    assert gate is Gate.PAUSED
+    assert epoch.resume("a failure policy")
+    assert epoch.gate is Gate.OPEN
+
+
+def test_a_drain_waits_only_for_what_runs() -> None:
+    epoch, (first, _, other) = make_epoch(["a", "a", "b"])
+    epoch.highest_started = other.offset
+    epoch.pause("the application", "the ledger is being moved")
+
+    epoch.close(running=[first, other])
+
+    assert list(epoch.pending.values()) == [first, other], "the second cannot start, so nothing may wait for it"
+
+
+def test_what_was_held_starts_before_what_has_arrived_since() -> None:
+    """A purge moves the queue of a fixed shard to its front."""
+
+    async def test() -> None:
+        shards = Shards(bound=10)
+        epoch, held = make_epoch(["k"])
+        gone, _ = make_epoch([], partition=1)
+        epoch.pause("the application", "the ledger is being moved")
+        await shards.put(held)
+        assert shards.take() is None
+        await shards.put(add(epoch, ["k"]))
+        shards.purge(gone)
+        epoch.resume("the application")
+        shards.reopen(epoch)
+        first = start(shards.take())
+        assert first is held[0]
+        epoch.complete(first)
+        assert start(shards.next_after(first)).offset == 1
+
+    run(test())
+
+
+def test_a_dead_letter_that_is_due_is_written_meanwhile() -> None:
+    app = App("pauses")
+
+    @app.consume("orders", retry=Retry(attempts=1), on_failure=DeadLetter("d"))
+    async def handle(record: Record) -> None:
+        raise ValueError(record.offset)
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            client.broker.fail_publishes("d", TransportError("no"))
+            await client.publish("orders", b"", key=b"k", partition=0)
+            await until(lambda: app.statistics().partitions[0].incomplete == 1)
+            await asyncio.sleep(1.0)
+            app.pause("orders", 0)
+            client.broker.fail_publishes("d", None)
+            await until(lambda: client.committed("orders", 0) == 1)
+            assert len(client.records("d")) == 1
+            assert app.statistics().partitions[0].paused is not None
+
+    run(test())
