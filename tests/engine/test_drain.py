@@ -158,6 +158,21 @@ def test_a_record_without_a_key_that_is_cancelled_is_not_waited_for() -> None:
     run(test())
 
 
+def test_a_record_without_a_key_that_fails_is_not_waited_for() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (delivery,) = make_epoch([None])
+        await shards.put([delivery])
+        start(shards.take())
+        epoch.close()
+        shards.close(epoch)
+        assert not drained(epoch)
+        shards.block(delivery, FAILED)
+        assert drained(epoch)
+
+    run(test())
+
+
 def test_it_is_over_when_its_epoch_ends() -> None:
     """The client was lost, and the group that waits for the drain is another one."""
 

@@ -5,6 +5,7 @@ from typing import cast
 
 from aioshard import App, DeadLetter, Record, Retry
 from aioshard.engine.epoch import Gate
+from aioshard.engine.outcomes import Block
 from aioshard.engine.shards import Shards
 from aioshard.errors import TransportError
 from aioshard.testing import TestClient, run
@@ -52,6 +53,25 @@ def test_what_was_held_starts_before_what_has_arrived_since() -> None:
         assert first is held[0]
         epoch.complete(first)
         assert start(shards.next_after(first)).offset == 1
+
+    run(test())
+
+
+def test_a_probe_that_fails_makes_way_for_another() -> None:
+    async def test() -> None:
+        shards = Shards()
+        epoch, (bad, good) = make_epoch(["a", "b"])
+        results: list[bool] = []
+        epoch.pause("a failure policy", "the ledger is down")
+        epoch.probed = results.append
+        await shards.put([bad, good])
+        assert shards.take() is None
+        assert shards.probe(epoch) is start(shards.take()) is bad
+        shards.block(bad, Block(halted=True, error="ValueError", since=0.0))
+        assert results == [False]
+        assert shards.probe(epoch) is start(shards.take()) is good
+        epoch.complete(good)
+        assert results == [False, True]
 
     run(test())
 
