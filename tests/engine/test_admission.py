@@ -1,10 +1,15 @@
 """How much of a partition is taken in, where chance rarely comes."""
 
+import asyncio
+
 from aioshard.core.flow import Usage, minimum
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.outcomes import Block
-from aioshard.ports import NOTHING, Oversized
+from aioshard.ports import NOTHING, FetchedBatch, Oversized
+from aioshard.records import Record
+from aioshard.testing import run
 from tests.engine.deliveries import add, make_buffer, make_intake, make_partition
+from tests.engine.running import until
 
 HALTED = Block(halted=True, error="ValueError", since=0.0)
 
@@ -68,3 +73,33 @@ def test_what_completes_leaves_the_buffer_with_its_bytes() -> None:
     for left, delivery in zip((2, 1, 0), deliveries, strict=True):
         epoch.complete(delivery)
         assert (buffer.records, buffer.bytes, epoch.buffered_bytes) == (left, 7 * left, 7 * left)
+
+
+def test_what_the_client_still_returns_of_a_closed_partition_is_not_taken_in() -> None:
+    buffer = make_buffer()
+    closed, _ = make_partition([], buffer=buffer)
+    partition, _ = make_partition([], partition=1, buffer=buffer)
+    closed.close()
+
+    class Client:
+        """Returns a record of each partition, once."""
+
+        polled = 0
+
+        async def poll(self, _allowance: object, _timeout: float) -> list[FetchedBatch]:
+            self.polled += 1
+            if self.polled > 1:
+                await asyncio.Event().wait()
+            names = closed.topic_partition, partition.topic_partition
+            return [FetchedBatch(name, [Record(*name, 0, None, b"", (), 0.0)], [1], 1) for name in names]
+
+    async def test() -> None:
+        client = Client()
+        intake = make_intake(closed, partition, buffer=buffer)
+        pump = asyncio.create_task(intake.run(client), name="pump")  # type: ignore[arg-type]
+        await until(lambda: client.polled == 2)
+        pump.cancel()
+
+    run(test())
+    assert (len(closed.tracker), closed.tracker.position) == (0, 0)
+    assert (len(partition.tracker), partition.tracker.position, buffer.records) == (1, 1, 1)

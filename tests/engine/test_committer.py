@@ -172,6 +172,19 @@ async def test_one_request_is_under_way_at_a_time(desk: Desk) -> None:
 
 
 @with_desk
+async def test_nothing_is_sent_without_a_membership(desk: Desk) -> None:
+    desk.client.member = NOT_A_MEMBER
+    epoch, deliveries = desk.epoch()
+    epoch.complete(deliveries[0])
+    assert not await desk.committer.flush([epoch], 5.0)
+    assert desk.client.sent == []
+
+    desk.client.member = MEMBER
+    assert await desk.committer.flush([epoch], 5.0)
+    assert desk.offsets == [{0: 1}]
+
+
+@with_desk
 async def test_what_was_not_acknowledged_is_computed_anew(desk: Desk) -> None:
     """The first request failed; meanwhile more has completed, and the second says so (I9)."""
     desk.client.answers = [CommitError("no time")]
