@@ -6,6 +6,7 @@ import gc
 from aioshard import App, Record
 from aioshard.engine.epoch import Delivery
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
+from tests.engine.deliveries import add, make_epoch
 
 
 def test_a_run_that_outlives_its_epoch_keeps_nothing_but_its_own_record_in_memory() -> None:
@@ -43,3 +44,21 @@ def test_a_run_that_outlives_its_epoch_keeps_nothing_but_its_own_record_in_memor
             assert len(alive) == statistics.buffered_records + 1
 
     run(test())
+
+
+def test_only_what_had_started_counts_as_run_again() -> None:
+    epoch, (complete, waiting, running) = make_epoch(["a", "b", "c"])
+    (beyond,) = add(epoch, ["d"])
+    for delivery in (complete, running):
+        delivery.starts = 1
+        epoch.highest_started = delivery.offset
+    epoch.complete(complete)
+
+    rerun = epoch.end()
+
+    assert [rerun.counts(delivery.record) for delivery in (complete, waiting, running, beyond)] == [
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -1,7 +1,6 @@
 """What a pause stops, what it does not, and when it ends."""
 
 import asyncio
-from typing import cast
 
 from aioshard import App, DeadLetter, Record, Retry
 from aioshard.engine.epoch import Gate
@@ -19,10 +18,7 @@ def test_it_ends_when_each_of_those_who_paused_has_resumed() -> None:
     epoch.pause("a failure policy", "the ledger is down")
 
     assert not epoch.resume("the application")
-    gate = cast(Gate, epoch.gate)
-    assert gate is Gate.PAUSED
-    assert epoch.resume("a failure policy")
-    assert epoch.gate is Gate.OPEN
+    assert (epoch.gate, epoch.resume("a failure policy"), epoch.gate) == (Gate.PAUSED, True, Gate.OPEN)
 
 
 def test_a_drain_waits_only_for_what_runs() -> None:
