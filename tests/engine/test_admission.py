@@ -65,7 +65,7 @@ def test_who_waits_for_room_is_woken_when_records_complete_and_when_an_epoch_end
     assert woken == [18, 0]
 
 
-def test_what_completes_leaves_the_buffer_with_its_bytes() -> None:
+def test_completed_records_leave_the_buffer_with_their_bytes() -> None:
     buffer = make_buffer()
     epoch, _ = make_partition([], buffer=buffer)
     deliveries = add(epoch, [None] * 3, size=7)
@@ -75,7 +75,7 @@ def test_what_completes_leaves_the_buffer_with_its_bytes() -> None:
         assert (buffer.records, buffer.bytes, epoch.buffered_bytes) == (left, 7 * left, 7 * left)
 
 
-def test_what_the_client_still_returns_of_a_closed_partition_is_not_taken_in() -> None:
+def test_records_of_a_closed_partition_are_not_taken_in() -> None:
     buffer = make_buffer()
     closed, _ = make_partition([], buffer=buffer)
     partition, _ = make_partition([], partition=1, buffer=buffer)
@@ -99,6 +99,7 @@ def test_what_the_client_still_returns_of_a_closed_partition_is_not_taken_in() -
         pump = asyncio.create_task(intake.run(client), name="pump")  # type: ignore[arg-type]
         await until(lambda: client.polled == 2)
         pump.cancel()
+        await asyncio.wait([pump])
 
     run(test())
     assert (len(closed.tracker), closed.tracker.position) == (0, 0)

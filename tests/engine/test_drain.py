@@ -1,7 +1,7 @@
 """What a drain waits for, and what it does not: each of these would have it last until its deadline."""
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from aioshard.engine.epoch import Delivery, Epoch
 from aioshard.engine.outcomes import Block
@@ -17,7 +17,7 @@ def drained(epoch: Epoch) -> bool:
     return epoch.drained.is_set()
 
 
-async def started(shards: Shards, keys: list[str]) -> tuple[Epoch, list[Delivery]]:
+async def started(shards: Shards, keys: Sequence[Hashable]) -> tuple[Epoch, list[Delivery]]:
     """An epoch of which the first record of each key runs."""
     epoch, deliveries = make_epoch(keys)
     await shards.put(deliveries)
@@ -161,9 +161,7 @@ def test_a_record_without_a_key_that_is_cancelled_is_not_waited_for() -> None:
 def test_a_record_without_a_key_that_fails_is_not_waited_for() -> None:
     async def test() -> None:
         shards = Shards()
-        epoch, (delivery,) = make_epoch([None])
-        await shards.put([delivery])
-        start(shards.take())
+        epoch, (delivery,) = await started(shards, [None])
         epoch.close()
         shards.close(epoch)
         assert not drained(epoch)
