@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 CODE := aioshard tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
+.PHONY: help demo test test-compiled test-slow check format bench chaos coverage docs broker chromium connector postgresql prometheus screenshots clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## run the demo: real flights through one process; needs no Java
 	@$(BIN)/aioshard demo $(ARGS)
@@ -38,6 +38,9 @@ bench: $(VENV)/.dev broker ## run the benchmarks on a real broker; ARGS chooses 
 
 chaos: $(VENV)/.dev broker postgresql chromium ## run the long tests that kill processes and brokers
 	@$(BIN)/python -m pytest -m chaos $(ARGS)
+
+test-compiled: $(VENV)/.dev ## build the compiled package and run the fast tests on it; ARGS=tests/guarantees names others
+	@$(BIN)/python -m tests.support.compiled -n $(WORKERS) $(ARGS)
 
 test-slow: chaos ## the same as chaos
 

@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from aioshard.app import App
 from aioshard.attempts import BatchContext, Context
-from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
-from aioshard.core.on_failure import Budget, DeadLetter, Park
+from aioshard.core.on_failure import CircuitBreaker, DeadLetter, Park
 from aioshard.core.pace import RateLimit
 from aioshard.core.retry import Retry
-from aioshard.errors import AioshardError, BatchError
+from aioshard.errors import AioshardError, BatchError, RetryLater
 from aioshard.observe import HandlerStatistics, JournalStatistics, PartitionStatistics, Statistics
 from aioshard.records import Record, TopicPartition
 from aioshard.router import Handlers
@@ -32,13 +31,12 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Adaptive",
     "AioshardError",
     "App",
     "Batch",
     "BatchContext",
     "BatchError",
-    "Budget",
+    "CircuitBreaker",
     "Context",
     "DeadLetter",
     "HandlerStatistics",
@@ -49,6 +47,7 @@ __all__ = [
     "RateLimit",
     "Record",
     "Retry",
+    "RetryLater",
     "Settings",
     "Statistics",
     "TopicPartition",

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from aioshard.attempts import Provided, with_attempts
+from aioshard.attempts import InProcesses, Provided, with_attempts
 from aioshard.core.on_failure import Park
 from aioshard.engine.control import (
     SeekTo,
@@ -36,7 +37,7 @@ from aioshard.engine.tasks import outlast
 from aioshard.engine.timing import precise
 from aioshard.engine.watch import Watch
 from aioshard.errors import HandlerError, NotDrainedError, SettingsError, StateError
-from aioshard.loops import loop_factory
+from aioshard.loops import loop_factory, tuned_gc
 from aioshard.observe import Diagnosis, Statistics, Workload
 from aioshard.ports import (
     Clients,
@@ -48,7 +49,7 @@ from aioshard.ports import (
     TransportFactory,
 )
 from aioshard.records import TopicPartition
-from aioshard.router import Handlers
+from aioshard.router import Handlers, process_call
 from aioshard.serde.payloads import message
 from aioshard.signals import Signals
 
@@ -174,12 +175,15 @@ class App(Handlers):
         """Reject handlers and settings that do not fit together; starting the app also calls it.
 
         Raises:
-            HandlerError: There is no handler, or the batches of one wait longer than `stuck_after`.
+            HandlerError: There is no handler, the batches of one wait longer than `stuck_after`, or worker processes
+                cannot import one.
             SettingsError: The partitions in `assign` do not match the handlers.
         """
         if not self._handlers:
             raise HandlerError(f"app {self.group_id!r} has no handlers: decorate a function with @app.consume('topic')")
         for handler in self:
+            if handler.run_in == "process":
+                process_call(handler)
             batch, stuck_after = handler.batch, self._settings.stuck_after
             if batch is not None and batch.linger >= stuck_after:
                 raise HandlerError(
@@ -266,7 +270,8 @@ class App(Handlers):
             signals: The open handlers of this process.
             until_caught_up: As for `serve`.
         """
-        serving = asyncio.create_task(self.serve(until_caught_up=until_caught_up), name="serve")
+        tuning = tuned_gc() if self.settings.tune_gc else contextlib.nullcontext()
+        serving = asyncio.create_task(self._serve(tuning, until_caught_up=until_caught_up), name="serve")
 
         def end() -> None:
             if self.statistics().state in {"running", "draining"}:
@@ -291,6 +296,9 @@ class App(Handlers):
             HaltedError: With *until_caught_up*, halted records block the end.
             AioshardError: Any other error that makes consuming impossible.
         """
+        await self._serve(contextlib.nullcontext(), until_caught_up=until_caught_up)
+
+    async def _serve(self, while_running: AbstractContextManager[None], *, until_caught_up: bool) -> None:
         async with self:
             engine, stop = self._engine, self._stop
             assert engine is not None  # noqa: S101 - created at the start, like the next one
@@ -299,7 +307,8 @@ class App(Handlers):
             if until_caught_up:
                 tasks.append(asyncio.create_task(caught_up(engine), name="caught up"))
             try:
-                done, _ = await asyncio.wait({engine.failed, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+                with while_running:
+                    done, _ = await asyncio.wait({engine.failed, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -435,6 +444,7 @@ class App(Handlers):
         if self.tracing is not None and not replay:
             clients, adapt = self.tracing.wrap(clients, adapt, self.group_id, self.settings)
         try:
+            runs = {} if replay else await self._start_processes()
             if observe is None and self.settings.journal is not None:
                 from aioshard.telemetry.journal import Journal  # noqa: PLC0415 - pyarrow is imported on use
 
@@ -446,8 +456,9 @@ class App(Handlers):
             self._exit.push_async_callback(producer.close)
             if self._resources is not None:
                 self._state = await self._exit.enter_async_context(self._resources(self))
-            provided = Provided(lambda: self._state, producer.publish, replay)
-            handlers = [with_attempts(handler, provided) for handler in self]
+            exactly_once = self.settings.processing_guarantee == "exactly_once" and not replay
+            provided = Provided(lambda: self._state, producer.publish, replay, exactly_once, clients.around)
+            handlers = [with_attempts(handler, provided, runs.get(number)) for number, handler in enumerate(self)]
             self._engine = Engine(
                 self.group_id,
                 self.settings,
@@ -455,6 +466,7 @@ class App(Handlers):
                 clients._replace(side_topics=lambda: self._closing(clients.side_topics())),
                 producer,
                 observe=observe,
+                exactly_once=exactly_once,
             )
             watch_loop = not replay and precise(self._loop.time) is time.monotonic  # not virtual
             self._watch = Watch(self._engine, explain_partition, watch_loop=watch_loop)
@@ -464,6 +476,17 @@ class App(Handlers):
             with contextlib.suppress(Exception):
                 await self._end()
             raise
+
+    async def _start_processes(self) -> dict[int, InProcesses]:
+        """Start the worker processes of the handlers that need some; return how to run each of them there."""
+        calls = {number: process_call(handler) for number, handler in enumerate(self) if handler.run_in == "process"}
+        if not calls or self._exit is None:
+            return {}
+        from aioshard.processes import Processes  # noqa: PLC0415 - imported on use
+
+        count = self.settings.processes or _cores()
+        pool = await self._exit.enter_async_context(Processes(calls, count))
+        return {number: InProcesses(count, functools.partial(pool.run, number)) for number in calls}
 
     def _has_failed(self, failed: asyncio.Future[None]) -> None:
         logger.critical("app %r has failed and consumes nothing more: %s", self.group_id, failed.exception())
@@ -769,6 +792,10 @@ class App(Handlers):
 
 def _with_overrides(settings: "Settings", overrides: dict[str, Any]) -> "Settings":
     return settings.replace(**overrides) if overrides else settings
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _NoProducer:

@@ -6,22 +6,23 @@ import dataclasses
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import anyio
 import anyio.to_thread
 
 from aioshard.engine.current_record import begin_thread
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failures import Publish
-from aioshard.engine.handler import Handler
+from aioshard.engine.handler import Attempt, Handler
+from aioshard.engine.outgoing import RunMessages
 from aioshard.engine.shards import DeliveryBatch
 from aioshard.engine.stack import ThreadRun
-from aioshard.errors import HandlerError, StateError
-from aioshard.ports import Message
+from aioshard.errors import BatchError, HandlerError, StateError
+from aioshard.ports import Message, Publish
 from aioshard.records import Record
-from aioshard.serde.payloads import message
+from aioshard.serde.payloads import decoded_by, message, payload_of
 
 Call = Callable[[Any, Any], Awaitable[object]]
 """Runs the handler for a record, or a list of them, in a context."""
@@ -45,14 +46,22 @@ class _Attempt:
     """Counted from 1; the same for all records of a batch."""
     deadline: float | None
     """Event loop time at which the attempt times out; None without a timeout."""
-    revoked: asyncio.Event
+    revoked: asyncio.Event = dataclasses.field(repr=False)
     """Set when a partition of the attempt's records is being revoked: finish soon, or the run is cancelled."""
     replay: bool
     """True in a backfill on Spark."""
-    state: Any
+    state: Any = dataclasses.field(repr=False)
     """The value that the app's `resources` yielded; None without resources."""
     publisher: Publish = dataclasses.field(default=_no_app, repr=False)
     """Publishes the messages of `publish`."""
+
+    def __copy__(self) -> Self:
+        return dataclasses.replace(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the part that a worker process can have; the deadline is set there."""
+        names = {"record", "records", "attempt", "replay"} & {field.name for field in dataclasses.fields(self)}
+        return _context_in_process, (type(self), {name: getattr(self, name) for name in names})
 
     async def publish(
         self,
@@ -68,8 +77,12 @@ class _Attempt:
         The handler's input is complete only after the handler has returned, so its messages are stored before the
         offsets of its input are committed. After a crash they may be published twice.
 
+        With `processing_guarantee="exactly_once"`, return -1 immediately: the message becomes visible together with
+        the offsets, or is dropped if this run fails.
+
         Raises:
-            TransportError: The message was not acknowledged.
+            TransportError: The message was not acknowledged, or is too large.
+            StateError: With `exactly_once`, the run has ended.
         """
         return await self.publisher(message(topic, value, key=key, headers=headers, partition=partition))
 
@@ -77,6 +90,8 @@ class _Attempt:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context(_Attempt):
     """Information about an attempt: declare it as the handler's second parameter.
+
+    In a worker process, `state`, `revoked` and `publish` raise `StateError`, and `deadline` is in `time.monotonic()`.
 
     Example:
         >>> async def on_order(record: Record, context: Context) -> None:
@@ -115,6 +130,32 @@ class BatchContext(_Attempt):
         return f"{record.topic}/{record.partition}/{record.offset}"
 
 
+def _absent(_: Context) -> Any:
+    raise StateError(
+        "context.state, context.revoked and context.publish belong to the process of the app, and the handler runs in "
+        "a worker process: use attempt, deadline, idempotency_key and replay, or run it in a thread"
+    )
+
+
+_IN_PROCESS: dict[str, Any] = {
+    "__slots__": (),
+    **dict.fromkeys(("state", "revoked", "publish"), property(_absent)),
+}
+"""Replaces, in a worker process, the parts of a context that stay in the process of the app."""
+
+
+@functools.cache
+def _kind_in_process(kind: type) -> type:
+    return type(kind.__name__, (kind,), _IN_PROCESS)
+
+
+def _context_in_process(kind: type, values: dict[str, object]) -> Any:
+    context: Any = object.__new__(_kind_in_process(kind))
+    for name, value in values.items():
+        object.__setattr__(context, name, value)
+    return context
+
+
 # Attempts -----------------------------------------------------------------------------
 
 
@@ -127,24 +168,51 @@ class Provided(NamedTuple):
     """Publishes the messages of handlers."""
     replay: bool = False
     """Value of `Context.replay`."""
+    exactly_once: bool = False
+    """Whether the messages of a run become visible with its completion."""
+    around: Callable[[Publish], Publish] = lambda publish: publish
+    """Wraps the function that accepts these messages."""
 
 
-def with_attempts(handler: Handler, provided: Provided) -> Handler:
-    """Return the handler with the functions that run its attempts, for one start of the app."""
+class InProcesses(NamedTuple):
+    """How the attempts of a handler run in worker processes."""
+
+    number: int
+    """How many processes there are."""
+    run: Callable[..., Awaitable[object]]
+    """Runs one attempt: as a `Call`, with its *timeout* in seconds."""
+
+
+def with_attempts(handler: Handler, provided: Provided, processes: InProcesses | None = None) -> Handler:
+    """Return the handler with the functions that run its attempts, for one start of the app.
+
+    Args:
+        handler: The handler as registered.
+        provided: Values from the app.
+        processes: For a handler that runs in worker processes; without, it runs in a thread, one attempt at a time.
+    """
     middleware = [function for level in handler.middleware for function in level]
     wants_context = handler.takes_context or bool(middleware)
-    threads = None if handler.is_async else anyio.CapacityLimiter(handler.concurrency)
+    if handler.run_in == "process":  # more runs would wait for a process, and a drain for them
+        most = processes.number if processes else 1
+        handler = handler._replace(concurrency=min(handler.concurrency, most), most_concurrency=most)
+    threads = None if handler.run_in == "loop" else anyio.CapacityLimiter(handler.concurrency)
     read = None if handler.payload is None else handler.payload.read
     if threads is None and read is None and not wants_context and handler.batch is None:
         return handler._replace(call=handler.function)
-    call = _call_of(handler, read, threads)
+    if processes is None:
+        call = _call_of(handler, read, threads)
+    else:
+        call, read = functools.partial(processes.run, timeout=handler.timeout), None
     for layer in reversed(middleware):
         call = _with_middleware(layer, call)
     context_of = provided if wants_context else None
     if handler.batch is None:
-        invoke: Callable[[Any], Awaitable[object]] = _record_attempt(call, handler.timeout, context_of)
+        invoke = _record_attempt(call, handler.timeout, context_of)
     else:
         invoke = _batch_attempt(call, _call_of(handler, None, threads), handler.timeout, context_of)
+    if processes is not None:
+        handler = handler._replace(timeout=None)  # the process ends the run: waiting for one does not count
     return handler._replace(
         invoke=invoke,
         read=None if handler.batch is None or middleware else read,
@@ -152,32 +220,27 @@ def with_attempts(handler: Handler, provided: Provided) -> Handler:
     )
 
 
-def _record_attempt(
-    call: Call, timeout: float | None, provided: Provided | None
-) -> Callable[[Delivery], Awaitable[object]]:
+def _record_attempt(call: Call, timeout: float | None, provided: Provided | None) -> Attempt:
     if provided is None:
         return lambda delivery: call(delivery.record, None)
-    state, publish, replay = provided
 
-    def attempt(delivery: Delivery) -> Awaitable[object]:
+    def attempt(delivery: Delivery, publish: Publish) -> Awaitable[object]:
         context = Context(
             record=delivery.record,
             attempt=delivery.failures + 1,
             deadline=_deadline(timeout),
             revoked=delivery.epoch.revoked,
-            replay=replay,
-            state=state(),
+            replay=provided.replay,
+            state=provided.state(),
             publisher=publish,
         )
         return call(delivery.record, context)
 
-    return attempt
+    return _publishing(attempt, provided)
 
 
-def _batch_attempt(
-    call: Call, call_decoded: Call, timeout: float | None, provided: Provided | None
-) -> Callable[[DeliveryBatch], Awaitable[object]]:
-    def attempt(batch: DeliveryBatch) -> Awaitable[object]:
+def _batch_attempt(call: Call, call_decoded: Call, timeout: float | None, provided: Provided | None) -> Attempt:
+    def attempt(batch: DeliveryBatch, publish: Publish) -> Awaitable[object]:
         context = None
         if provided is not None:
             context = BatchContext(
@@ -187,13 +250,42 @@ def _batch_attempt(
                 revoked=batch.revoked,
                 replay=provided.replay,
                 state=provided.state(),
-                publisher=provided.publish,
+                publisher=publish,
             )
         if batch.payloads is not None:
             return call_decoded(batch.payloads, context)
         return call(batch.records, context)
 
-    return attempt
+    return _publishing(attempt, provided)
+
+
+def _publishing(attempt: Callable[[Any, Publish], Awaitable[object]], provided: Provided | None) -> Attempt:
+    """Return attempts that publish immediately or, with exactly-once processing, together with their completion."""
+    if provided is None:
+        return lambda argument: attempt(argument, _no_app)
+    if not provided.exactly_once:
+        return lambda argument: attempt(argument, provided.publish)
+
+    async def run(argument: Delivery | DeliveryBatch) -> object:
+        deliveries = argument.deliveries if isinstance(argument, DeliveryBatch) else [argument]
+        for delivery in deliveries:
+            delivery.outgoing = ()
+        own = RunMessages()
+        try:
+            result = await attempt(argument, provided.around(own.publish))
+        except BatchError as error:
+            if own.messages and len(deliveries) > 1:
+                raise HandlerError(
+                    "the handler raised BatchError after it had published: with exactly-once processing, none of its "
+                    "messages is published, so all records of the batch run again"
+                ) from error
+            raise
+        finally:
+            messages = own.end()
+        deliveries[0].outgoing = messages
+        return result
+
+    return run
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -255,6 +347,32 @@ def _refuse_unawaited(layer: Middleware, coroutine: Coroutine[Any, Any, object])
         f"middleware {name!r} returned before the handler had ended: await what call_next gives, as in "
         "'return await call_next(record, context)'"
     )
+
+
+# Processes ----------------------------------------------------------------------------
+
+
+def call_in_process(  # noqa: PLR0917 - `functools.partial` gives them by position
+    function: Callable[..., object],
+    takes_context: bool,
+    is_batch: bool,
+    timeout: float | None,
+    payload_type: Any,
+    decode: Callable[[Record], object] | None,
+) -> Callable[[Any, Any], object]:
+    """Return the function that runs a handler in a worker process, with a record or a list, and a context."""
+    payload = payload_of(payload_type, "its handler") if decode is None else decoded_by(decode, is_async=False)
+
+    def call(argument: Any, context: Any) -> object:
+        if context is not None:
+            object.__setattr__(context, "deadline", None if timeout is None else time.monotonic() + timeout)
+        if payload is not None:
+            argument = [*map(payload.read, argument)] if is_batch else payload.read(argument)
+        result = function(argument, context) if takes_context else function(argument)
+        _refuse_awaitable(result)
+        return result
+
+    return call
 
 
 # Threads ------------------------------------------------------------------------------

@@ -57,6 +57,32 @@ class DecodeError(AioshardError):
     """
 
 
+class RetryLater(AioshardError):  # noqa: N818 - it asks for something
+    """Raised by a handler to choose the delay until its next attempt, as with HTTP's `Retry-After`.
+
+    It counts as a failed attempt, whatever `retry_on` and `give_up_on` say. `Retry.maximum` does not limit the delay.
+
+    Args:
+        seconds: Delay until the next attempt.
+        why: For logs and explanations.
+
+    Raises:
+        ValueError: *seconds* is negative or not finite.
+
+    Example:
+        >>> raise RetryLater(30, "the partner is busy")
+        Traceback (most recent call last):
+        ...
+        aioshard.errors.RetryLater: the partner is busy
+    """
+
+    def __init__(self, seconds: float, why: str = "") -> None:
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"RetryLater({seconds!r}) was refused: expected a number of seconds, 0 or more")
+        super().__init__(why or f"retry in {seconds:g} s")
+        self.seconds = float(seconds)
+
+
 class BatchError(AioshardError):
     """Some records of a batch failed: raise it in a batch handler. The records that it does not name are complete.
 
@@ -95,6 +121,10 @@ class BatchError(AioshardError):
             for record, error in self.errors.items()
         )
         super().__init__(f"{counted(len(failed), 'record')} of the batch failed: {_some_of(failed)}")
+
+    def __reduce__(self) -> tuple[type, tuple[object]]:
+        """Pickle the errors, for the way from a worker process to the app."""
+        return type(self), (self.errors,)
 
 
 # Broker errors ------------------------------------------------------------------------
@@ -337,6 +367,10 @@ class AttemptTimeoutError(AioshardError, TimeoutError):
 
     def __init__(self, timeout: float) -> None:
         super().__init__(f"the attempt took longer than timeout={timeout:g} s and was cancelled")
+
+
+class ProcessError(AioshardError):
+    """A worker process ended during a run, or what the run raised or returned cannot be sent to the app."""
 
 
 class SwallowedCancellationError(AioshardError):

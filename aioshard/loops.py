@@ -1,7 +1,14 @@
-"""Choose the event loop: uvloop if it is installed."""
+"""The event loop and the garbage collector of a process that only runs an app."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+_COLLECT_AFTER = 5_000, 5, 5
+"""Thresholds of the garbage collector. With the default first threshold (700 up to Python 3.12) and 1,000 records in
+flight, it visits each record again and again until it is complete. Higher ones save hardly more CPU, and a hanging app
+held up to 10 MiB more."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -11,3 +18,21 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
+
+
+@contextlib.contextmanager
+def tuned_gc() -> Iterator[None]:
+    """Collect garbage more rarely while the context is open, and leave out all objects that exist by now.
+
+    Thresholds that are as high already, or 0 because collection is off, are left alone.
+    """
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    if 0 < thresholds[0] < _COLLECT_AFTER[0]:
+        gc.set_threshold(*_COLLECT_AFTER)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if not frozen:
+            gc.unfreeze()

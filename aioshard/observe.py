@@ -46,6 +46,8 @@ class PartitionStatistics:
     """Records that workers are running now."""
     queued: int = 0
     """Records in memory that no worker is running."""
+    held_back: int = 0
+    """Offsets beyond the end that cannot be read yet, because a transaction is open; at most 15 s old."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,6 +181,18 @@ class RebalanceReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TransactionStatistics:
+    """Transactions of exactly-once processing; `commits` and `commit_failures` say how many ended and were aborted."""
+
+    fenced: int
+    """Aborted ones that the brokers refused because the group had moved on."""
+    messages: int
+    """Messages in those that ended."""
+    open_seconds: float | None
+    """Seconds since the open one began; None while none is open."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Statistics:
     """The state of an app at one moment."""
 
@@ -221,6 +235,8 @@ class Statistics:
     """Seconds until a commit request was acknowledged."""
     commit_failure_durations: HistogramCounts | None = None
     """Seconds until a commit request was known to have failed."""
+    transactions: TransactionStatistics | None = None
+    """None unless `processing_guarantee` is `exactly_once`."""
 
     def asdict(self) -> dict[str, Any]:
         """Return the same as plain dictionaries and tuples, ready for JSON."""

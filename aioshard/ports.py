@@ -4,13 +4,13 @@ The engine does not depend on a client. `aioshard.kafka.aiokafka.transport` impl
 `aioshard.testing.broker` in memory. All methods are called from one event loop.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from aioshard.errors import CommitRefusedError, TransportError
 from aioshard.records import Record, TopicPartition
 
-RECORD_OVERHEAD = 500
+RECORD_OVERHEAD: Final = 500
 """Memory overhead of a record in bytes, beyond its key, value and headers."""
 
 
@@ -121,6 +121,8 @@ class LogRange(NamedTuple):
 
     start: int
     end: int
+    newest: int = -1
+    """One past the last offset, including those of transactions that are open; -1 if it is not known."""
 
 
 class GroupListener(Protocol):
@@ -206,8 +208,16 @@ class Transport(Protocol):
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """Set the position; prefetched records of the partition are discarded."""
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: "Sequence[Message] | None" = None,
+    ) -> None:
         """Send one commit request (offsets with their metadata), once, under *membership*.
+
+        With *messages*, even none, they become visible together with the offsets, in one transaction. If that fails,
+        or is cancelled, they may be visible or not; `committed` then waits until that is decided.
 
         Raises:
             CommitRefusedError: *membership* is no longer ours (checked before sending and by the
@@ -236,9 +246,6 @@ class Transport(Protocol):
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """Return the first offset of a record at or after *timestamp* (seconds since the epoch); None without one."""
-
-    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """Limit the client's buffer for *partitions* partitions together to *max_bytes*."""
 
     async def close(self) -> None:
         """Leave the group and close all connections; commit nothing and call no listener.
@@ -339,10 +346,11 @@ class SideTopics(Protocol):
         """
 
     async def end(self, topic_partition: TopicPartition) -> int:
-        """Query the brokers for the end of a partition's log: its last stable offset.
+        """Query the brokers for the end of a partition's log.
 
         Raises:
-            TransportError: The end could not be determined.
+            TransportError: The end could not be determined, or a transaction before it is not decided yet: records
+                of it may still become visible.
         """
 
     async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
@@ -360,6 +368,9 @@ class SideTopics(Protocol):
 
 
 SideTopicsFactory = Callable[[], SideTopics]
+
+Publish = Callable[[Message], Awaitable[int]]
+"""Publishes a message, waits for the brokers' acknowledgement and returns the offset."""
 
 
 def record_size(key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
@@ -380,3 +391,5 @@ class Clients(NamedTuple):
     transport: TransportFactory
     producer: ProducerFactory
     side_topics: SideTopicsFactory
+    around: Callable[[Publish], Publish] = lambda publish: publish
+    """Wraps a function that publishes for a run, as tracing does."""

@@ -2,21 +2,22 @@
 
 import functools
 import inspect
+import pickle
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from aioshard.attempts import BatchContext, Context, Middleware
-from aioshard.core.adaptive import Adaptive
+from aioshard.attempts import BatchContext, Context, Middleware, call_in_process
 from aioshard.core.batching import Batch
 from aioshard.core.on_failure import DeadLetter, OnFailure, Park
 from aioshard.core.options import is_number, is_topic, is_whole
 from aioshard.core.pace import RateLimit
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, shard_key_of
-from aioshard.engine.handler import Handler
+from aioshard.engine.handler import Handler, RunIn
 from aioshard.errors import HandlerError
 from aioshard.records import Record
 from aioshard.serde.payloads import decoded_by, payload_of, shown
@@ -52,21 +53,23 @@ class Handlers:
         pattern: str | None = None,
         shard_by: ShardBy = "key",
         shards: int | None = None,
-        concurrency: int | Adaptive | None = None,
+        concurrency: int | None = None,
         timeout: float | None = None,
         retry: Retry | None = None,
         on_failure: OnFailure = "halt",
         batch: Batch | None = None,
         rate_limit: RateLimit | None = None,
         decode: Callable[[Record], object] | None = None,
+        run_in: RunIn | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated function for the records of *topics*.
 
         The function takes the record and, optionally, a `Context`. If you annotate its parameter with another type, it
         takes the decoded value: a pydantic model, a dataclass, a TypedDict, a msgspec struct or any type that pydantic
         supports, from JSON, or `bytes` or `str` unchanged. `X | None` accepts tombstones, as None. An `async def` runs
-        on the event loop, a plain `def` in a thread, up to *concurrency* threads per handler. With *batch* it takes a
-        list of records and, optionally, a `BatchContext`.
+        on the event loop, a plain `def` in a thread, up to *concurrency* threads per handler, or with
+        `run_in="process"` in a worker process. With *batch* it takes a list of records and, optionally, a
+        `BatchContext`.
 
         Args:
             topics: Topic names; each topic belongs to one handler of the app.
@@ -75,8 +78,7 @@ class Handlers:
                 function of the record. Records for which it returns None, or that have no key, have no order.
             shards: None creates shards on demand, served by *concurrency* workers. A number creates that many
                 fixed shards, each a bounded queue with one worker: for local caches, or to protect a back end.
-            concurrency: Workers, 64 by default; not allowed with *shards*. `Adaptive(1, 512)` continuously adapts it
-                to the capacity of the back end.
+            concurrency: Workers, 64 by default; not allowed with *shards*.
             timeout: Seconds that an attempt may take. After that the handler is cancelled and the attempt has failed. A
                 handler that swallows the cancellation is reported, and its shard halts when it returns.
             retry: When and how often to retry a failed record; `Retry()` by default.
@@ -88,6 +90,10 @@ class Handlers:
             decode: Converts a `Record` into the handler's argument, regardless of annotations: a function, or without
                 *batch* an async function. Its exceptions become `DecodeError`, except `OSError`, which may be
                 transient.
+            run_in: `"process"` runs a plain `def` that computes in the worker processes of the app, on all cores;
+                the setting `processes` is their number, and the highest number of concurrent runs. The function, its
+                payload's type and *decode* must be importable by name. A run that exceeds *timeout* really ends: its
+                process is killed and replaced. By default `"loop"` for an `async def`, and `"thread"` for a `def`.
 
         Returns:
             The unchanged function, so that you can call it in tests.
@@ -125,7 +131,6 @@ class Handlers:
                 shard_by=shard_by,
                 shards=shards,
                 concurrency=workers,
-                adaptive=concurrency if isinstance(concurrency, Adaptive) else None,
                 timeout=None if timeout is None else float(timeout),
                 retry=Retry() if retry is None else retry,
                 on_failure=on_failure,
@@ -133,11 +138,13 @@ class Handlers:
                 rate_limit=rate_limit,
                 function=function,
                 takes_context=takes_context,
-                is_async=is_async(function),
+                run_in=_checked_run_in(run_in, function, decode),
                 payload=payload,
                 decode=decode,
                 middleware=(self._middleware,),
             )
+            if run_in == "process":
+                process_call(handler, registers=True)
             self._add(handler)
             return function
 
@@ -206,11 +213,10 @@ def _check_options(*, shards: Any, concurrency: Any, timeout: Any, **options: An
             f"shards={shards} and concurrency={concurrency} were both given: a fixed shard has one worker, so leave "
             "concurrency out, or leave shards out for shards on demand"
         )
-    workers = concurrency.beginning if isinstance(concurrency, Adaptive) else concurrency
-    for name, value in (("shards", shards), ("concurrency", workers)):
+    for name, value in (("shards", shards), ("concurrency", concurrency)):
         if value is not None and not is_whole(value):
             raise HandlerError(f"{name}={value!r} was refused: expected a whole number of at least 1")
-    return int(shards or workers or 64)
+    return int(shards or concurrency or 64)
 
 
 def _check_source(topics: tuple[object, ...], pattern: str | None) -> None:
@@ -258,6 +264,50 @@ def _check_decode(decode: object, batch: object) -> None:
             "decode=… is an async function and batch=… was given: the records of a batch are decoded in one step, so "
             "use a plain function, or take list[Record] and decode in the handler"
         )
+
+
+def _checked_run_in(
+    run_in: RunIn | None, function: Callable[..., Any], decode: Callable[[Record], object] | None
+) -> RunIn:
+    """Return where a handler runs; reject a place that it, or the function that decodes for it, cannot run in."""
+    places: Sequence[RunIn] = ("loop",) if is_async(function) else ("thread", "process")
+    name, kind = name_of(function), "an 'async def'" if is_async(function) else "a plain 'def'"
+    if run_in is not None and run_in not in places:
+        raise HandlerError(
+            f"handler {name!r} is {kind} and was given run_in={run_in!r}: expected {' or '.join(map(repr, places))}; "
+            "an 'async def' runs in the 'loop', a plain 'def' in a 'thread' or a 'process'"
+        )
+    if run_in == "process" and sys.platform == "win32":
+        raise HandlerError(f"handler {name!r} was given run_in='process', which needs Linux or macOS: use 'thread'")
+    if run_in == "process" and decode is not None and is_async(decode):
+        raise HandlerError(
+            f"handler {name!r} was given run_in='process' and decode=… is an async function: the records are decoded "
+            "in the process, so use a plain function"
+        )
+    return run_in or places[0]
+
+
+def process_call(handler: Handler, *, registers: bool = False) -> bytes:
+    """Return a handler as it is sent to worker processes.
+
+    Args:
+        handler: The handler.
+        registers: Whether its decorator runs: a plain function has no name in its module until that has returned.
+
+    Raises:
+        HandlerError: They could not import it.
+    """
+    function, kind = handler.function, Any if handler.payload is None else handler.payload.type
+    if registers and inspect.isfunction(function) and "<" not in function.__qualname__:
+        function = process_call
+    options = (handler.takes_context, handler.batch is not None, handler.timeout, kind, handler.decode)
+    try:
+        return pickle.dumps(functools.partial(call_in_process, function, *options))
+    except Exception as error:
+        raise HandlerError(
+            f"handler {handler.name!r} was given run_in='process' and cannot be sent to a worker process ({error}): "
+            "define the function, its payload's type and decode=… by 'def' and 'class' at the top level of a module"
+        ) from error
 
 
 def _check_arguments(message: str, function: Callable[..., Any], count: int) -> None:

@@ -166,10 +166,6 @@ def _read_assign(value: object) -> object:
     return assign
 
 
-def _sort_partitions(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(set(numbers)))
-
-
 def _read_directory(value: object) -> object:
     if "://" in str(value):
         raise ValueError("expected a local directory, without a scheme")
@@ -180,7 +176,9 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), "seconds"]
 Name = Annotated[str | None, Field(min_length=1, max_length=249)]
 Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 Partition = Annotated[int, Field(ge=0, lt=_MAX_PARTITION, strict=True)]
-Partitions = Annotated[tuple[Partition, ...], Field(min_length=1), AfterValidator(_sort_partitions)]
+Partitions = Annotated[
+    tuple[Partition, ...], Field(min_length=1), AfterValidator(lambda numbers: tuple(sorted(set(numbers))))
+]
 Assign = Annotated[dict[Topic, Partitions] | None, Field(min_length=1), NoDecode, BeforeValidator(_read_assign)]
 
 
@@ -212,7 +210,6 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         hide_input_in_errors=True,
-        use_attribute_docstrings=True,
     )
 
     # Brokers and group ------------------------------------------------------------------
@@ -260,12 +257,24 @@ class Settings(BaseSettings):
     # Start, stop, commit --------------------------------------------------------------
 
     start_timeout: Annotated[float | None, Field(gt=0, allow_inf_nan=False), "seconds"] = 10.0
-    """The start fails if the first assignment takes longer. None starts even without brokers and keeps trying; the app
-    is not ready until then."""
+    """The start fails if no broker answers within this time, or if a topic does not exist; after that, an outage or a
+    rebalance is waited for. None starts even without brokers and keeps trying; the app is not ready until then."""
     shutdown_timeout: Seconds = 25.0
     """How long stopping may take, from the request to the last commit. Kubernetes kills after 30 s."""
-    commit_interval: Seconds = 1.0
-    """Time between commits while records complete. After a crash, the records since the last commit run again."""
+    processing_guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
+    """With `exactly_once`, what a record's run publishes, its dead letter and the group's offsets become visible in one
+    transaction. It covers Kafka to Kafka only, and needs `client="confluent"`."""
+    transaction_timeout: Seconds = 30.0
+    """After how long the brokers abort a transaction whose process has died; must exceed `drain_timeout` +
+    `commit_timeout`. Until then, readers of its topics and the next owner of its partitions wait. Used with
+    `exactly_once`."""
+    commit_interval: Seconds = Field(default=None, validate_default=True)
+    """Longest time between commits while records complete. After a crash, records since the last commit run again.
+    None: 1 s, or 0.1 s with `exactly_once`, where a commit makes messages visible."""
+    commit_records: Annotated[int | None, Field(ge=1), "records"] = 2_000
+    """Commit sooner: after this many completed records, and at once after the first ones of a newly assigned partition.
+    Early commits keep a pause, so that they cost less than 1 % of a core. None: only every `commit_interval`.
+    Not used with `exactly_once`."""
     auto_offset_reset: Literal["earliest", "latest", "error"] | None = None
     """Where a group without committed offsets begins. None refuses to start then: `latest` skips records and `earliest`
     repeats them, so you must choose. A position that the log no longer holds is replaced by the start of the log;
@@ -285,6 +294,11 @@ class Settings(BaseSettings):
     max_buffered_bytes: Annotated[int, Field(ge=1), "bytes"] = 64 * _MIB
     """Maximum size of these records; each counts as its bytes + 500. The client prefetches up to half as much in
     addition."""
+    tune_gc: bool = True
+    """Whether `App.run` and `aioshard run` make Python's garbage collector run more rarely, which saves up to a tenth
+    of the CPU. `App.serve` and a lifespan never do: there the process is not the app's own."""
+    processes: Annotated[int | None, Field(ge=1), "processes"] = None
+    """Worker processes of the app, for handlers with `run_in="process"`. None: one for each core that it may use."""
 
     # Observability --------------------------------------------------------------------
 
@@ -327,6 +341,12 @@ class Settings(BaseSettings):
         rebalance, commit, heartbeat = (info.data[name] for name in needed)
         room = rebalance - commit - heartbeat
         return min(20.0, 0.9 * room) if room > 0 else 20.0  # no room is refused below
+
+    @field_validator("commit_interval", mode="before")
+    @classmethod
+    def _compute_commit_interval(cls, value: object, info: ValidationInfo) -> object:
+        exactly_once = info.data.get("processing_guarantee") == "exactly_once"
+        return value if value is not None else 0.1 if exactly_once else 1.0
 
     @model_validator(mode="wrap")
     @classmethod
@@ -379,13 +399,15 @@ class Settings(BaseSettings):
 
 # Refusals of single settings ----------------------------------------------------------
 
+_COMPUTED = {"drain_timeout": "20, or less", "commit_interval": "1, or 0.1 with exactly_once"}
+"""Defaults that depend on other settings."""
 _SECRET = frozenset({"client_options", "sasl_password", "ssl_password"})
 
 
 def default_of(name: str) -> str:
     """Return the default of a setting, as in Python code."""
-    if name == "drain_timeout":
-        return "20, or less"
+    if name in _COMPUTED:
+        return _COMPUTED[name]
     default = Settings.model_fields[name].get_default(call_default_factory=True)
     return f"{default:g}" if isinstance(default, float) else repr(default)
 
@@ -432,6 +454,8 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         yield from _check_timeouts(settings)
     else:
         yield from _check_manual_assignment(settings)
+    if settings.processing_guarantee == "exactly_once":
+        yield from _check_exactly_once(settings)
     yield from _check_client_options(settings)
     yield from _check_tls(settings)
     yield from _check_sasl(settings)
@@ -482,6 +506,31 @@ def _check_group(settings: Settings) -> Iterator[str]:
     instance = settings.group_instance_id
     if instance is not None and not TOPIC_NAME.fullmatch(instance):
         yield f"group_instance_id={instance!r} is refused: Kafka takes letters, digits, '.', '_' and '-' only"
+
+
+def _check_exactly_once(settings: Settings) -> Iterator[str]:
+    """Refuse what transactions cannot have."""
+    what = "processing_guarantee='exactly_once'"
+    if settings.client != "confluent":
+        yield (
+            f"{what} needs client='confluent': aiokafka has no transactions that stop with the group membership "
+            "(KIP-447)"
+        )
+    if settings.assign is not None:
+        yield f"{what} needs a consumer group, which stops the transactions of former members: remove assign"
+    drain, commit, lasts = settings.drain_timeout, settings.commit_timeout, settings.transaction_timeout
+    needed = drain + 2 * commit + settings.heartbeat_interval
+    if settings.rebalance_timeout <= needed:
+        yield (
+            f"rebalance_timeout={settings.rebalance_timeout:g} s is too short with {what}: draining, the last "
+            f"transaction and waiting for one that is undecided may take {needed:g} s; raise it, or lower drain_timeout"
+        )
+    if lasts <= drain + commit:
+        yield (
+            f"transaction_timeout={lasts:g} s is not longer than drain_timeout={drain:g} s and commit_timeout="
+            f"{commit:g} s together: the brokers could abort the last transaction of a rebalance; raise it above "
+            f"{drain + commit:g} s"
+        )
 
 
 def _check_timeouts(settings: Settings) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
+from benchmarks.p1 import numbered_messages
 from benchmarks.stage import Process, Stage, Topic
 
 PARTITIONS = 12
@@ -36,6 +37,7 @@ class Group:
     contestant: str
     topic: Topic
     directory: Path
+    concurrency: int = CONCURRENCY
     name: str = field(default_factory=lambda: f"bench-{uuid.uuid4().hex[:8]}")
     members: list[Process] = field(default_factory=list)
     journals: list[Path] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Group:
         journal.touch()
         self.journals.append(journal)
         spec = self.stage.spec(
-            self.contestant, self.topic, records=0, work="journal", concurrency=CONCURRENCY, seconds=SECONDS
+            self.contestant, self.topic, records=0, work="journal", concurrency=self.concurrency, seconds=SECONDS
         )
         member = await self.stage.start(replace(spec, group=self.name, journal=str(journal), member=number))
         self.members.append(member)
@@ -138,12 +140,36 @@ async def deploy(stage: Stage, name: str, contestant: str, rate: int) -> Deploy:
                 await member.kill()
 
 
+async def kill(stage: Stage, name: str, contestant: str) -> Deploy:
+    """Kill the only member when half of a topic is processed, and let another one take its place."""
+    records = stage.size(20_000, 500)
+    topic = await stage.fill(name, 8, numbered_messages(records, KEYS))
+    with tempfile.TemporaryDirectory(prefix="aioshard-bench-") as directory:
+        group = Group(stage, contestant, topic, Path(directory), concurrency=128)
+        try:
+            await group.add(0)
+            await _until_processed(group, records // 2)
+            began = time.monotonic_ns()
+            await group.members.pop().kill()
+            # The next member processes this one even when all others were committed before the kill.
+            await stage.cluster.produce(topic.name, [(b"last", b"x" * 100)])
+            records += 1
+            await group.add(0)
+            await _until_processed(group, records)
+            ended = time.monotonic_ns()
+            await group.stop()
+            return Deploy(records, list(group.seen()), began, ended)
+        finally:
+            for member in group.members:
+                await member.kill()
+
+
 async def _until_processed(group: Group, records: int) -> None:
     """Wait until so many different records were processed; gives up, as they may be lost."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STEP_TIMEOUT):
             while len({(partition, offset) for partition, offset, _ in group.seen()}) < records:
-                await asyncio.sleep(LOOK_INTERVAL * 10)
+                await asyncio.sleep(LOOK_INTERVAL)
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Runs over a whole topic: an app and the jobs of a Spark session, each in one process for all rounds."""
+"""Runs over a whole topic: an app and the jobs of Spark sessions, each in one process for all rounds."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,13 @@ from benchmarks.tables import rate_rows
 
 PLAIN_APP = "aioshard, app"
 """The contestant that needs no Spark."""
+ONE_CORE = "aioshard, fused, local[1]"
+"""The contestant whose session runs one task at a time; all others run two."""
 _END_TIMEOUT = 30.0
 
 
 class _Jobs:
-    """The two processes, which are started when they are needed: starting them, and a session, is never measured."""
+    """The processes, which are started when they are needed: starting them, and a session, is never measured."""
 
     def __init__(self, spec: Spec, log: IO[bytes]) -> None:
         self._spec = spec
@@ -33,7 +35,7 @@ class _Jobs:
         Raises:
             ContestantFailedError: It failed, or took too long.
         """
-        process = await self._process("app" if spec.contestant == PLAIN_APP else "spark")
+        process = await self._process({PLAIN_APP: "app", ONE_CORE: "local[1]"}.get(spec.contestant, "local[2]"))
         assert process.stdin is not None
         assert process.stdout is not None
         try:

@@ -3,9 +3,10 @@
 import itertools
 from collections.abc import Iterator
 
-from benchmarks.report import Cell, Report, Spread, Verdict, spread
+from benchmarks.report import Cell, Report, Verdict, spread
 from benchmarks.spec import Measurement
-from benchmarks.stage import Contestant, Runs, Stage
+from benchmarks.stage import COMPILED, Contestant, Runs, Stage
+from benchmarks.tables import cpu_ratio
 from tests.support.cluster import Message
 
 TITLE = "CPU per record: no-op handler, 100 B, 8 partitions, 1,000 keys"
@@ -42,30 +43,30 @@ async def run(stage: Stage) -> Report:
             Contestant("FastStream, manual ack", fewer, rounds=3, package=framework),
             Contestant("faststream-concurrent-aiokafka", fewer, rounds=3, package=addon),
         ],
-        [],
+        [Contestant(COMPILED, compiled=True)],
     )
     runs = checked = await stage.contest(contestants, topic, rounds=1, work="check", concurrency=CONCURRENCY)
     if not stage.quick:
         runs = await stage.contest(contestants, topic, rounds=5, work="count", concurrency=CONCURRENCY)
     report = Report("P1", TITLE, [_row(name, runs, checked[name][0]) for name in runs])
-    ratio = _times_plain(runs, OURS).median
+    ratio = cpu_ratio(runs, OURS, PLAIN).median
     report.verdicts.append(
-        Verdict("CPU per record, times the plain loop", ratio, must=2.0, aim=1.5, judged=not stage.quick)
+        Verdict("CPU per record, times the plain loop", ratio, must=1.5, aim=1.4, judged=not stage.quick)
     )
+    if COMPILED in runs:
+        ratio = cpu_ratio(runs, COMPILED, PLAIN).median
+        report.verdicts.append(Verdict("the same, compiled", ratio, must=1.05, aim=0.9))
+    elif not stage.quick:
+        report.notes.append("Without the compiled package: there is no C compiler.")
     for name, measured in checked.items():
         report.blame(name, measured)
-    report.problems += await stage.uncommitted(OURS)
+    for name in {OURS, COMPILED} & runs.keys():
+        report.problems += await stage.uncommitted(name)
     report.notes.append("Median (least–most) of the rounds; each ratio is within one round.")
     if JOURNAL in runs:
         dropped = max(run.dropped for run in runs[JOURNAL])
         report.notes.append(f"Rows that the journal dropped in a round: {dropped} at most.")
     return report
-
-
-def _times_plain(runs: Runs, name: str) -> Spread:
-    return spread(
-        [run.cpu_per_record / plain.cpu_per_record for run, plain in zip(runs[name], runs[PLAIN], strict=False)]
-    )
 
 
 def _row(name: str, runs: Runs, checked: Measurement) -> dict[str, Cell]:
@@ -74,7 +75,7 @@ def _row(name: str, runs: Runs, checked: Measurement) -> dict[str, Cell]:
         "contestant": name,
         "records": measured[0].records,
         "µs CPU/record": spread([run.cpu_per_record for run in measured]),
-        "× plain loop": _times_plain(runs, name),
+        "× plain loop": cpu_ratio(runs, name, PLAIN),
         "records/s": spread([run.rate for run in measured]).median,
         "lost": checked.missing,
         "twice": checked.repeated,

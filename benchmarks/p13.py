@@ -19,8 +19,10 @@ from benchmarks.workloads import (
     fill_to_warm_up,
 )
 
-TITLE = "Side by side with Confluent Parallel Consumer: order per key; threads there, coroutines here"
+TITLE = "Side by side with Confluent Parallel Consumer: order per key; threads there, coroutines and processes here"
 OURS, CONFLUENT = "aioshard", "aioshard, confluent"
+COMPUTING = ("aioshard, processes", "aioshard, batches in processes")
+"""Contestants for handlers that compute only."""
 PEER = PEERS[0]
 MIB = 1024 * 1024
 WARM_UP = 100_000
@@ -58,7 +60,7 @@ async def run(stage: Stage) -> Report:
     names = [contestant.name for contestant in stage.lineup([Contestant(OURS)], others)]
     easy = await fill_to_warm_up(stage, stage.size(WARM_UP, 200))
     hard = await fill_to_warm_up(stage, stage.size(WARM_UP_HASHES, 50))
-    wrong = {name: 0 for name in names if name != PEER}
+    wrong = {name: 0 for name in [*names, *COMPUTING] if name != PEER}
     for workload in WORKLOADS if not stage.quick else [one for one in WORKLOADS if one.quick]:
         try:
             filled = await fill(stage, workload)
@@ -66,7 +68,9 @@ async def run(stage: Stage) -> Report:
             report.problems.append(f"{workload.name} was not measured: {failure}")
             continue
         course = Course(stage, workload, filled, hard if workload.work == "hash" else easy)
-        outcomes = await course.contest(names)
+        outcomes = await course.contest([*names, *COMPUTING] if workload.work == "hash" else names)
+        if workload.work == "hash" and PEER in outcomes:
+            report.verdicts += _verdicts(outcomes)
         for name, outcome in outcomes.items():
             report.rows.append(row_of(workload, name, filled, outcome))
             if name in wrong:
@@ -126,6 +130,17 @@ class Course:
             f"{workload.name}  {name}: {measured.rate:,.0f} records/s, {measured.cpu_seconds:.1f} s CPU, "
             f"{measured.peak_rss / MIB:.0f} MiB, at most {measured.peak_concurrency} at once"
         )
+
+
+def _verdicts(outcomes: dict[str, Outcome]) -> list[Verdict]:
+    """How quickly it computes in processes, beside Parallel Consumer."""
+    rates = {name: [run.rate for run in outcome.runs] for name, outcome in outcomes.items() if outcome.runs}
+    if PEER not in rates:
+        return []
+    best = max(statistics.median(rates[name]) for name in COMPUTING if name in rates)
+    ratio = best / statistics.median(rates[PEER])
+    what = f"records/s of the better of {' and '.join(COMPUTING)}, times {PEER}, SHA-256"
+    return [Verdict(what, ratio, must=1.0, aim=1.2, at_least=True)]
 
 
 def row_of(workload: Workload, name: str, filled: Filled, outcome: Outcome) -> dict[str, Cell]:

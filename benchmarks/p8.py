@@ -1,11 +1,11 @@
-"""P8: a deploy under load: each of three members is stopped in order and replaced."""
+"""P8: a deploy under load, each of three members is stopped in order and replaced; and one that is killed."""
 
-from benchmarks.deploying import deploy
+from benchmarks.deploying import deploy, kill
 from benchmarks.report import Report, Verdict
 from benchmarks.stage import Stage
 
-TITLE = "Clean deploy: three members under load, each stopped with SIGTERM and replaced in turn"
-OURS = "aioshard"
+TITLE = "Clean deploy: three members under load, each stopped with SIGTERM and replaced in turn; and a killed one"
+OURS, KILLED = "aioshard", "aioshard, static"
 RATES = {OURS: 2_000, "plain loop": 300, "faststream-concurrent-aiokafka": 2_000}
 """Records per second that are produced; a plain loop cannot do more than 200 in each process."""
 
@@ -25,4 +25,12 @@ async def run(stage: Stage) -> Report:
                 Verdict("records that ran twice", found.twice, must=0),
                 Verdict("records lost", found.lost, must=0),
             ]
+    found = await kill(stage, "p8-kill", KILLED)
+    report.rows.append(
+        {"contestant": "aioshard, kill -9", "records": found.produced, "ran again": found.twice, "lost": found.lost}
+    )
+    report.verdicts += [
+        Verdict("records that ran twice, kill -9 in the middle", found.twice, must=2_500, aim=1_000),
+        Verdict("records lost, kill -9 in the middle", found.lost, must=0),
+    ]
     return report

@@ -7,10 +7,10 @@ from typing import Any, Literal
 IN_ENVIRONMENT = "AIOSHARD_BENCHMARK"
 """The variable that tells tasks of Spark their spec, as JSON."""
 
-Work = Literal["count", "check", "sleep", "hang", "journal", "told", "hash"]
+Work = Literal["count", "check", "sleep", "hang", "journal", "told", "hash", "compute"]
 """What the handler does: count and nothing else; note which records came; sleep and note; never return;
-sleep and write to a file which record it was, and when; sleep as long as the record says, or compute 500 × SHA-256, and
-note order and concurrency as well."""
+sleep and write to a file which record it was, and when; sleep as long as the record says, compute 500 × SHA-256, or
+compute *turns* of a loop, and note order and concurrency as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class Spec:
     member: int = 0
     """Which of several members it is; one that replaces another takes its number."""
     keys: int = 0
-    """With `told` and `hash`: how many there are; they are numbers of eight digits."""
+    """With `told`, `hash` and `compute`: how many there are; they are numbers of eight digits."""
+    turns: int = 0
+    """With `compute`: how long it computes."""
     present: int = 0
     """How many offsets have a record, where not all of them do."""
     warm_up: str = ""
@@ -46,6 +48,8 @@ class Spec:
     warm_up_ends: tuple[int, ...] = ()
     spawned_at: float = 0.0
     """When the process was started, in seconds of the machine's monotonic clock."""
+    output: str = ""
+    """The topic to which a contestant publishes."""
     uvloop: bool = True
 
     def to_json(self) -> str:
@@ -93,9 +97,11 @@ class Measurement:
     late_growth: int = 0
     """Bytes by which it grew in the last third of a watched time."""
     disordered: int = 0
-    """Records that started while another of their key ran, or after a later one; seen by `told` and `hash`."""
+    """Records that started while another of their key ran, or after a later one; the watching kinds see it."""
     peak_concurrency: int = 0
-    """The most handlers that ran at once; seen by `told` and `hash`."""
+    """The most handlers that ran at once; seen by `told`, `hash` and `compute`."""
+    longest_pause: float = 0.0
+    """Most seconds from one start of a handler to the next; seen by those that publish."""
     nearly_seconds: float = 0.0
     """From the first record until 99 % were done; known where each record is noted."""
     start_seconds: float = 0.0

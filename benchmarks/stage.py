@@ -16,15 +16,18 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.peers import PEERS, ParallelConsumerUnavailableError, command, find_peers
+from benchmarks.peers import PEERS, TRANSACTIONAL, ParallelConsumerUnavailableError, command, find_peers
 from benchmarks.spec import Measurement, Spec, Work
-from tests.support.cluster import KafkaCluster, Message
+from tests.support.cluster import BATCH_BYTES, KafkaCluster, Message
+from tests.support.compiled import CompilerUnavailableError, compiled_package, environment
 from tests.support.kafka import KafkaBroker
 
 PROJECT = Path(__file__).resolve().parents[1]
 RUN_TIMEOUT = 600.0
+COMPILED = "aioshard, compiled"
+"""The contestant that runs on the compiled package."""
 CHUNK_BYTES = 32 * 1024 * 1024
-"""How much is produced at once; each piece has the cluster's deadline."""
+"""How much is produced at once."""
 
 Runs = dict[str, list[Measurement]]
 """The measurements of each contestant, in the order of the rounds."""
@@ -60,6 +63,8 @@ class Contestant:
     """What it needs that may not be installed; it is left out then."""
     peer: bool = False
     """Whether it runs in a JVM, which may not be installed either."""
+    compiled: bool = False
+    """Whether it runs on the compiled package, which needs a C compiler."""
 
 
 class Stage:
@@ -93,6 +98,12 @@ class Stage:
             except ParallelConsumerUnavailableError as missing:
                 self.say(f"without contestants in a JVM: {missing}")
                 asked = [one for one in asked if not one.peer]
+        if any(one.compiled for one in asked):
+            try:
+                compiled_package()
+            except CompilerUnavailableError as missing:
+                self.say(f"without the compiled package: {missing}")
+                asked = [one for one in asked if not one.compiled]
         return [one for one in asked if one.package is None or importlib.util.find_spec(one.package) is not None]
 
     async def begin(self, name: str, partitions: int, config: Mapping[str, str]) -> str:
@@ -102,8 +113,10 @@ class Stage:
         self._topics.append(unique)
         return unique
 
-    async def fill(self, name: str, partitions: int, messages: Iterator[Message]) -> Topic:
-        """Make a topic and produce *messages* to it, keys deciding on the partition."""
+    async def fill(
+        self, name: str, partitions: int, messages: Iterator[Message], *, batch_bytes: int = BATCH_BYTES
+    ) -> Topic:
+        """Make a topic and produce *messages* to it in batches of at most *batch_bytes*; keys decide the partition."""
         unique = await self.begin(name, partitions, {})
         chunk: list[Message] = []
         size = 0
@@ -111,10 +124,10 @@ class Stage:
             chunk.append(message)
             size += 100 + len(message[1] or b"")
             if size >= CHUNK_BYTES:
-                await self.cluster.produce(unique, chunk)
+                await self.cluster.produce(unique, chunk, batch_bytes=batch_bytes, deadline=RUN_TIMEOUT)
                 chunk, size = [], 0
         if chunk:
-            await self.cluster.produce(unique, chunk)
+            await self.cluster.produce(unique, chunk, batch_bytes=batch_bytes, deadline=RUN_TIMEOUT)
         ends = await self.cluster.end_offsets(unique)
         topic = Topic(unique, tuple(ends[partition] for partition in range(partitions)))
         self.say(f"filled {unique}: {topic.records:,} records in {partitions} partitions")
@@ -252,13 +265,14 @@ class Process:
 
 
 async def _start(spec: Spec) -> asyncio.subprocess.Process:
-    if spec.contestant in PEERS:
+    if spec.contestant in (*PEERS, TRANSACTIONAL):
         started_with = await asyncio.to_thread(command, spec)
     else:
         started_with = [sys.executable, "-m", "benchmarks.contestants", spec.to_json()]
     return await asyncio.create_subprocess_exec(
         *started_with,
         cwd=PROJECT,
+        env=environment() if spec.contestant == COMPILED else None,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -116,7 +116,7 @@ WORKLOADS = (
     Workload("W1, 100 keys", 40_000, 100, 1, 100, 100, _uniform, rounds=3),
     Workload("W1, 10,000 keys", 40_000, 0, 1, 10_000, 100, _uniform, rounds=3),
     Workload("W6, 5 ms", 60_000, 0, 4, 100, 1_000, _always(5), rounds=3),
-    Workload("W6, SHA-256", 20_000, 100, 4, 100, 1_000, _always(0), work="hash"),
+    Workload("W6, SHA-256", 20_000, 100, 4, 100, 1_000, _always(0), work="hash", rounds=3),
     Workload("W9", 6_000, 0, 12, 100_000, 1_000, _skewed),
     Workload("W10", 100_000, 200, 6, 10_000, 1_000, _hanging),
     Workload("W12", 48_000, 400, 6, 10_000, 1_000, _random_keys, rounds=3, holes=True),

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import httpx
 from pydantic import BaseModel
 
-from aioshard import App, Budget, Context, DeadLetter, RateLimit, Retry
+from aioshard import App, CircuitBreaker, Context, DeadLetter, RateLimit, Retry
 
 API = os.environ.get("LLM_API", "http://localhost:11434/v1")
 TOKEN = os.environ.get("LLM_TOKEN", "")
@@ -62,7 +62,7 @@ app = App(
     timeout=60,  # of an attempt
     rate_limit=RateLimit(PER_SECOND, burst=5),  # every attempt counts, the later ones too
     retry=Retry(attempts=6, initial=1, maximum=30, give_up_on=(RefusedError,)),
-    on_failure=DeadLetter("reviews.dlt", budget=Budget(per_success=0.05, burst=20)),
+    on_failure=DeadLetter("reviews.dlt", breaker=CircuitBreaker(window=50)),
 )
 async def on_review(review: Review, context: Context) -> None:
     client: httpx.AsyncClient = context.state

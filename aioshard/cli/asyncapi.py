@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -43,24 +44,17 @@ def schema_of(annotation: Any, name: str) -> tuple[Any, dict[str, Any]]:
 
         schema = TypeAdapter(annotation).json_schema(ref_template=reference + "{model}")
         definitions = schema.pop("$defs", {})
-    named = {f"{name}.{model}": _named_discriminators(definition) for model, definition in definitions.items()}
-    return _named_discriminators(schema), named
+    return schema, {f"{name}.{model}": definition for model, definition in definitions.items()}
 
 
-def _named_discriminators(node: Any) -> Any:
-    """Return the schemas with discriminators in the form of AsyncAPI: only the name of the property."""
-    if isinstance(node, list):
-        return [_named_discriminators(child) for child in node]
-    if not isinstance(node, dict):
-        return node
-    result = {name: _named_discriminators(child) for name, child in node.items()}
-    match result.get("discriminator"):
-        case {"propertyName": str(name)}:
-            result["discriminator"] = name
-    return result
+def _with_named_discriminator(node: dict[str, Any]) -> dict[str, Any]:
+    """Return an object with its discriminator in the form of AsyncAPI: only the name of the property."""
+    match node:
+        case {"discriminator": {"propertyName": str(name)}}:
+            return {**node, "discriminator": name}
+    return node
 
 
-_VERSION = "3.0.0"
 _BINDING = "0.5.0"
 
 
@@ -91,10 +85,10 @@ def document(app: App, title: str, version: str) -> dict[str, Any]:
     """
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
-    handlers = dict(zip(unique([handler.name for handler in app.handlers]), app.handlers, strict=True))
     messages: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
-    for name, handler in handlers.items():
+    names = unique(handler.name for handler in app.handlers)
+    for name, handler in zip(names, app.handlers, strict=True):
         messages[name], definitions = _message(handler, name)
         schemas |= definitions
         topics = [*handler.topics, *([] if handler.pattern is None else [handler.pattern])]
@@ -109,50 +103,39 @@ def document(app: App, title: str, version: str) -> dict[str, Any]:
                 "channel": {"$ref": f"#/channels/{_escaped(topic)}"},
                 "summary": f"Records that {handler.name} failed to process.",
             }
+    hosts = [host.strip() for host in (app.settings.bootstrap_servers or "").split(",") if host.strip()]
     content = {
-        "asyncapi": _VERSION,
+        "asyncapi": "3.0.0",
         "info": {"title": title, "version": version},
-        "servers": _servers(app.settings.bootstrap_servers),
+        "servers": {
+            f"kafka-{number}": {"host": host, "protocol": "kafka"} for number, host in enumerate(hosts, start=1)
+        },
         "channels": channels,
         "operations": operations,
         "components": {"messages": messages, "schemas": schemas},
     }
+    content = json.loads(json.dumps(content), object_hook=_with_named_discriminator)
     return {name: part for name, part in content.items() if part}
-
-
-def _servers(bootstrap_servers: str | None) -> dict[str, Any]:
-    hosts = [host.strip() for host in (bootstrap_servers or "").split(",") if host.strip()]
-    return {f"kafka-{number}": {"host": host, "protocol": "kafka"} for number, host in enumerate(hosts, start=1)}
 
 
 def _add(channels: dict[str, Any], topic: str, message: str, *, is_pattern: bool) -> None:
     """Add a message to a topic, which may have others, such as dead letters that another handler reads."""
-    if is_pattern:
-        channel: dict[str, Any] = {
-            "address": None,
-            "description": f"Every topic whose whole name matches {topic}",
-            "messages": {},
-        }
-    else:
-        channel = {
-            "address": topic,
-            "messages": {},
-            "bindings": {"kafka": {"topic": topic, "bindingVersion": _BINDING}},
-        }
+    channel: dict[str, Any] = (
+        {"address": None, "description": f"Every topic whose whole name matches {topic}", "messages": {}}
+        if is_pattern
+        else {"address": topic, "messages": {}, "bindings": {"kafka": {"topic": topic, "bindingVersion": _BINDING}}}
+    )
     channels.setdefault(topic, channel)["messages"][message] = {"$ref": f"#/components/messages/{message}"}
 
 
 def _receive(group_id: str, handler: Handler, topic: str) -> dict[str, Any]:
-    function: Any = handler.function
-    while isinstance(function, functools.partial):
-        function = function.func
-    description = inspect.getdoc(function)
-    group = {"type": "string", "enum": [group_id]}
+    function = handler.function
+    description = inspect.getdoc(function.func if isinstance(function, functools.partial) else function)
     return {
         "action": "receive",
         "channel": {"$ref": f"#/channels/{_escaped(topic)}"},
         **({"description": description} if description else {}),
-        "bindings": {"kafka": {"groupId": group, "bindingVersion": _BINDING}},
+        "bindings": {"kafka": {"groupId": {"type": "string", "enum": [group_id]}, "bindingVersion": _BINDING}},
     }
 
 

@@ -10,7 +10,7 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import run
-from aioshard.cli.output import print_json
+from aioshard.cli.output import print_result
 from aioshard.errors import TransportError
 from aioshard.kafka.embedded import DEFAULT_PARTITIONS, RETAINED_BATCHES, RETAINED_BYTES, EmbeddedBroker
 from aioshard.records import TOPIC_NAME
@@ -49,11 +49,8 @@ async def _serve(port: int | None, topics: dict[str, int], *, as_json: bool) -> 
     async with EmbeddedBroker(port=port) as broker:
         for name, partitions in topics.items():
             await broker.create_topic(name, partitions)
-        if as_json:
-            environment = _environment(broker)
-            print_json({"bootstrap_servers": broker.bootstrap_servers, "topics": topics, "environment": environment})
-        else:
-            click.echo(_introduction(broker, topics))
+        address = {"bootstrap_servers": broker.bootstrap_servers, "topics": topics, "environment": _environment(broker)}
+        print_result(address, [_introduction(broker, topics)], as_json=as_json)
         await unless_ended(broker, signalled.wait())
     if not as_json:
         click.echo("The embedded broker has ended, and its data is gone.")
@@ -79,8 +76,10 @@ async def unless_ended(broker: EmbeddedBroker, work: Coroutine[Any, Any, object]
 
 
 def _environment(broker: EmbeddedBroker) -> dict[str, str]:
-    shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in broker.settings.items()}
-    return {f"AIOSHARD_{name.upper()}": value for name, value in shown.items()}
+    return {
+        f"AIOSHARD_{name.upper()}": f"{value:g}" if isinstance(value, float) else value
+        for name, value in broker.settings.items()
+    }
 
 
 def _introduction(broker: EmbeddedBroker, topics: dict[str, int]) -> str:

@@ -2,27 +2,21 @@
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
 from typing import TypeVar
 
 import click
 
+from aioshard.cli.output import progress
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.connections import silence_client
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.kafka.aiokafka.side_topics import TopicReader
-from aioshard.kafka.errors import nothing_acknowledged
 from aioshard.loops import loop_factory
 from aioshard.ports import Message
 from aioshard.settings import Settings
 
 T = TypeVar("T")
-
-_CHUNK = 1000
-"""Messages in flight at a time."""
-_STALLED = 30.0
-"""Seconds without an acknowledgement after which we give up."""
 
 
 def settings_of(bootstrap_servers: str | None) -> Settings:
@@ -43,40 +37,10 @@ def run(work: Coroutine[object, object, T]) -> T:
         return runner.run(work)
 
 
-class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
-    """Publishes in order with an idempotent producer, and counts what the brokers have acknowledged."""
-
-    def __init__(self, settings: Settings) -> None:
-        """Create a publisher; connects to nothing yet.
-
-        Raises:
-            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
-        """
-        self.acknowledged = 0
-        """Number of messages."""
-        self._servers = settings.bootstrap_servers
-        self._producer = KafkaProducer(settings, "lz4")
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._producer.close()
-
-    async def publish(self, messages: Iterable[Message]) -> None:
-        """Publish, and wait for all acknowledgements.
-
-        Raises:
-            TransportError: A message was not acknowledged; later ones may have been.
-        """
-        due = iter(messages)
-        while chunk := list(itertools.islice(due, _CHUNK)):
-            try:
-                async with asyncio.timeout(_STALLED):
-                    results = await asyncio.gather(*map(self._producer.send, chunk), return_exceptions=True)
-            except TimeoutError:
-                raise nothing_acknowledged(self._servers, _STALLED) from None
-            errors = [result for result in results if isinstance(result, BaseException)]
-            self.acknowledged += len(chunk) - len(errors)
-            if errors:
-                raise errors[0]
+async def publish(settings: Settings, messages: Iterable[Message], label: str, *, total: int | None = None) -> None:
+    """Publish, wait for all acknowledgements, and show the progress under *label*; see `Publisher` and `progress`."""
+    async with Publisher(settings) as publisher, progress(label, lambda: publisher.acknowledged, total=total):
+        await publisher.publish(messages)
 
 
 @contextlib.asynccontextmanager
@@ -96,8 +60,7 @@ async def opened(
     """
     async with KafkaAdmin(settings) as administration:
         existing = await administration.partitions(topic)
-        missing = set(partitions) - existing
-        if missing:
+        if missing := set(partitions) - existing:
             raise click.UsageError(f"topic {topic!r} has no partition {min(missing)}: it has 0 to {max(existing)}")
         async with TopicReader(settings, topic, partitions or existing) as reader:
             yield administration, reader

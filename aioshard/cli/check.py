@@ -1,6 +1,5 @@
 """`aioshard check`: show how an app is configured and whether it would start, without a broker."""
 
-import dataclasses
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
@@ -11,11 +10,8 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.loading import load_app
-from aioshard.cli.output import cut, print_json, print_table
-from aioshard.core.adaptive import Adaptive
-from aioshard.core.batching import Batch
+from aioshard.cli.output import cut, print_result, table
 from aioshard.core.on_failure import DeadLetter, OnFailure
-from aioshard.core.pace import RateLimit
 from aioshard.engine.handler import Handler
 from aioshard.errors import MissingExtraError
 from aioshard.router import name_of
@@ -41,17 +37,16 @@ def command(target: str, *, app_dir: str, all_settings: bool, as_json: bool) -> 
     if app.settings.journal is not None and importlib.util.find_spec("pyarrow") is None:
         raise MissingExtraError("the journal", "journal")
     handlers, warnings = [_handler(handler) for handler in app.handlers], list(_warnings(app))
-    if as_json:
-        body = {"ok": True, "app": target, "group_id": app.group_id, "handlers": handlers}
-        print_json({**body, "settings": app.settings.asdict(), "warnings": warnings})
-        return
-    click.echo(f"{target} is an app of group {app.group_id!r}\n")
+    body = {"ok": True, "app": target, "group_id": app.group_id, "handlers": handlers}
     headings = ("handler", "topics", "payload", "shard by", "shards", "concurrency", "timeout", "on failure", "runs in")
-    print_table(headings, map(_row, handlers))
-    click.echo()
-    print_table(("setting", "value", "unit"), _settings_rows(app.settings, all_settings=all_settings))
-    for warning in warnings:
-        click.echo(f"\nWarning: {warning}")
+    lines = [
+        f"{target} is an app of group {app.group_id!r}\n",
+        *table(headings, map(_row, handlers)),
+        "",
+        *table(("setting", "value", "unit"), _settings_rows(app.settings, all_settings=all_settings)),
+        *(f"\nWarning: {warning}" for warning in warnings),
+    ]
+    print_result({**body, "settings": app.settings.asdict(), "warnings": warnings}, lines, as_json=as_json)
 
 
 # Warnings -----------------------------------------------------------------------------
@@ -89,13 +84,12 @@ def _handler(registration: Handler) -> dict[str, Any]:
         "shard_by": shard_by if isinstance(shard_by, str) else name_of(shard_by),
         "shards": registration.shards,
         "concurrency": registration.concurrency,
-        "adaptive": _options(registration.adaptive),
-        "rate_limit": _options(registration.rate_limit),
+        "rate_limit": registration.rate_limit,
         "timeout": registration.timeout,
-        "batch": _options(registration.batch),
+        "batch": registration.batch,
         "retry": registration.retry.attempts,
         "on_failure": _failure(registration.on_failure),
-        "runs_in": "event loop" if registration.is_async else "threads",
+        "runs_in": {"loop": "event loop", "thread": "threads", "process": "processes"}[registration.run_in],
     }
 
 
@@ -107,10 +101,6 @@ def _payload(registration: Handler) -> str | None:
     return name if registration.batch is None else f"list[{name}]"
 
 
-def _options(option: Adaptive | Batch | RateLimit | None) -> dict[str, Any] | None:
-    return None if option is None else dataclasses.asdict(option)
-
-
 def _failure(policy: OnFailure) -> str:
     if isinstance(policy, str):
         return policy
@@ -119,14 +109,13 @@ def _failure(policy: OnFailure) -> str:
 
 def _row(handler: dict[str, Any]) -> tuple[str, ...]:
     topics = [*handler["topics"], *([f"/{handler['pattern']}/"] if handler["pattern"] is not None else [])]
-    adaptive = handler["adaptive"]
     return (
         handler["name"],
         ", ".join(topics),
         cut(handler["payload"] or f"decoded by {handler['decode']}()", _LONGEST),
         handler["shard_by"],
         "on demand" if handler["shards"] is None else str(handler["shards"]),
-        str(handler["concurrency"]) if adaptive is None else f"{adaptive['minimum']}-{adaptive['maximum']}",
+        str(handler["concurrency"]),
         "-" if handler["timeout"] is None else f"{handler['timeout']:g} s",
         handler["on_failure"],
         handler["runs_in"],
@@ -134,9 +123,7 @@ def _row(handler: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_rows(settings: Settings, *, all_settings: bool) -> Iterator[tuple[str, str, str]]:
-    values = settings.asdict()
-    for name in Settings.model_fields:
+    for name, value in settings.asdict().items():
         if all_settings or name in settings.model_fields_set:
-            value = values[name]
             text = "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
             yield name, text, unit_of(name) or ""

@@ -18,8 +18,8 @@ import click
 from aioshard.app import App
 from aioshard.cli import options
 from aioshard.cli.broker import unless_ended
-from aioshard.cli.brokers import Publisher, run
-from aioshard.cli.output import UNHEALTHY, print_json, print_table, progress
+from aioshard.cli.brokers import publish, run
+from aioshard.cli.output import UNHEALTHY, print_result, progress, table
 from aioshard.errors import MissingExtraError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.embedded import EmbeddedBroker
@@ -72,10 +72,8 @@ def _flight(number: int, row: dict[str, str]) -> Flight:
         "departure_delay": _minutes(row["dep_delay"]),
         "arrival_delay": _minutes(row["arr_delay"]),
     }
-    tail_number = row["tailnum"]
-    return Flight(
-        None if tail_number == _UNKNOWN else tail_number.encode(), json.dumps(value, separators=(",", ":")).encode()
-    )
+    aircraft = None if row["tailnum"] == _UNKNOWN else row["tailnum"].encode()
+    return Flight(aircraft, json.dumps(value, separators=(",", ":")).encode())
 
 
 def _minutes(text: str) -> int | None:
@@ -103,7 +101,6 @@ def check(flights: Sequence[Flight], log: Sequence[int]) -> Findings:
         log: The number *n* of a flight when its run starts, and `~n` when it ends, in the order of these events.
     """
     ended: set[int] = set()
-    runs_ended = 0
     violations = 0
     furthest: dict[bytes, int] = {}
     running: dict[bytes, int] = {}
@@ -111,7 +108,6 @@ def check(flights: Sequence[Flight], log: Sequence[int]) -> Findings:
         number = entry if entry >= 0 else ~entry
         aircraft = flights[number].aircraft
         if entry < 0:
-            runs_ended += 1
             ended.add(number)
             if aircraft is not None:
                 running[aircraft] = running.get(aircraft, 0) - 1
@@ -120,6 +116,7 @@ def check(flights: Sequence[Flight], log: Sequence[int]) -> Findings:
             violations += overtaken or running.get(aircraft, 0) > 0
             furthest[aircraft] = max(number, furthest.get(aircraft, -1))
             running[aircraft] = running.get(aircraft, 0) + 1
+    runs_ended = sum(entry < 0 for entry in log)
     return Findings(runs_ended, runs_ended - len(ended), len(flights) - len(ended), violations)
 
 
@@ -156,11 +153,8 @@ def command(*, records: int, as_json: bool) -> int:
     for setting in Settings.model_fields:
         os.environ.pop(f"AIOSHARD_{setting.upper()}", None)  # meant for other brokers
     figures = run(_demonstrate(read_flights(records)))
-    if as_json:
-        print_json(figures)
-    else:
-        rows = [(name.replace("_", " "), f"{figures[name]:,}", note) for name, note in _NOTES.items()]
-        print_table(("figure", "value", ""), rows)
+    rows = [(name.replace("_", " "), f"{figures[name]:,}", note) for name, note in _NOTES.items()]
+    print_result(figures, table(("figure", "value", ""), rows), as_json=as_json)
     wrong = [
         f"Wrong: {counted(figures[name], 'record')} {sentence}" for name, sentence in _WRONG.items() if figures[name]
     ]
@@ -199,18 +193,18 @@ async def _demonstrate(flights: Sequence[Flight]) -> dict[str, Any]:
     async with EmbeddedBroker() as broker:
         settings = Settings(bootstrap_servers=broker.bootstrap_servers, auto_offset_reset="earliest")
         await broker.create_topic(_TOPIC, _PARTITIONS)
-        await _publish(flights, settings)
+        messages = (Message(_TOPIC, flight.value, flight.aircraft) for flight in flights)
+        await publish(settings, messages, "publishing", total=len(flights))
         app = App(_GROUP, settings=settings)
         app.consume(_TOPIC, shard_by="key", concurrency=_CONCURRENCY)(handler.on_flight)
         began = time.perf_counter()
         await _consume(app, broker, len(flights))
         seconds = time.perf_counter() - began
         uncommitted = await _uncommitted(settings)
-    findings = check(flights, handler.log)
     one_by_one = len(flights) * _LOOKUP_TIME
     return {
         "records": len(flights),
-        **findings._asdict(),
+        **check(flights, handler.log)._asdict(),
         "uncommitted": uncommitted,
         "seconds": round(seconds, 3),
         "records_per_second": round(len(flights) / seconds),
@@ -219,19 +213,10 @@ async def _demonstrate(flights: Sequence[Flight]) -> dict[str, Any]:
     }
 
 
-async def _publish(flights: Sequence[Flight], settings: Settings) -> None:
-    async with (
-        Publisher(settings) as publisher,
-        progress("publishing", lambda: publisher.acknowledged, total=len(flights)),
-    ):
-        await publisher.publish(Message(_TOPIC, flight.value, flight.aircraft) for flight in flights)
-
-
 async def _consume(app: App, broker: EmbeddedBroker, records: int) -> None:
-    def processed() -> int:
-        return sum(handler.processed for handler in app.statistics().handlers)
-
-    async with progress("consuming", processed, total=records):
+    async with progress(
+        "consuming", lambda: sum(handler.processed for handler in app.statistics().handlers), total=records
+    ):
         await unless_ended(broker, app.serve(until_caught_up=True))
 
 
@@ -241,5 +226,6 @@ async def _uncommitted(settings: Settings) -> int:
     async with KafkaAdmin(settings) as brokers:
         bounds = await brokers.bounds(partitions)
         commits = await brokers.group_commits(_GROUP, partitions)
-    committed = sum(commit.offset for commit in commits.values() if commit is not None)
-    return sum(log.end for log in bounds.values()) - committed
+    return sum(log.end for log in bounds.values()) - sum(
+        commit.offset for commit in commits.values() if commit is not None
+    )

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -23,8 +23,9 @@ from aioshard.cli.output import (
     cut,
     moment_as_text,
     print_json,
-    print_table,
+    print_result,
     progress,
+    table,
 )
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.core.finished_offsets import runs_of
@@ -103,16 +104,15 @@ class ReplayedOffsets:
     """
 
     def __init__(self, committed: Committed | None) -> None:
-        self.start = 0 if committed is None else committed.offset
+        committed = committed or Committed(0, "")
+        self.start = committed.offset
         """All below are done, as of the last commit."""
         self.fits = True
         """Whether the last commit contains all finished offsets; brokers store a limited number."""
         self._end = self.start
         self._due: dict[int, None] = {}
-        self._done: set[int] = set()
-        if committed is not None:
-            for finished in CommitMetadata.read(committed.metadata, committed.offset).finished:
-                self._done.update(range(finished.start, finished.end))
+        finished = CommitMetadata.read(committed.metadata, committed.offset).finished
+        self._done = {offset for part in finished for offset in range(part.start, part.end)}
 
     def is_done(self, offset: int) -> bool:
         """Whether the dead letter at *offset* is done."""
@@ -175,8 +175,7 @@ class DeadLetters:
         start = {number: replayed.start if skip_done else 0 for number, replayed in self._replayed.items()}
         async for records in self._reader.read(start):
             for record in records:
-                dead_letter = read_dead_letter(record)
-                if dead_letter is None:
+                if (dead_letter := read_dead_letter(record)) is None:
                     self.others += 1
                     continue
                 self.read += 1
@@ -230,32 +229,31 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
     """
     most = _ROWS if limit is None and not as_json else limit
     newest, summary, others = run(_show(settings_of(bootstrap_servers), topic, selection, most))
-    if as_json:
-        print_json(
-            {
-                "topic": topic,
-                "dead_letters": [_object(letter) for letter in newest],
-                "summary": summary | {"other_records": others},
-            }
-        )
-        return
+    content = {
+        "topic": topic,
+        "dead_letters": [_object(letter) for letter in newest],
+        "summary": summary | {"other_records": others},
+    }
+    print_result(content, _lines_of(topic, newest, summary, others), as_json=as_json)
+
+
+def _lines_of(topic: str, newest: Sequence[Letter], summary: dict[str, Any], others: int) -> Iterator[str]:
     of = f" of {summary['dead_letters']}" if summary["dead_letters"] != summary["selected"] else ""
     done = "" if summary["replayed"] is None else f", {summary['replayed']} of them already replayed"
     noun = "dead letter" if summary["selected"] == 1 and not of else "dead letters"
-    click.echo(f"{summary['selected']}{of} {noun} in {topic}{done}")
+    yield f"{summary['selected']}{of} {noun} in {topic}{done}"
     if others:
-        click.echo(f"{counted(others, 'other record')} in {topic}")
+        yield f"{counted(others, 'other record')} in {topic}"
     if summary["selected"]:
         first, last = (moment_as_text(summary[name]) for name in ("first_failed_at", "last_failed_at"))
-        click.echo(f"  failed: {first} to {last}")
+        yield f"  failed: {first} to {last}"
     for name in ("errors", "handlers", "topics"):
         if counts := summary[name]:
-            click.echo(f"  {name}: {', '.join(f'{as_text(value)} {count}' for value, count in counts.most_common())}")
+            yield f"  {name}: {', '.join(f'{as_text(value)} {count}' for value, count in counts.most_common())}"
     if newest:
-        click.echo()
-        print_table(_HEADINGS, map(_cells, newest))
+        yield from ["", *table(_HEADINGS, map(_cells, newest))]
         if len(newest) < summary["selected"]:
-            click.echo(f"\n{summary['selected'] - len(newest)} older ones are not shown: --limit shows more")
+            yield f"\n{summary['selected'] - len(newest)} older ones are not shown: --limit shows more"
 
 
 async def _show(
@@ -363,8 +361,10 @@ class ToTopic:
             TransportError: A topic does not exist, or some were not acknowledged, for a transient reason or one that
                 concerns all.
         """
-        topics = {letter.original.topic for letter in letters}
-        partitions = {topic: await self.administration.partitions(topic) for topic in topics}
+        partitions = {
+            topic: await self.administration.partitions(topic)
+            for topic in {letter.original.topic for letter in letters}
+        }
 
         async def send(letter: Letter) -> None:
             original = letter.original

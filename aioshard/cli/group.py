@@ -9,7 +9,7 @@ import click
 
 from aioshard.cli import options
 from aioshard.cli.brokers import run, settings_of
-from aioshard.cli.output import as_text, cut, print_json, print_table
+from aioshard.cli.output import as_text, cut, print_result, table
 from aioshard.core.commit_metadata import CommitMetadata
 from aioshard.errors import CommitRefusedError, GroupBusyError, StateError
 from aioshard.kafka.aiokafka.admin import Coordinator, Group, GroupMember, KafkaAdmin, LogBounds
@@ -149,34 +149,31 @@ def show(group: str, *, bootstrap_servers: str | None, as_json: bool) -> None:
     """
     snapshot = run(take_snapshot(settings_of(bootstrap_servers), group))
     description = snapshot.group
-    if as_json:
-        members = [
+    content = {
+        "group": group,
+        "state": description.state,
+        "protocol": description.protocol,
+        "assignor": description.assignor or None,
+        "coordinator": snapshot.coordinator._asdict(),
+        "members": [
             {**member._asdict(), "partitions": [list(partition) for partition in member.partitions]}
             for member in description.members
-        ]
-        print_json(
-            {
-                "group": group,
-                "state": description.state,
-                "protocol": description.protocol,
-                "assignor": description.assignor or None,
-                "coordinator": snapshot.coordinator,
-                "members": members,
-                "partitions": [position.as_object() for position in snapshot.positions],
-            }
-        )
-        return
+        ],
+        "partitions": [position.as_object() for position in snapshot.positions],
+    }
     assignor = f" with assignor {description.assignor!r}" if description.assignor else ""
-    click.echo(_heading(group, snapshot, f", protocol {description.protocol}{assignor}\n"))
+    lines = [_heading(group, snapshot, f", protocol {description.protocol}{assignor}\n")]
     if description.members:
-        print_table(("member", "instance id", "client", "host", "partitions"), map(_member_row, description.members))
-    else:
-        click.echo("It has no members.")
-    if snapshot.positions:
-        click.echo()
-        print_table(
-            ("partition", "committed", "log", "finished beyond", "metadata"), map(_position_row, snapshot.positions)
+        lines += table(
+            ("member", "instance id", "client", "host", "partitions"),
+            map(_member_row, description.members),
         )
+    else:
+        lines.append("It has no members.")
+    if snapshot.positions:
+        headings = ("partition", "committed", "log", "finished beyond", "metadata")
+        lines += ["", *table(headings, map(_position_row, snapshot.positions))]
+    print_result(content, lines, as_json=as_json)
 
 
 def _member_row(member: GroupMember) -> tuple[str, ...]:
@@ -203,11 +200,8 @@ def _position_row(position: Position) -> tuple[str, ...]:
 
 def cause_of_group(group: Group) -> str | None:
     """Return why the whole group does not advance, judging by its state; None if it is stable."""
-    if group.state in _REBALANCING:
-        return _REBALANCING[group.state]
-    if group.members:
-        return None
-    return "the group has no members; the brokers cannot see consumers with manual assignment"
+    without_members = "the group has no members; the brokers cannot see consumers with manual assignment"
+    return _REBALANCING.get(group.state, None if group.members else without_members)
 
 
 def cause_of(group: Group, position: Position) -> str | None:
@@ -241,30 +235,25 @@ def lag(group: str, *, topics: tuple[str, ...], bootstrap_servers: str | None, a
     snapshot = run(take_snapshot(settings_of(bootstrap_servers), group, topics))
     description, positions = snapshot.group, snapshot.positions
     cause = cause_of_group(description) if snapshot.lag else None
-    if as_json:
-        print_json(
-            {
-                "group": group,
-                "state": description.state,
-                "coordinator": snapshot.coordinator,
-                "members": len(description.members),
-                "lag": snapshot.lag,
-                "cause": cause,
-                "partitions": [
-                    {**position.as_object(), "cause": cause_of(description, position)} for position in positions
-                ],
-            }
-        )
-        return
+    content = {
+        "group": group,
+        "state": description.state,
+        "coordinator": snapshot.coordinator._asdict(),
+        "members": len(description.members),
+        "lag": snapshot.lag,
+        "cause": cause,
+        "partitions": [{**position.as_object(), "cause": cause_of(description, position)} for position in positions],
+    }
     members, behind = counted(len(description.members), "member"), counted(snapshot.lag, "offset")
-    click.echo(_heading(group, snapshot, f" with {members}, and {behind} behind; "))
+    lines = [_heading(group, snapshot, f" with {members}, and {behind} behind; ")]
     if cause is not None:
-        click.echo(cause)
+        lines.append(cause)
     if positions:
-        print_table(
+        lines += table(
             ("partition", "committed", "end", "lag", "finished beyond", "member", "why"),
             [_lag_row(description, position) for position in positions],
         )
+    print_result(content, lines, as_json=as_json)
 
 
 def _lag_row(group: Group, position: Position) -> tuple[str, ...]:
@@ -322,29 +311,19 @@ def reset(
     if partitions and len(set(topics)) != 1:
         raise click.UsageError("--partition needs exactly one --topic")
     changes = run(_reset(settings_of(bootstrap_servers), group, to, frozenset(topics), partitions, yes=yes))
-    if as_json:
-        entries = [
-            {**partition._asdict(), "committed": None if before is None else before.offset, "to": after}
-            for partition, before, after in changes
-        ]
-        print_json({"group": group, "reset": yes, "partitions": entries})
-        return
-    if not changes:
-        click.echo(f"Nothing to change: group {group!r} is already there.")
-        return
-    rows = [
-        (str(partition), "-" if before is None else str(before.offset), str(after))
+    entries = [
+        {**partition._asdict(), "committed": None if before is None else before.offset, "to": after}
         for partition, before, after in changes
     ]
-    print_table(("partition", "committed", "to"), rows)
-    if yes:
-        click.echo(f"{counted(len(changes), 'partition')} of group {group!r} reset.")
-    else:
-        click.echo("Nothing was changed: --yes resets.")
-
-
-_Changes = list[tuple[TopicPartition, Committed | None, int]]
-"""Partitions with their old commits and new offsets."""
+    lines = [f"Nothing to change: group {group!r} is already there."]
+    if changes:
+        rows = [
+            (str(partition), "-" if before is None else str(before.offset), str(after))
+            for partition, before, after in changes
+        ]
+        done = f"{counted(len(changes), 'partition')} of group {group!r} reset."
+        lines = [*table(("partition", "committed", "to"), rows), done if yes else "Nothing was changed: --yes resets."]
+    print_result({"group": group, "reset": yes, "partitions": entries}, lines, as_json=as_json)
 
 
 async def _reset(
@@ -355,8 +334,8 @@ async def _reset(
     partitions: tuple[int, ...],
     *,
     yes: bool,
-) -> _Changes:
-    """Return the changes."""
+) -> list[tuple[TopicPartition, Committed | None, int]]:
+    """Return the changed partitions, with their old commits and new offsets."""
     async with KafkaAdmin(settings) as brokers:
         commits = await brokers.all_commits(group_id)
         chosen = [] if topics else list(commits)
@@ -371,9 +350,10 @@ async def _reset(
             if commits.get(partition) != Committed(offset, "")
         ]
         if yes and changes:
-            due = {partition: Committed(offset, "") for partition, _, offset in changes}
             try:
-                await brokers.commit_without_member(group_id, due)
+                await brokers.commit_without_member(
+                    group_id, {partition: Committed(offset, "") for partition, _, offset in changes}
+                )
             except CommitRefusedError:
                 raise GroupBusyError(group_id, map(str, (await brokers.group(group_id)).members), 0.0) from None
         return changes
@@ -388,9 +368,11 @@ async def _targets(
         UsageError: A partition does not exist, or an offset is outside its log.
     """
     bounds = await _bounds(brokers, partitions)
-    by_time = {}
-    if isinstance(to, dt.datetime):
-        by_time = await brokers.offsets_at(tuple(bounds), max(to.timestamp(), 0.0), "read_committed")
+    by_time = (
+        await brokers.offsets_at(tuple(bounds), max(to.timestamp(), 0.0), "read_committed")
+        if isinstance(to, dt.datetime)
+        else {}
+    )
     targets: dict[TopicPartition, int] = {}
     for partition in partitions:
         if partition not in bounds:
@@ -421,10 +403,7 @@ def leave(group: str, instance_id: str, *, bootstrap_servers: str | None, as_jso
     A member that still runs is fenced and ends with an error.
     """
     run(_leave(settings_of(bootstrap_servers), group, instance_id))
-    if as_json:
-        print_json({"group": group, "left": instance_id})
-    else:
-        click.echo(f"{instance_id!r} has left group {group!r}.")
+    print_result({"group": group, "left": instance_id}, [f"{instance_id!r} has left group {group!r}."], as_json=as_json)
 
 
 async def _leave(settings: Settings, group_id: str, instance_id: str) -> None:

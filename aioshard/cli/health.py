@@ -5,13 +5,13 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from aioshard.cli import options
-from aioshard.cli.output import UNHEALTHY, print_json
+from aioshard.cli.output import UNHEALTHY, print_result
 
 UNAVAILABLE = 503
 """Status of a probe that fails."""
@@ -145,21 +145,14 @@ def health(urls: Sequence[str], *, live: bool, strict: bool, timeout: float, as_
         status, body = server.get_json("livez" if live else "readyz", UNAVAILABLE)
         passed = status != UNAVAILABLE
         healthy = passed and not (strict and body["findings"])
-        return (
-            {**body, "healthy": healthy},
-            "\n".join(_lines(body, "alive" if live else "ready", passed=passed)),
-            healthy,
-        )
+        lines = [
+            f"{'' if passed else 'not '}{'alive' if live else 'ready'} (the app is {body['state']})",
+            *(f"  because {reason}" for reason in body.get("reasons", ())),
+            *(f"  look at: {finding}" for finding in body["findings"]),
+        ]
+        return {**body, "healthy": healthy}, "\n".join(lines), healthy
 
     return _ask_all(urls, timeout, ask, as_json=as_json)
-
-
-def _lines(body: dict[str, Any], condition: str, *, passed: bool) -> Iterator[str]:
-    yield f"{'' if passed else 'not '}{condition} (the app is {body['state']})"
-    for reason in body.get("reasons", ()):
-        yield f"  because {reason}"
-    for finding in body["findings"]:
-        yield f"  look at: {finding}"
 
 
 @click.command()
@@ -197,10 +190,7 @@ def _ask_all(
         except NoAnswerError as raised:
             raised.show()
             body, text, good, error = {"healthy": False}, "", False, raised.message
-        if as_json:
-            print_json({"url": server.base, "error": error, **body})
-        elif error is None:
-            click.echo(text)
+        print_result({"url": server.base, "error": error, **body}, [text] if error is None else [], as_json=as_json)
         if not good:
             code = UNHEALTHY
     return code

@@ -13,8 +13,6 @@ import click
 from aioshard.app import App
 from aioshard.errors import AioshardError
 
-_PACKAGE = Path(__file__).parents[1]
-
 
 def load_app(target: str, directory: str = ".") -> App:
     """Import the app that *target* names.
@@ -54,8 +52,10 @@ def _import(name: str, directory: str) -> ModuleType:
         # Another name: the module exists, but imports one that does not. The traceback says where.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _failed(name, error) from error
-        searched = f"searched {Path(directory).resolve()} and the installed packages"
-        raise click.UsageError(f"module {error.name!r} not found: {searched}; --app-dir adds a directory") from None
+        raise click.UsageError(
+            f"module {error.name!r} not found: searched {Path(directory).resolve()} and the installed packages; "
+            "--app-dir adds a directory"
+        ) from None
     except AioshardError as error:
         error.args = (f"{_location_of(error)}{error}",)
         raise
@@ -90,4 +90,4 @@ def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return Path(frame.filename).is_relative_to(_PACKAGE)
+    return Path(frame.filename).is_relative_to(Path(__file__).parents[1])

@@ -3,12 +3,14 @@
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from aioshard import __version__
 from aioshard.cli.output import exit_code
+from aioshard.engine import worker
 from aioshard.errors import AioshardError
 from aioshard.signals import INTERRUPTED
 
@@ -41,6 +43,8 @@ HEADINGS = {
 _LOCATIONS = {"health": "health:health", "explain": "health:explain"}
 """Modules and names of commands that are not `command` in the module of their own name."""
 
+_BUILD = "pure Python" if Path(worker.__file__).suffix == ".py" else "compiled"
+
 COMMANDS = {name: summary for commands in HEADINGS.values() for name, summary in commands.items()}
 
 
@@ -66,7 +70,7 @@ class LazyGroup(click.Group):
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="aioshard")
+@click.version_option(__version__, prog_name="aioshard", message=f"%(prog)s %(version)s ({_BUILD})")
 def cli() -> None:
     """Consume each Kafka partition in parallel inside one asyncio process."""
 
@@ -77,19 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Instead of the process's.
     """
-    sys.exit(_run(arguments))
-
-
-def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = cli.main(arguments, prog_name="aioshard", standalone_mode=False)
     except click.Abort:
         click.echo("Interrupted.", err=True)
-        return INTERRUPTED
+        sys.exit(INTERRUPTED)
     except click.ClickException as error:
         error.show()
-        return error.exit_code
+        sys.exit(error.exit_code)
     except AioshardError as error:
         click.echo(f"Error: {error}", err=True)
-        return exit_code(error)
-    return result if isinstance(result, int) else 0
+        sys.exit(exit_code(error))
+    sys.exit(result if isinstance(result, int) else 0)

@@ -84,8 +84,7 @@ def moment(*words: str, offset: bool = False) -> Callable[[str], Any]:
 
 
 def _coordinates(text: str) -> Coordinates:
-    coordinates = Coordinates.parse(text)
-    if coordinates is None:
+    if (coordinates := Coordinates.parse(text)) is None:
         raise click.BadParameter(f"{text!r} was found; expected TOPIC/PARTITION/OFFSET, such as orders/0/41")
     return coordinates
 

@@ -49,35 +49,38 @@ def exit_code(error: AioshardError) -> int:
     | 5 | data loss: records to be read are no longer in the log |
     | 130 | interrupted, or ended by a second signal |
     """
-    match error:
-        case SettingsError() | HandlerError() | MissingExtraError() | PlanError():
-            return REFUSED
-        case HaltedError() | NotVerifiedError():
-            return UNHEALTHY
-        case NotDrainedError() | GroupBusyError() | GroupMovedError():
-            return NOT_DRAINED
-        case DataLossError():
-            return DATA_LOST
-        case _:
-            return CRASHED
+    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), CRASHED)
+
+
+_EXIT_CODES = {
+    SettingsError: REFUSED,
+    HandlerError: REFUSED,
+    MissingExtraError: REFUSED,
+    PlanError: REFUSED,
+    HaltedError: UNHEALTHY,
+    NotVerifiedError: UNHEALTHY,
+    NotDrainedError: NOT_DRAINED,
+    GroupBusyError: NOT_DRAINED,
+    GroupMovedError: NOT_DRAINED,
+    DataLossError: DATA_LOST,
+}
 
 
 # JSON ---------------------------------------------------------------------------------
 
 
 def print_json(content: Any, *, indent: int | None = None) -> None:
-    """Print *content* on standard output, with named tuples and dataclasses as objects."""
-    click.echo(json.dumps(_plain(content), indent=indent))
+    """Print *content* on standard output, with dataclasses as objects."""
+    click.echo(json.dumps(content, indent=indent, default=dataclasses.asdict))
 
 
-def _plain(content: Any) -> Any:
-    if hasattr(content, "_asdict"):
-        content = content._asdict()
-    elif dataclasses.is_dataclass(content):
-        content = {field.name: getattr(content, field.name) for field in dataclasses.fields(content)}
-    if isinstance(content, dict):
-        return {name: _plain(value) for name, value in content.items()}
-    return [_plain(value) for value in content] if isinstance(content, list | tuple) else content
+def print_result(content: Any, lines: Iterable[str], *, as_json: bool, indent: int | None = None) -> None:
+    """Print the result of a command on standard output: *content* with `--json`, otherwise *lines*."""
+    if as_json:
+        print_json(content, indent=indent)
+    else:
+        for line in lines:
+            click.echo(line)
 
 
 def as_json_value(content: bytes | None) -> Any:
@@ -93,8 +96,8 @@ def as_json_value(content: bytes | None) -> Any:
 # Text ---------------------------------------------------------------------------------
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows on standard output in aligned columns.
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns.
 
     Args:
         headings: One for each column.
@@ -102,8 +105,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """
     lines = [tuple(headings), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def as_text(text: str) -> str:

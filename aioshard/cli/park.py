@@ -1,13 +1,13 @@
 """`aioshard park`: parked records, shown, released and dropped."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import click
 
 from aioshard.cli import options
-from aioshard.cli.brokers import Publisher, opened, run, settings_of
+from aioshard.cli.brokers import opened, publish, run, settings_of
 from aioshard.cli.options import Selection
 from aioshard.cli.output import (
     UNHEALTHY,
@@ -16,12 +16,11 @@ from aioshard.cli.output import (
     bytes_as_text,
     cut,
     moment_as_text,
-    print_json,
-    print_table,
+    print_result,
     progress,
+    table,
 )
 from aioshard.core.parking import NEVER
-from aioshard.ports import Message
 from aioshard.records import counted
 from aioshard.serde.side_records import (
     Coordinates,
@@ -127,25 +126,20 @@ def show(topic: str, *, selection: Selection, limit: int | None, bootstrap_serve
     parked = run(_read(settings_of(bootstrap_servers), topic, selection))
     keys = parked.keys(selection)
     records = sum(map(len, keys))
-    if as_json:
-        print_json(
-            {
-                "topic": topic,
-                "keys": len(keys),
-                "records": records,
-                "parked": [_object(parked, key) for key in keys[:limit]],
-            }
-        )
-        return
+    content = {
+        "topic": topic,
+        "keys": len(keys),
+        "records": records,
+        "parked": [_object(parked, key) for key in keys[:limit]],
+    }
     of = f" of {len(parked.records)}" if records != len(parked.records) else ""
     noun = "record" if records == 1 and not of else "records"
-    click.echo(f"{records}{of} parked {noun} of {counted(len(keys), 'key')} in {topic}")
-    shown = keys[: _ROWS if limit is None else limit]
-    if shown:
-        click.echo()
-        print_table(_HEADINGS, [_cells(parked, key) for key in shown])
+    lines = [f"{records}{of} parked {noun} of {counted(len(keys), 'key')} in {topic}"]
+    if shown := keys[: _ROWS if limit is None else limit]:
+        lines += ["", *table(_HEADINGS, [_cells(parked, key) for key in shown])]
         if len(shown) < len(keys):
-            click.echo(f"\n{counted(len(keys) - len(shown), 'more key')} not shown: --limit shows more")
+            lines.append(f"\n{counted(len(keys) - len(shown), 'more key')} not shown: --limit shows more")
+    print_result(content, lines, as_json=as_json)
 
 
 _HEADINGS = ("key", "first record", "records", "failed", "next retry", "replays", "handler", "error")
@@ -221,24 +215,23 @@ def release_(
     async def work() -> list[Key]:
         settings = settings_of(bootstrap_servers)
         keys = (await _read(settings, topic, selection)).keys(selection)
-        await _publish(settings, topic, [release(topic, key[0].coordinates) for key in keys])
+        await publish(settings, [release(topic, key[0].coordinates) for key in keys], f"writing to {topic}")
         return keys
 
     keys = run(work())
     records = sum(map(len, keys))
-    if as_json:
-        print_json(
-            {
-                "topic": topic,
-                "keys": len(keys),
-                "records": records,
-                "requested": [str(key[0].coordinates) for key in keys],
-            }
-        )
-    elif keys:
-        groups = ", ".join(sorted({repr(key[0].failure.group) for key in keys}))
-        of = f"{counted(len(keys), 'key')} with {counted(records, 'parked record')}"
-        click.echo(f"Requested the release of {of}; the members of {groups} will retry them")
+    content = {
+        "topic": topic,
+        "keys": len(keys),
+        "records": records,
+        "requested": [str(key[0].coordinates) for key in keys],
+    }
+    groups = ", ".join(sorted({repr(key[0].failure.group) for key in keys}))
+    line = (
+        f"Requested the release of {counted(len(keys), 'key')} with {counted(records, 'parked record')}; "
+        f"the members of {groups} will retry them"
+    )
+    print_result(content, [line] if keys else [], as_json=as_json)
     return _exit_code(topic, len(keys), everything=everything)
 
 
@@ -263,22 +256,18 @@ def drop(
         records = [record for record in parked.latest() if selection.takes(record.original, record.failure)]
         if yes:
             places = [place for record in records for place in sorted(parked.records[record.coordinates])]
-            await _publish(settings, topic, [tombstone(topic, place) for place in places])
+            await publish(settings, [tombstone(topic, place) for place in places], f"writing to {topic}")
         return [str(record.coordinates) for record in records]
 
     records = run(work())
-    if as_json:
-        print_json({"topic": topic, "dropped": yes, "records": records})
-    elif yes and records:
-        click.echo(f"Dropped {counted(len(records), 'parked record')}")
+    lines = []
+    if yes and records:
+        lines = [f"Dropped {counted(len(records), 'parked record')}"]
     elif records:
         listed = ", ".join(records[:10]) + (", …" if len(records) > 10 else "")  # noqa: PLR2004
-        click.echo(f"Would drop {counted(len(records), 'parked record')}: {listed}")
-        click.echo("Nothing was dropped: --yes drops, for good.")
+        lines = [
+            f"Would drop {counted(len(records), 'parked record')}: {listed}",
+            "Nothing was dropped: --yes drops, for good.",
+        ]
+    print_result({"topic": topic, "dropped": yes, "records": records}, lines, as_json=as_json)
     return _exit_code(topic, len(records), everything=everything)
-
-
-async def _publish(settings: Settings, topic: str, messages: Sequence[Message]) -> None:
-    """Publish, and wait for all acknowledgements."""
-    async with Publisher(settings) as publisher, progress(f"writing to {topic}", lambda: publisher.acknowledged):
-        await publisher.publish(messages)

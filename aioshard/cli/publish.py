@@ -14,9 +14,10 @@ from collections.abc import Iterator
 import click
 
 from aioshard.cli import options
-from aioshard.cli.brokers import Publisher, run, settings_of
-from aioshard.cli.output import print_json, progress
+from aioshard.cli.brokers import run, settings_of
+from aioshard.cli.output import print_result, progress
 from aioshard.errors import AioshardError
+from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.ports import Message
 from aioshard.records import counted
 
@@ -57,8 +58,7 @@ class JsonLines:
         *lines, self._rest = (self._rest + data).split(b"\n") if data else (self._rest, b"")
         for line in lines:
             self._line += 1
-            value = line.removeprefix(codecs.BOM_UTF8).strip()
-            if value:
+            if value := line.removeprefix(codecs.BOM_UTF8).strip():
                 key = self._key(value)
                 self.read += 1
                 self.without_key += key is None
@@ -110,11 +110,11 @@ def command(file: str, topic: str, *, key_field: str | None, bootstrap_servers: 
             "records_per_second": round(records / seconds),
             "error": cause,
         }
-        if as_json:
-            print_json(result)
-        elif cause is None:
-            rate = f"{records / seconds:,.0f} records/s"
-            click.echo(f"Published {counted(records, 'record')} to {topic!r} in {seconds:.1f} s ({rate})")
+        line = (
+            f"Published {counted(records, 'record')} to {topic!r} in {seconds:.1f} s "
+            f"({records / seconds:,.0f} records/s)"
+        )
+        print_result(result, [line] if cause is None else [], as_json=as_json)
         if cause is not None and records:
             click.echo(f"Published {counted(records, 'record')} to {topic!r} before the error", err=True)
         if records and key_field is not None and lines.without_key == lines.read:

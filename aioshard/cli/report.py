@@ -1,20 +1,16 @@
 """`aioshard report`: skew, tail and lag of a journal."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from aioshard.cli import options
-from aioshard.cli.output import as_text, cut, print_json, print_table
+from aioshard.cli.output import as_text, cut, print_result, table
 from aioshard.cli.spark import session
 from aioshard.errors import SettingsError
 from aioshard.spark.session import check_packages
-
-if TYPE_CHECKING:
-    from aioshard.spark.reports import Journal
 
 _top = click.option(
     "--top", type=click.IntRange(1), default=10, show_default=True, help="Number of entries of each kind."
@@ -33,35 +29,32 @@ def _on_journal(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@contextlib.contextmanager
-def _opened(path: str, handler: str | None, master: str) -> "Iterator[Journal]":
-    """Read a journal in a Spark session.
+def _analyze(analysis: str, path: str, handler: str | None, master: str, **arguments: Any) -> Any:
+    """Return the result of a function of `aioshard.spark.reports`, for a journal that is read in a Spark session.
 
     Raises:
         SettingsError: The journal does not exist, or Spark cannot be used.
         MissingExtraError: Spark is not installed.
     """
     check_packages()
-    from aioshard.spark.reports import check_journal, read_journal  # noqa: PLC0415 - imported on use
+    from aioshard.spark import reports  # noqa: PLC0415 - imported on use
 
-    check_journal(path)
+    reports.check_journal(path)
     with session(master) as spark:
-        yield read_journal(spark, path, handler)
+        return getattr(reports, analysis)(reports.read_journal(spark, path, handler), **arguments)
 
 
-def _report(analysis: str, path: str, handler: str | None, master: str, *, as_json: bool, most: int) -> None:
+def _report(analysis: str, path: str, handler: str | None, master: str, *, as_json: bool, **arguments: int) -> None:
     """Print the result of a function of `aioshard.spark.reports`."""
-    with _opened(path, handler, master) as journal:
-        from aioshard.spark import reports  # noqa: PLC0415 - imported on use
+    report = _analyze(analysis, path, handler, master, **arguments)
+    from aioshard.spark import reports  # noqa: PLC0415 - imported on use
 
-        report = getattr(reports, analysis)(journal, most)
-    if as_json:
-        print_json(report)
-        return
+    lines: list[str] = []
     for title, headings, rows in reports.as_tables(report):
         if title:
-            click.echo(f"\n{title}:")
-        print_table(headings, [[cut(as_text(cell)) for cell in row] for row in rows])
+            lines.append(f"\n{title}:")
+        lines += table(headings, [[cut(as_text(cell)) for cell in row] for row in rows])
+    print_result(report, lines, as_json=as_json)
 
 
 @click.group(cls=options.OrderedGroup)
@@ -78,7 +71,7 @@ def skew(path: str, *, handler: str | None, master: str, as_json: bool, top: int
     Work is how long the handler ran: the sum of the latest attempts. A Gini coefficient of 0 means that all are
     equal; close to 1, that one has almost everything.
     """
-    _report("skew", path, handler, master, as_json=as_json, most=top)
+    _report("skew", path, handler, master, as_json=as_json, top=top)
 
 
 @command.command()
@@ -89,7 +82,7 @@ def tail(path: str, *, handler: str | None, master: str, as_json: bool, top: int
 
     Wait is from being fetched to the start of the latest attempt, service is that attempt, total is both.
     """
-    _report("tail", path, handler, master, as_json=as_json, most=top)
+    _report("tail", path, handler, master, as_json=as_json, top=top)
 
 
 @command.command()
@@ -101,7 +94,7 @@ def lag(path: str, *, handler: str | None, master: str, as_json: bool, moments: 
     A journal contains finished records. So a record counts from its timestamp to its end, and one that never ended
     does not count at all.
     """
-    _report("lag", path, handler, master, as_json=as_json, most=moments)
+    _report("lag", path, handler, master, as_json=as_json, moments=moments)
 
 
 @command.command()
@@ -116,12 +109,7 @@ def html(path: str, *, handler: str | None, master: str, as_json: bool, out: str
     page = Path(out)
     if not page.absolute().parent.is_dir():
         raise SettingsError(f"--out {out}: the directory {page.parent} does not exist; create it first")
-    with _opened(path, handler, master) as journal:
-        from aioshard.spark.reports import report_page  # noqa: PLC0415 - imported on use
-
-        content = report_page(journal, title=title).encode()
+    content = _analyze("report_page", path, handler, master, title=title).encode()
     page.write_bytes(content)
-    if as_json:
-        print_json({"page": str(page.absolute()), "bytes": len(content)})
-    else:
-        click.echo(f"{page}: {len(content):,} bytes; open it in a browser")
+    line = f"{page}: {len(content):,} bytes; open it in a browser"
+    print_result({"page": str(page.absolute()), "bytes": len(content)}, [line], as_json=as_json)

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import click
@@ -31,7 +30,7 @@ _LOG_LEVELS = ["debug", "info", "warning", "error", "critical"]
 
 Load = Callable[[], App]
 """Imports and configures the app."""
-ServeHealth = Callable[[App], AbstractAsyncContextManager[object]]
+ServeHealth = Callable[[App], contextlib.AbstractAsyncContextManager[object]]
 """Serves the health of an app while the context is open."""
 
 
@@ -100,7 +99,7 @@ def command(
         return _run_workers(load, workers, until_caught_up=until_caught_up, as_json=as_json)
     if parent is None and reload:
         with Signals() as signals, asyncio.Runner() as runner:
-            return runner.run(run_reloading(_arguments(), str(Path(app_dir).resolve()), signals))
+            return runner.run(run_reloading(sys.argv[2:], str(Path(app_dir).resolve()), signals))
     serve_health: ServeHealth = contextlib.nullcontext
     if health_port is not None or web:
         port = health_port + (worker or 0) if health_port else 0
@@ -142,11 +141,6 @@ def _load(
     return app
 
 
-def _arguments() -> list[str]:
-    """Return the arguments of this command; a child gets the same ones."""
-    return sys.argv[2:]
-
-
 def _add_worker(number: int, record: logging.LogRecord) -> bool:
     """Add the number of the worker to a log line, since all workers write to the same stream."""
     if not hasattr(record, "worker"):
@@ -163,7 +157,7 @@ def _run_workers(load: Load, count: int, *, until_caught_up: bool, as_json: bool
         app = load()  # only to report errors before any worker starts
         app.settings.require_bootstrap_servers()
         app.check()
-        supervisor = Supervisor(app, _arguments(), count, until_caught_up=until_caught_up)
+        supervisor = Supervisor(app, sys.argv[2:], count, until_caught_up=until_caught_up)
         code = runner.run(supervisor.run(signals))
     if as_json:
         workers = [
@@ -195,8 +189,9 @@ def _run(load: Load, serve_health: ServeHealth, fd: int | None, *, until_caught_
             for sentence in misspelled_variables():
                 logger.warning("%s", sentence)
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                health = serve_health(app)
-                runner.run(_serve(app, health, signals, parent, until_caught_up=until_caught_up, as_json=as_json))
+                runner.run(
+                    _serve(app, serve_health(app), signals, parent, until_caught_up=until_caught_up, as_json=as_json)
+                )
         except (AioshardError, click.ClickException) as error:
             if parent is not None:
                 parent.report_error(error)
@@ -206,7 +201,7 @@ def _run(load: Load, serve_health: ServeHealth, fd: int | None, *, until_caught_
 
 async def _serve(
     app: App,
-    health: AbstractAsyncContextManager[object],
+    health: contextlib.AbstractAsyncContextManager[object],
     signals: Signals,
     parent: Parent | None,
     *,
@@ -214,21 +209,19 @@ async def _serve(
     as_json: bool,
 ) -> None:
     """Serve the app, and its health if requested, until a signal or an error; report how it ended."""
-    error: AioshardError | None = None
     try:
         async with health:
             await app.serve_until_signal(signals, until_caught_up=until_caught_up)
-    except AioshardError as raised:
-        error = raised
-    _report(app, signals, error, as_json=as_json)
-    if isinstance(error, NotDrainedError):
-        # A run that ignores its cancellation would keep the event loop or, as a thread, the interpreter alive.
-        click.echo(f"Error: {error}", err=True)
-        if parent is not None:
-            parent.report_error(error)
-        exit_now(exit_code(error))
-    if error is not None:
-        raise error
+    except AioshardError as error:
+        _report(app, signals, error, as_json=as_json)
+        if isinstance(error, NotDrainedError):
+            # A run that ignores its cancellation would keep the event loop or, as a thread, the interpreter alive.
+            click.echo(f"Error: {error}", err=True)
+            if parent is not None:
+                parent.report_error(error)
+            exit_now(exit_code(error))
+        raise
+    _report(app, signals, None, as_json=as_json)
 
 
 def _report(app: App, signals: Signals, error: AioshardError | None, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ import click
 from aioshard.cli import options
 from aioshard.cli.brokers import run
 from aioshard.cli.loading import load_app
-from aioshard.cli.output import UNHEALTHY, print_json, print_table, progress
+from aioshard.cli.output import UNHEALTHY, print_result, progress, table
 from aioshard.errors import SettingsError
 from aioshard.kafka.aiokafka.connections import silence_client
 from aioshard.records import counted
@@ -115,14 +115,11 @@ def plan(target: str, *, directory: str, app_dir: str, as_json: bool, **chosen: 
     """
     load_app(target, app_dir)
     new_plan = run(planning.plan(target, directory=directory, tell=_print_note, **chosen))
-    if as_json:
-        print_json(json.loads(new_plan.to_json()), indent=2)
-        return
-    _show(new_plan)
-    click.echo(f"\nNext: aioshard spark run {directory}")
+    lines = [*_lines_of(new_plan), f"\nNext: aioshard spark run {directory}"]
+    print_result(json.loads(new_plan.to_json()), lines, as_json=as_json, indent=2)
 
 
-def _show(plan: Plan) -> None:
+def _lines_of(plan: Plan) -> Iterator[str]:
     rows = [
         (
             planned.topic,
@@ -135,13 +132,14 @@ def _show(plan: Plan) -> None:
         if planned.end > planned.start
     ]
     partitions = counted(len(rows), "partition")
-    click.echo(f"{counted(plan.records, 'offset')} of {partitions} for {plan.app}, in place of {plan.group_id!r}")
+    yield f"{counted(plan.records, 'offset')} of {partitions} for {plan.app}, in place of {plan.group_id!r}"
     for handler in plan.handlers:
-        policy = plan.on_failure or handler.on_failure
-        click.echo(f"  {handler.name}: {', '.join(handler.topics)}; order by {handler.shard_by}; on failure {policy}")
+        yield (
+            f"  {handler.name}: {', '.join(handler.topics)}; order by {handler.shard_by}; "
+            f"on failure {plan.on_failure or handler.on_failure}"
+        )
     if rows:
-        click.echo()
-        print_table(("topic", "partition", "start", "end", "offsets"), rows)
+        yield from ["", *table(("topic", "partition", "start", "end", "offsets"), rows)]
 
 
 @command.command("run")
@@ -159,13 +157,13 @@ def run_(directory: str, *, master: str, app_dir: str, as_json: bool) -> None:
     run_dir.plan()
     with session(master, app_dir) as spark, _stops_after_batch(run_dir):
         report = asyncio.run(_with_progress(functools.partial(runs.run, spark, run_dir, tell=_print_note), run_dir))
-    if as_json:
-        print_json(report)
-        return
     rows = _counts(report.statuses) or "no rows"
     batches = counted(report.batches, "micro-batch", "micro-batches")
-    click.echo(f"{report.state}: {report.done:,} of {report.records:,} offsets in {batches}, {rows}")
-    click.echo(f"Next: aioshard spark {'verify' if report.state == 'finished' else 'run'} {directory}")
+    lines = [
+        f"{report.state}: {report.done:,} of {report.records:,} offsets in {batches}, {rows}",
+        f"Next: aioshard spark {'verify' if report.state == 'finished' else 'run'} {directory}",
+    ]
+    print_result(report, lines, as_json=as_json)
 
 
 async def _with_progress(work: Callable[[], Any], run_dir: RunDirectory) -> Any:
@@ -201,9 +199,6 @@ def follow(directory: str, *, master: str, trigger: str, app_dir: str) -> None:
 def status(directory: str, *, as_json: bool) -> None:
     """Show the progress of the run in DIR, from its files alone."""
     state = runs.status(directory)
-    if as_json:
-        print_json(state)
-        return
     share = 100 * state.done // max(state.records, 1)
     verified = (state.verified or {}).get("ok")
     rows = {
@@ -215,7 +210,8 @@ def status(directory: str, *, as_json: bool) -> None:
         "verified": {None: "", True: "yes", False: "no: run aioshard spark verify"}[verified],
         "handed over": "yes" if state.handed_over else "",
     }
-    print_table(("run", directory), [(name, value) for name, value in rows.items() if value])
+    lines = table(("run", directory), [(name, value) for name, value in rows.items() if value])
+    print_result(state, lines, as_json=as_json)
 
 
 @command.command()
@@ -242,12 +238,8 @@ def verify(directory: str, *, master: str, app_dir: str, as_json: bool) -> int:
     run_dir.plan()
     with session(master, app_dir) as spark:
         verification = verify_run(spark, run_dir)
-    if as_json:
-        print_json(verification.asdict())
-    else:
-        for problem in verification.problems:
-            click.echo(problem)
-        click.echo(f"{'verified' if verification.ok else 'not verified'}: {counted(verification.records, 'record')}")
+    verdict = f"{'verified' if verification.ok else 'not verified'}: {counted(verification.records, 'record')}"
+    print_result(verification.asdict(), [*verification.problems, verdict], as_json=as_json)
     return 0 if verification.ok else UNHEALTHY
 
 
@@ -276,16 +268,13 @@ def handover(directory: str, *, wait: float | None, force: bool, master: str, ap
         with session(master) as spark:
             handovers.send_letters(spark, run_dir, _print_note)
     done = run(handovers.handover(directory, wait=wait, force=force, tell=_print_note))
-    if as_json:
-        print_json(done)
-        return
-    click.echo(f"{done.state}: group {done.group_id!r}")
     rows = [
         (topic, str(partition), _offset(done.before.get(topic, {}).get(partition)), _offset(offset))
         for topic, offsets in sorted(done.offsets.items())
         for partition, offset in sorted(offsets.items())
     ]
-    print_table(("topic", "partition", "before", "now"), rows)
+    lines = [f"{done.state}: group {done.group_id!r}", *table(("topic", "partition", "before", "now"), rows)]
+    print_result(done, lines, as_json=as_json)
 
 
 def _offset(offset: int | None) -> str:
@@ -331,7 +320,5 @@ def redrive(
     with session(master, app_dir) as spark:
         rows = run_again(spark, directory, out=out, status=statuses, app=app, on_failure=on_failure)
         counts = {row["status"]: int(row["count"]) for row in rows.groupBy("status").count().collect()}
-    if as_json:
-        print_json({"out": out, "statuses": counts})
-    else:
-        click.echo(f"{counted(sum(counts.values()), 'record')} processed again: {_counts(counts) or 'none'}")
+    line = f"{counted(sum(counts.values()), 'record')} processed again: {_counts(counts) or 'none'}"
+    print_result({"out": out, "statuses": counts}, [line], as_json=as_json)

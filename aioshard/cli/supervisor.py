@@ -188,7 +188,7 @@ class Child:
 
     async def run_until(self, *requests: asyncio.Task[Any], drain_timeout: float) -> Ending:
         """Wait for its end; drain it when one of the requests is done, and kill it if that takes too long."""
-        ended = asyncio.create_task(self._ended(), name=f"end of process {self.pid}")
+        ended = asyncio.create_task(self._process.wait(), name=f"end of process {self.pid}")
         await asyncio.wait([ended, *requests], return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             self._writer.write_eof()
@@ -196,15 +196,11 @@ class Child:
         if overdue := not ended.done():
             self.kill()
         code = await ended
-        self._writer.close()
-        return Ending(code, seconds=time.monotonic() - self._began, overdue=overdue, **self._reported)
-
-    async def _ended(self) -> int:
-        code = await self._process.wait()
         # Its reports have arrived. The end of the stream may not come while its own children hold the socket.
         await asyncio.wait([self._listening], timeout=_LAST_REPORT_TIMEOUT)
         self._listening.cancel()
-        return code
+        self._writer.close()
+        return Ending(code, seconds=time.monotonic() - self._began, overdue=overdue, **self._reported)
 
     def kill(self) -> None:
         """Kill it; safe in a signal handler."""
@@ -247,8 +243,7 @@ class Supervisor:
             until_caught_up: Whether a worker that has caught up is not restarted.
         """
         self.workers = [Worker(number) for number in range(count)]
-        self._group_id = app.group_id
-        self._settings = app.settings
+        self._app = app
         self._drain_timeout = app.settings.shutdown_timeout + MARGIN
         self._arguments = arguments
         self._until_caught_up = until_caught_up
@@ -283,7 +278,7 @@ class Supervisor:
                 logger.error("worker %d %s; a restart would not help: stopping all workers", worker.number, ending)
                 self._stopping.set()
                 return
-            if ending.member and self._settings.group_instance_id is None:
+            if ending.member and self._app.settings.group_instance_id is None:
                 await self._remove(ending.member)
             await self._pause(worker, ending)
 
@@ -319,14 +314,14 @@ class Supervisor:
             worker.killed_at = time.monotonic()
         if ending.error == "InstanceIdTakenError":
             # The brokers may keep the id of a killed member until its session expires.
-            return time.monotonic() - worker.killed_at > 2 * self._settings.session_timeout
+            return time.monotonic() - worker.killed_at > 2 * self._app.settings.session_timeout
         return ending.code == REFUSED
 
     async def _remove(self, member: str) -> None:
         """Remove a dead member from the group, so that the others need not wait until its session expires."""
         try:
-            async with asyncio.timeout(_REMOVE_TIMEOUT), KafkaAdmin(self._settings) as brokers:
-                await brokers.remove_member(self._group_id, member)
+            async with asyncio.timeout(_REMOVE_TIMEOUT), KafkaAdmin(self._app.settings) as brokers:
+                await brokers.remove_member(self._app.group_id, member)
         except (AioshardError, TimeoutError) as error:
             logger.warning(
                 "member %s stays in the group until its session expires: %s", member, str(error) or "no answer"

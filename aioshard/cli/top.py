@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -129,10 +130,11 @@ class Frames:
         return {**handler, "records_per_second": self._rate(snapshot.at, done, snapshot.process, handler["name"])}
 
     def _partition(self, snapshot: Snapshot, partition: Mapping[str, Any]) -> dict[str, Any]:
-        key = (snapshot.process, partition["topic"], partition["partition"])
         return {
             **{name: partition[name] for name in _PARTITION_FIELDS},
-            "offsets_per_second": self._rate(snapshot.at, partition["committable"], *key),
+            "offsets_per_second": self._rate(
+                snapshot.at, partition["committable"], snapshot.process, partition["topic"], partition["partition"]
+            ),
             "process": snapshot.process,
         }
 
@@ -153,9 +155,14 @@ def _process(
     row = {"process": snapshot.process, "state": None, **dict.fromkeys(("records_per_second", *_PROCESS_FIELDS))}
     if snapshot.statistics is None:
         return row
-    sums = {name: sum(partition[name] or 0 for partition in partitions) for name in ("lag", "incomplete")}
-    own = {"state": snapshot.statistics["state"], "partitions": len(partitions)}
-    return row | own | sums | _sums(handlers, ["busy", "concurrency"])
+    return {
+        **row,
+        "state": snapshot.statistics["state"],
+        "partitions": len(partitions),
+        "lag": sum(partition["lag"] or 0 for partition in partitions),
+        "incomplete": sum(partition["incomplete"] for partition in partitions),
+        **_sums(handlers, ["busy", "concurrency"]),
+    }
 
 
 def _sums(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -189,19 +196,20 @@ def view(frame: Frame, height: int | None = None) -> Group:
         _table(_PROCESSES, processes if several else [], most),
         _table(_HANDLERS, frame.handlers, most),
     ]
-    lines: list[RenderableType] = [_header(frame), _totals(frame)]
-    for section in sections:
-        if section.row_count:
-            lines += [Text(), section]
-    return Group(*lines)
+    shown = [Padding(section, (1, 0, 0, 0), expand=False) for section in sections if section.row_count]
+    return Group(_header(frame), _totals(frame), *shown)
 
 
 def _header(frame: Frame) -> Text:
-    groups = as_text(", ".join(frame.groups)) or "no answer yet"
-    clock = dt.datetime.fromtimestamp(frame.at, dt.UTC).astimezone()
-    header = Text.assemble(("aioshard top", "bold"), "  ", (groups, "bold cyan"), "  ", (f"{clock:%H:%M:%S}", "dim"))
-    header.no_wrap, header.overflow = True, "ellipsis"
-    return header
+    return Text.assemble(
+        ("aioshard top", "bold"),
+        "  ",
+        (as_text(", ".join(frame.groups)) or "no answer yet", "bold cyan"),
+        "  ",
+        (f"{dt.datetime.fromtimestamp(frame.at, dt.UTC).astimezone():%H:%M:%S}", "dim"),
+        no_wrap=True,
+        overflow="ellipsis",
+    )
 
 
 def _totals(frame: Frame) -> Text:
@@ -341,7 +349,7 @@ def command(urls: Sequence[str], *, interval: float, once: bool, timeout: float,
             frame = _next_frame(servers, frames)
         while True:
             if as_json:
-                print_json(frame)
+                print_json(frame._asdict())
             elif live is None:
                 console.print(view(frame))
             else:

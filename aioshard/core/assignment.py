@@ -1,7 +1,7 @@
 """Assign partitions to the members of a group: pure functions that give the same result on every member.
 
 `fair`, `sticky` and `lag` share one way to spread partitions by number: place each at its home, or else at the least
-loaded member, then exchange partitions until no exchange makes the loads more even or brings more partitions home.
+loaded member, then pass partitions on until nothing makes the loads more even.
 """
 
 import heapq
@@ -23,10 +23,6 @@ Holders: TypeAlias = dict[TopicPartition, str]
 
 NO_GENERATION = -1
 
-_POOL = ""
-"""Source and sink of loads; not the name of a member, because Kafka's member names are never empty."""
-_AT_MOST = 4_000_000
-"""Maximum of members² × topics: beyond it the search for exchanges would block the leader for seconds."""
 _NOISE = 100
 """A member's share of the backlog divided by this is noise. Partitions whose backlogs add up to less count as fully
 read, and no move is made for a smaller gain."""
@@ -62,11 +58,9 @@ def subscribers(members: Members, partitions: Partitions) -> dict[str, tuple[str
         >>> subscribers(members, {"t": [0], "other": [0]})
         {'t': ('a', 'b')}
     """
-    names: dict[str, list[str]] = {}
-    for name in sorted(members):
-        for topic in members[name].topics & partitions.keys():
-            names.setdefault(topic, []).append(name)
-    return {topic: tuple(names[topic]) for topic in sorted(names)}
+    names = sorted(members)
+    topics = frozenset[str]().union(*(member.topics for member in members.values())) & partitions.keys()
+    return {topic: tuple(name for name in names if topic in members[name].topics) for topic in sorted(topics)}
 
 
 def owners(members: Members, partitions: Partitions) -> Holders:
@@ -109,13 +103,11 @@ def assign_ranges(members: Members, partitions: Partitions) -> Assignment:
     """
     holders: Holders = {}
     for topic, names in subscribers(members, partitions).items():
-        numbers = sorted(partitions[topic])
-        share, remainder = divmod(len(numbers), len(names))
-        start = 0
+        share, remainder = divmod(len(partitions[topic]), len(names))
+        rest = iter(sorted(partitions[topic]))
         for position, name in enumerate(names):
-            end = start + share + (position < remainder)
-            holders.update({TopicPartition(topic, number): name for number in numbers[start:end]})
-            start = end
+            numbers = itertools.islice(rest, share + (position < remainder))
+            holders.update({TopicPartition(topic, number): name for number in numbers})
     return _as_assignment(members, holders)
 
 
@@ -129,15 +121,11 @@ def assign_round_robin(members: Members, partitions: Partitions) -> Assignment:
         >>> [[partition for _, partition in owned] for owned in assign_round_robin(members, {"t": range(3)}).values()]
         [[0, 2], [1]]
     """
-    circle = sorted(members)
-    turn = 0
+    circle = itertools.cycle(sorted(members))
     holders: Holders = {}
     for topic in subscribers(members, partitions):
         for number in sorted(partitions[topic]):
-            while topic not in members[circle[turn % len(circle)]].topics:
-                turn += 1
-            holders[TopicPartition(topic, number)] = circle[turn % len(circle)]
-            turn += 1
+            holders[TopicPartition(topic, number)] = next(name for name in circle if topic in members[name].topics)
     return _as_assignment(members, holders)
 
 
@@ -199,8 +187,7 @@ def assign_backlog(members: Members, partitions: Partitions) -> Assignment:
     best = (fresh if excess > max(weights.values(), default=0) else kept).holders()
     homes = {at: name for at, name in homes.items() if at not in weights}
     # The empty partitions even out the number of partitions per member, including those with a backlog.
-    rest = spread(members, empty, homes, Counter(best.values()))
-    return _as_assignment(members, best | rest)
+    return _as_assignment(members, best | spread(members, empty, homes, Counter(best.values())))
 
 
 ASSIGNORS: Mapping[str, Callable[[Members, Partitions], Assignment]] = {
@@ -219,7 +206,7 @@ ASSIGNORS: Mapping[str, Callable[[Members, Partitions], Assignment]] = {
 def spread(
     members: Members, partitions: Partitions, homes: Holders | None = None, begin: Mapping[str, int] | None = None
 ) -> Holders:
-    """Spread partitions evenly, and among equally even assignments move the fewest away from *homes*.
+    """Spread partitions evenly, and move few of them away from *homes*.
 
     Args:
         members: All members of the group.
@@ -233,11 +220,12 @@ def spread(
     if not homes:
         return even.holders
     kept = _Spread(members, partitions, homes, begin or {})
+    if sorted(kept.load.values()) == sorted(even.load.values()):
+        return kept.holders
     # Only a start: levelling moves one partition at a time, and thousands may have to move.
     kept.release_surplus(even.load)
     kept.place_the_rest()
     kept.level()
-    kept.keep_more()
     return kept.holders
 
 
@@ -322,39 +310,6 @@ class _Spread:
                             waiting.append((other, chains[other]))
         return []
 
-    def keep_more(self) -> None:
-        """Bring partitions back home by exchanges that keep the loads as even as they are.
-
-        An exchange is a cycle of members in which each passes one partition on, or a chain whose two ends swap their
-        loads. When none gains anything, fewer moves are impossible. The search is skipped if all members have the same
-        subscriptions, because no such exchange exists, and in groups so large that it would take seconds.
-        """
-        members, topics = len(self._topics), len(self._subscribers)
-        if len(set(self._topics.values())) == 1 or members**2 * topics > _AT_MOST:
-            return
-        while any(self._homes.get(at, name) != name for at, name in self.holders.items()):
-            cycle = _gaining_cycle(self._costs())
-            if not cycle:
-                break
-            self._pass_on(link for link in zip(cycle, cycle[1:] + cycle[:1], strict=True) if _POOL not in link)
-
-    def _costs(self) -> dict[tuple[str, str], int]:
-        """Compute the cost of passing a partition from one member to another, and of changing a load.
-
-        Evenness, the sum of squared loads, weighs more than all moves together.
-        """
-        weight = 2 * len(self._topics) + 2
-        costs: dict[tuple[str, str], int] = {}
-        for giver, topic, home in {(name, at.topic, self._homes.get(at)) for at, name in self.holders.items()}:
-            for taker in self._subscribers[topic]:
-                if taker != giver:
-                    cost = (home == giver) - (home == taker)
-                    costs[giver, taker] = min(cost, costs.get((giver, taker), cost))
-        for name in self._topics:
-            costs[_POOL, name] = (1 - 2 * self.load[name]) * weight
-            costs[name, _POOL] = (1 + 2 * self.load[name]) * weight
-        return dict(sorted(costs.items()))
-
     def _pass_on(self, links: Iterable[tuple[str, str]]) -> None:
         """Let each giver pass on one partition: preferably one that returns home, or else is away from home."""
         chosen = [
@@ -369,30 +324,6 @@ class _Spread:
             self.holders[at] = taker
             self.load[giver] -= 1
             self.load[taker] += 1
-
-
-def _gaining_cycle(costs: Mapping[tuple[str, str], int]) -> list[str]:
-    """Find a cycle of negative total cost with Bellman-Ford; empty if there is none."""
-    distance = {node: 0 for link in costs for node in link}
-    came_from: dict[str, str] = {}
-    node: str | None = None
-    for _ in distance:
-        node = None
-        for (before, after), cost in costs.items():
-            if distance[before] + cost < distance[after]:
-                distance[after] = distance[before] + cost
-                came_from[after] = before
-                node = after
-        if node is None:
-            return []
-    if node is None:
-        return []
-    for _ in distance:
-        node = came_from[node]  # after this many steps back it is on the cycle itself
-    cycle = [node]
-    while (previous := came_from[cycle[-1]]) != node:
-        cycle.append(previous)
-    return cycle[::-1]
 
 
 # By backlog -------------------------------------------------------------------------------
@@ -454,8 +385,12 @@ class _Backlogs:
 
     def holders(self) -> Holders:
         """The member of each partition."""
-        pairs = [(name, held) for name, topics in self._held.items() for held in topics.values()]
-        return {partition: name for name, held in pairs for _, partition in held}
+        return {
+            topic_partition: name
+            for name, topics in self._held.items()
+            for pairs in topics.values()
+            for _, topic_partition in pairs
+        }
 
     def _put(self, weight: int, topic_partition: TopicPartition, name: str) -> None:
         insort(self._held[name].setdefault(topic_partition.topic, []), (weight, topic_partition))

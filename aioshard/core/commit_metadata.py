@@ -76,10 +76,8 @@ class CommitMetadata:
             return cls(ignored=("damaged",)) if text.startswith(f"{_HEAD} ") else cls(foreign=text)
         partitions, at, done = match.groups()
         first = None if partitions is None else FirstCommit(int(partitions), int(at))
-        if done is None:
-            return cls(first=first)
         try:
-            return cls(first=first, finished=read_finished(done, offset))
+            return cls(first=first, finished=() if done is None else read_finished(done, offset))
         except ValueError as error:
             return cls(first=first, ignored=(f"done: {error}",))
 

@@ -6,7 +6,6 @@ one bit per offset.
 """
 
 import bisect
-import operator
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -30,9 +29,6 @@ _STRATEGIES = (zlib.Z_RLE, zlib.Z_HUFFMAN_ONLY)
 
 _CONTINUED = 0x80
 """Marks a byte of a number that is followed by more bytes, of seven bits each."""
-_NUMBER_BASE = 0x80
-
-_START = operator.itemgetter(0)
 
 
 class Run(NamedTuple):
@@ -60,7 +56,7 @@ def runs_of(offsets: Iterable[int]) -> tuple[Run, ...]:
 
 def holds(runs: Sequence[Run], offset: int) -> bool:
     """Whether an offset is in one of the ascending *runs*."""
-    index = bisect.bisect_right(runs, offset, key=_START) - 1
+    index = bisect.bisect_left(runs, (offset + 1,)) - 1  # a shorter tuple is less than the run that starts there
     return index >= 0 and offset < runs[index].end
 
 
@@ -100,23 +96,16 @@ def records_with_room(span: int, incomplete: int, units: int) -> int:
     if by_span > 0:
         return by_span
     room = units * _BITS // 8
-    low, high = 0, room
-    while low < high:
-        more = (low + high + 1) // 2
-        if _bytes_at_most(span + more, incomplete + more) <= room:
-            low = more
-        else:
-            high = more - 1
-    return low
+    return bisect.bisect_right(
+        range(1, room + 1), room, key=lambda more: _bytes_at_most(span + more, incomplete + more)
+    )
 
 
 def _bytes_at_most(span: int, incomplete: int) -> int:
     """Return the maximum size of the encoded lengths: two per incomplete record, of which few need several bytes."""
     numbers = most = 2 * incomplete + 1
-    longer = span // _NUMBER_BASE
-    while longer:
-        most += min(numbers, longer)
-        longer //= _NUMBER_BASE
+    while span := span >> 7:
+        most += min(numbers, span)
     return most
 
 
@@ -180,8 +169,10 @@ def _number(number: int) -> bytes:
 def _to_units(content: bytes) -> str:
     """Store fifteen bits in each character, which is one code unit."""
     bits = "".join(f"{byte:08b}" for byte in content)
-    groups = (bits[start : start + _BITS].ljust(_BITS, "0") for start in range(0, len(bits), _BITS))
-    return "".join(chr(_FIRST_CHARACTER + int(group, 2)) for group in groups)
+    return "".join(
+        chr(_FIRST_CHARACTER + int(bits[start : start + _BITS].ljust(_BITS, "0"), 2))
+        for start in range(0, len(bits), _BITS)
+    )
 
 
 # Reading ------------------------------------------------------------------------------

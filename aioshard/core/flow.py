@@ -1,8 +1,10 @@
-"""Flow control: how much more of a partition may be buffered."""
+"""Flow control: how much more of a partition may be buffered, and fetched ahead of that."""
 
 from typing import NamedTuple
 
 _MINIMUM_SHARE = 100
+_LEAST_FETCH = 16 * 1024
+_MOST_FETCH = 1024 * 1024
 
 
 class Usage(NamedTuple):
@@ -56,3 +58,48 @@ def minimum(bounds: Usage) -> Usage:
 
 def _least(bound: int) -> int:
     return max(bound // _MINIMUM_SHARE, 1)
+
+
+def partition_share(partitions: int, max_bytes: int) -> int:
+    """Return the maximum bytes per partition in a fetch, for *max_bytes* over all partitions.
+
+    At least 16 KiB, because smaller fetches cost more than they save, and at most 1 MiB. A broker returns at
+    least one batch, of any size.
+    """
+    return min(max(max_bytes // max(partitions, 1), _LEAST_FETCH), _MOST_FETCH)
+
+
+class FetchLimits(NamedTuple):
+    """Maximum bytes that a fetch returns, unless a single batch is larger."""
+
+    response: int
+    partition: int
+
+
+def fetch_limits(bound: int, used: int, partitions: int, requests: int) -> FetchLimits:
+    """Return the limits of each of the next fetches.
+
+    A broker returns at least one batch per response, but nothing of a partition whose limit is smaller than its next
+    batch. If many partitions had equal shares, each fetch would bring one batch, at the cost of one that brings
+    megabytes. So a partition may use what is free, up to 1 MiB. Only the last quarter of the bound is shared equally:
+    every partition finds some room there.
+
+    Args:
+        bound: The most bytes that may be fetched and not yet taken.
+        used: How many are, including those that fetches in progress may bring.
+        partitions: The number of assigned partitions.
+        requests: How many fetches are sent now; each goes to another broker.
+
+    Example:
+        >>> fetch_limits(32_000_000, 0, partitions=512, requests=1)
+        FetchLimits(response=8000000, partition=1048576)
+        >>> fetch_limits(32_000_000, 24_000_000, partitions=512, requests=1)
+        FetchLimits(response=8000000, partition=16384)
+    """
+    reserve = bound // 4
+    room = (bound - reserve - used) // requests
+    most = min(_MOST_FETCH, reserve)
+    if room < max(most // 4, _LEAST_FETCH):
+        return FetchLimits(max(reserve, 1), partition_share(partitions, reserve))
+    # While a response is decoded it is in memory twice, in addition to the rest of the previous response.
+    return FetchLimits(min(room, reserve), min(most, room))

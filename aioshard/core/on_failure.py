@@ -1,6 +1,7 @@
-"""User options for records whose attempts are exhausted, and the budget for diversions."""
+"""User options for records whose attempts are exhausted, and the circuit breaker of dead letters."""
 
 import dataclasses
+from collections import deque
 from typing import Literal
 
 from aioshard.core.options import check, is_number, is_topic, is_whole
@@ -9,27 +10,36 @@ _TOPIC = "the name of a topic: 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Budget:
-    """A limit on diverted records: successes pay for each diversion.
+class CircuitBreaker:
+    """When to stop diverting records, because too many of a handler's records fail.
 
-    An exhausted budget is taken as a sign that a dependency of the handler is down, not that the records are bad. The
-    partition then pauses and probes with one record at a time until one succeeds.
+    Closed, every record whose attempts are exhausted is diverted. It opens when more than `failure_rate` of the last
+    `window` records failed: a dependency may be down, or the handler or the schema wrong. Then partitions pause when
+    one of their records fails, and try one record at a time (half-open) until one succeeds.
 
     Attributes:
-        per_success: Credit for each processed record; 0.01 is one diversion per hundred successes.
-        burst: Diversions available at the start, and the most that can be saved up.
+        failure_rate: Share of failed records above which it opens.
+        window: How many records count.
+        minimum: How many records must have ended, from the start or since it closed, before it may open.
 
     Raises:
         HandlerError: If a value is outside its range.
+
+    Example:
+        >>> CircuitBreaker(failure_rate=0.8, window=500)
+        CircuitBreaker(failure_rate=0.8, window=500, minimum=20)
     """
 
-    per_success: float = 0.01
-    burst: int = 50
+    failure_rate: float = 0.5
+    window: int = 100
+    minimum: int = 20
 
     def __post_init__(self) -> None:
-        is_share = is_number(self.per_success) and 0 < self.per_success <= 1
-        check(self, "per_success", is_share, "a share above 0, at most 1")
-        check(self, "burst", is_whole(self.burst), "a whole number of at least 1")
+        is_share = is_number(self.failure_rate) and 0 < self.failure_rate < 1
+        check(self, "failure_rate", is_share, "a share between 0 and 1")
+        check(self, "window", is_whole(self.window), "a whole number of at least 1")
+        is_possible = is_whole(self.minimum) and self.minimum <= self.window
+        check(self, "minimum", is_possible, f"a whole number from 1 to window={self.window}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,23 +50,23 @@ class DeadLetter:
 
     Attributes:
         topic: Topic for the dead letters.
-        budget: Limit on their number; None means no limit.
+        breaker: Pauses partitions when too many records fail; None diverts every record.
 
     Raises:
-        HandlerError: If *topic* is not a valid topic name, or *budget* is not a `Budget`.
+        HandlerError: If *topic* is not a valid topic name, or *breaker* is not a `CircuitBreaker`.
 
     Example:
-        >>> DeadLetter("orders.dlt", budget=Budget(per_success=0.05, burst=10)).topic
+        >>> DeadLetter("orders.dlt", breaker=CircuitBreaker(failure_rate=0.8)).topic
         'orders.dlt'
     """
 
     topic: str
-    budget: Budget | None = dataclasses.field(default_factory=Budget)
+    breaker: CircuitBreaker | None = dataclasses.field(default_factory=CircuitBreaker)
 
     def __post_init__(self) -> None:
         check(self, "topic", is_topic(self.topic), _TOPIC)
-        is_valid = self.budget is None or isinstance(self.budget, Budget)
-        check(self, "budget", is_valid, "Budget(per_success=…, burst=…), or None for no limit")
+        is_valid = self.breaker is None or isinstance(self.breaker, CircuitBreaker)
+        check(self, "breaker", is_valid, "CircuitBreaker(failure_rate=…, window=…, minimum=…), or None for none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,35 +103,55 @@ class Park:
 OnFailure = Literal["halt", "skip"] | DeadLetter | Park
 
 
-class BudgetAccount:
-    """The remaining diversions of a handler.
+class BreakerState:
+    """The state of the circuit breaker of a handler.
 
-    Credit is derived from an existing count of successes, so a success costs nothing.
+    A success costs nothing: for each failed record, the caller says how many records had succeeded when it *first*
+    failed. So retries do not matter, which would shift the failures behind later successes. Failures with few
+    successes between them are those of one window.
 
     Example:
-        >>> account = BudgetAccount(Budget(per_success=0.5, burst=2))
-        >>> [account.spend(successes=0) for _ in range(3)]
-        [True, True, False]
-        >>> account.spend(successes=1), account.spend(successes=2)
-        (False, True)
+        >>> state = BreakerState(CircuitBreaker(failure_rate=0.5, window=4, minimum=2))
+        >>> state.fail(10, "KeyError"), state.fail(20, "KeyError"), state.fail(21, "OSError")
+        (False, False, False)
+        >>> state.fail(21, "OSError"), state.is_open, state.failed, state.alike
+        (True, True, 3, 2)
     """
 
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self._left = float(budget.burst)
-        self._credited = 0
+    def __init__(self, limits: CircuitBreaker) -> None:
+        self.limits = limits
+        self.is_open = False
+        self.failed = 0
+        """How many of the records in the window had failed when it opened."""
+        self.alike = 0
+        """Those of them with the latest error."""
+        self._failures: deque[tuple[int, str]] = deque(maxlen=limits.window)
+        self._ended = 0
+        """Failures since the start, or since it closed."""
+        self._since = 0
+        """How many records had succeeded then."""
 
-    def left(self, successes: int) -> int:
-        """Return the number of diversions available after *successes* in total."""
-        earned = (successes - self._credited) * self.budget.per_success
-        self._left = min(self._left + earned, float(self.budget.burst))
-        self._credited = successes
-        # Rounding: a hundred times 0.01 must be 1.
-        return int(self._left + 1e-9)
+    def fail(self, successes: int, error: str) -> bool:
+        """Count a record that failed for good; return whether the breaker is open.
 
-    def spend(self, successes: int) -> bool:
-        """Pay for one diversion; return whether one was left."""
-        if self.left(successes) < 1:
-            return False
-        self._left = max(self._left - 1, 0.0)
-        return True
+        Args:
+            successes: How many records had succeeded when it first failed.
+            error: Class of the error.
+        """
+        if not self.is_open:
+            self._failures.append((successes, error))
+            self._ended += 1
+            ended = self._ended + max(successes - self._since, 0)
+            window = min(ended, self.limits.window)
+            # Of a window with too many failures, at most this many records succeeded.
+            between = (1 - self.limits.failure_rate) * window
+            errors = [name for before, name in self._failures if abs(successes - before) < between]
+            self.failed, self.alike = len(errors), errors.count(error)
+            self.is_open = ended >= self.limits.minimum and self.failed > self.limits.failure_rate * window
+        return self.is_open
+
+    def close(self, successes: int) -> None:
+        """Begin anew: a record has succeeded."""
+        self.is_open = False
+        self._failures.clear()
+        self._ended, self._since = 0, successes

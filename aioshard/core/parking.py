@@ -3,7 +3,6 @@
 import bisect
 import heapq
 import itertools
-import operator
 from collections.abc import Hashable, Iterator
 
 from aioshard.core.sharding import ShardKey
@@ -27,7 +26,7 @@ class ParkedEntry:
         self.key: Hashable = self if key is None else key
         """Shard key; a record without one is parked alone, under itself."""
         self.stored_at = stored_at
-        """Offset in the side topic."""
+        """Offset in the side topic; -1 while it is not known, because the record's transaction has not ended."""
         self.due = due
         """When its key is to be retried, in seconds since the epoch; only that of the key's first record counts."""
         self.replays = replays
@@ -109,7 +108,7 @@ class ParkedKeys:
         if self._by_offset.setdefault(entry.offset, entry) is not entry:
             return False
         entries = self._by_key.setdefault(entry.key, [])
-        bisect.insort(entries, entry, key=operator.attrgetter("offset"))
+        bisect.insort(entries, entry, key=lambda parked: parked.offset)
         is_first = entries[0] is entry
         if is_first and (len(entries) == 1 or entry.key in self._waiting):
             self.postpone(entry.key, entry.due)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from aioshard.core.options import check, is_number, is_whole
-from aioshard.errors import DecodeError
+from aioshard.errors import DecodeError, RetryLater
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,11 +53,15 @@ class Retry:
     def delay(self, error: BaseException, attempt: int, chance: float) -> float | None:
         """Return the seconds until the next attempt, or None to give up: always after a `DecodeError`.
 
+        A `RetryLater` chooses the delay.
+
         Args:
             error: The exception that attempt number *attempt* raised.
             attempt: Counted from 1.
             chance: A random number from 0 to 1; it changes the delay by up to ± `jitter` / 2 of its value.
         """
+        if isinstance(error, RetryLater) and attempt < self.attempts:
+            return error.seconds
         is_final = isinstance(error, (DecodeError, self.give_up_on)) or not isinstance(error, self.retry_on)
         if is_final or attempt >= self.attempts:
             return None

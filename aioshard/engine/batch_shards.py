@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from aioshard.core.batching import Batch
 from aioshard.engine.epoch import Delivery, Epoch
@@ -14,14 +14,17 @@ _FRESH = 0
 _ALONE = -1
 """Level of deliveries that run alone: a recovery, a record that cannot be decoded, or one of the last attempts."""
 
+_Kind = tuple[int, Epoch | None]
+"""What the deliveries of a batch have in common: their level and, with exactly-once processing, their epoch."""
+
 
 class BatchShards(Shards):
     """Shards whose deliveries start in batches; `take_batch` replaces `take`, and `end` replaces `next_after`.
 
     Batches form here, not in the workers: deliveries in an unfinished batch are queued like any others, so that a
-    rebalance or an eviction finds them. At most one batch is forming for each number of failures. A free worker adds
-    new arrivals to it, and takes it once it is full or has waited long enough. So all idle workers fill one batch
-    together.
+    rebalance or an eviction finds them. At most one batch is forming for each number of failures and, with exactly-once
+    processing, each partition. A free worker adds new arrivals to it, and takes it once it is full or has waited long
+    enough. So all idle workers fill one batch together.
 
     Invariants:
         * A delivery in a forming batch occupies its shard and has not started.
@@ -29,18 +32,29 @@ class BatchShards(Shards):
           else can be taken in.
     """
 
-    def __init__(self, batch: Batch, attempts: int, bound: int | None = None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        attempts: int,
+        bound: int | None = None,
+        allows: Callable[[Callable[[], None]], bool] | None = None,
+        *,
+        per_epoch: bool = False,
+    ) -> None:
         """Create the shards.
 
         Args:
             batch: Maximum size of a batch, and how long it waits.
             attempts: Attempts per record; they determine how large a batch may be after failures.
-            bound: For one fixed shard: the capacity of its queue.
+            bound: See `Shards`.
+            allows: See `Shards`.
+            per_epoch: Whether a batch has deliveries of one epoch only, so that they complete or end together.
         """
-        super().__init__(bound)
+        super().__init__(bound, allows)
+        self._per_epoch = per_epoch
         self._batch = batch
         self._attempts = attempts
-        self._forming: dict[int, DeliveryBatch] = {}
+        self._forming: dict[_Kind, DeliveryBatch] = {}
         self._running: set[DeliveryBatch] = set()
 
     # Forming ------------------------------------------------------------------
@@ -49,14 +63,14 @@ class BatchShards(Shards):
         """Return the batch to run next, or None if none is ready."""
         while True:
             self._fill()
-            level = self._ready_level()
-            if level is None:
+            kind = self._ready()
+            if kind is None:
                 self._wait_for_more()
                 return None
-            if self._forming[level].timer is not None and not self._may_all_start(level):
+            if self._forming[kind].timer is not None and not self._may_all_start(kind):
                 self._dissolve()  # a gate closed while it waited
                 continue
-            batch = self._forming.pop(level)
+            batch = self._forming.pop(kind)
             if batch.timer is not None:
                 batch.timer.cancel()
             self._wait_for_more()
@@ -65,12 +79,12 @@ class BatchShards(Shards):
                 batch.revoked.set()
             return batch
 
-    def _ready_level(self) -> int | None:
-        ready = (level for level, batch in self._forming.items() if batch.full or batch.overdue or self._drains)
+    def _ready(self) -> _Kind | None:
+        ready = (kind for kind, batch in self._forming.items() if batch.full or batch.overdue or self._drains)
         return next(ready, None)
 
-    def _may_all_start(self, level: int) -> bool:
-        return all(not d.epoch.gate or d.epoch.may_start(d) for d in self._forming[level].deliveries)
+    def _may_all_start(self, kind: _Kind) -> bool:
+        return all(not d.epoch.gate or d.epoch.may_start(d) for d in self._forming[kind].deliveries)
 
     def _wait_for_more(self) -> None:
         loop = asyncio.get_running_loop()
@@ -92,20 +106,24 @@ class BatchShards(Shards):
         if (self._returning and not self._fill_with_returning()) or self._is_held_up:
             return
         front, arrivals, occupied = self._front, self._arrivals, self._occupied
-        max_bytes = self._batch.max_bytes
-        fresh = self._forming.get(_FRESH)
+        max_bytes, per_epoch = self._batch.max_bytes, self._per_epoch
+        owner: Epoch | None = None
+        fresh = self._forming.get((_FRESH, owner))
         while front or arrivals:
             delivery = front.popleft() if front else arrivals.popleft()
             epoch = delivery.epoch
             if epoch.gate and not epoch.may_start(delivery):
                 self._hold(delivery)
                 continue
+            if per_epoch and epoch is not owner:
+                owner = epoch
+                fresh = self._forming.get((_FRESH, owner))
             key = delivery.key
             if fresh is None or key is None or key in occupied or delivery.starts or delivery.aside:
-                level = self._level_of(delivery) if delivery.starts or delivery.aside else _FRESH
-                if not self._place(delivery, level, self._forming.get(level)):
+                kind = self._kind_of(delivery) if delivery.starts or delivery.aside else (_FRESH, owner)
+                if not self._place(delivery, kind, self._forming.get(kind)):
                     return
-                fresh = self._forming.get(_FRESH)
+                fresh = self._forming.get((_FRESH, owner))
                 continue
             # The common case of `_place`, without its calls.
             size = fresh.size + delivery.size - RECORD_OVERHEAD
@@ -121,7 +139,7 @@ class BatchShards(Shards):
                 fresh.full = True
                 return
 
-    def _place(self, delivery: Delivery, level: int, batch: DeliveryBatch | None) -> bool:
+    def _place(self, delivery: Delivery, kind: _Kind, batch: DeliveryBatch | None) -> bool:
         """Put a delivery into *batch*, into a new batch, or behind its key; return whether to continue filling."""
         key, occupied, max_bytes = delivery.key, self._occupied, self._batch.max_bytes
         if key is not None and key in occupied:
@@ -129,7 +147,7 @@ class BatchShards(Shards):
                 return self._wait_behind(delivery)
         else:
             if batch is None:
-                batch = self._begin(level, delivery)
+                batch = self._begin(kind, delivery)
             elif not batch.has_room_for(delivery, max_bytes):
                 batch.full = True
                 self._front.appendleft(delivery)
@@ -161,10 +179,10 @@ class BatchShards(Shards):
     def _fill_with_returning(self) -> bool:
         """Add returning deliveries, and those behind them, to batches; return False as soon as a batch is full."""
         while (delivery := self._take_returning()) is not None:
-            level = self._level_of(delivery)
-            batch = self._forming.get(level)
+            kind = self._kind_of(delivery)
+            batch = self._forming.get(kind)
             if batch is None:
-                batch = self._begin(level, delivery)
+                batch = self._begin(kind, delivery)
             elif not batch.has_room_for(delivery, self._batch.max_bytes):
                 batch.full = True
                 self._return(delivery)
@@ -172,35 +190,36 @@ class BatchShards(Shards):
             batch.add(delivery, self._batch.max_bytes)
             if delivery.key is not None:
                 batch.keys[delivery.key] = delivery
-                self._add_behind(batch, level, delivery.key)
+                self._add_behind(batch, kind, delivery.key)
             if batch.full:
                 return False
         return True
 
-    def _add_behind(self, batch: DeliveryBatch, level: int, key: Hashable) -> None:
-        """Add the deliveries waiting behind *key*, up to the first that does not fit or has another level."""
+    def _add_behind(self, batch: DeliveryBatch, kind: _Kind, key: Hashable) -> None:
+        """Add the deliveries waiting behind *key*, up to the first that does not fit or is of another kind."""
         waiting = self._occupied[key]
         while waiting:
             delivery = waiting[0]
             if delivery.epoch.gate and not delivery.epoch.may_start(delivery):
                 self._hold(waiting.popleft())
-            elif self._level_of(delivery) == level and batch.has_room_for(delivery, self._batch.max_bytes):
+            elif self._kind_of(delivery) == kind and batch.has_room_for(delivery, self._batch.max_bytes):
                 batch.add(waiting.popleft(), self._batch.max_bytes)
             else:
                 return
 
-    def _level_of(self, delivery: Delivery) -> int:
-        """Return the level of a delivery: batches group deliveries that have failed equally often."""
-        if delivery.recovery is not None or delivery.alone:
-            return _ALONE
-        failures = delivery.failures
-        return failures if not failures or self._batch.size_after(failures, self._attempts) > 1 else _ALONE
+    def _kind_of(self, delivery: Delivery) -> _Kind:
+        """Return the kind of a delivery: batches group deliveries that have failed equally often."""
+        level = delivery.failures
+        alone = delivery.recovery is not None or delivery.alone
+        if alone or (level and self._batch.size_after(level, self._attempts) <= 1):
+            level = _ALONE
+        return level, delivery.epoch if self._per_epoch else None
 
-    def _begin(self, level: int, first: Delivery) -> DeliveryBatch:
-        now = asyncio.get_running_loop().time()
+    def _begin(self, kind: _Kind, first: Delivery) -> DeliveryBatch:
+        now, (level, _) = asyncio.get_running_loop().time(), kind
         waits_since = first.arrived if level == _FRESH and not first.starts else now
         limit = 1 if level == _ALONE else self._batch.size_after(level, self._attempts)
-        batch = self._forming[level] = DeliveryBatch(limit, waits_since + self._batch.linger)
+        batch = self._forming[kind] = DeliveryBatch(limit, waits_since + self._batch.linger)
         batch.overdue = batch.ripe_at <= now
         return batch
 
@@ -285,6 +304,6 @@ class BatchShards(Shards):
 
     @property
     def _has_work(self) -> bool:
-        if self._returning or (self._forming and self._ready_level() is not None):
+        if self._returning or (self._forming and self._ready() is not None):
             return True
         return bool(self._front or self._arrivals) and not self._is_held_up

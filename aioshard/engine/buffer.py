@@ -12,12 +12,16 @@ class Buffer:
     completion: `arm` says after how many completions the pump wants to check again.
     """
 
-    __slots__ = ("bounds", "bytes", "countdown", "records", "wake")
+    __slots__ = ("bounds", "bytes", "countdown", "hurry", "records", "unsent", "wake")
 
     def __init__(self, bounds: Usage, wake: Callable[[], None]) -> None:
         self.bounds = bounds
         self.records = 0
         self.bytes = 0
+        self.unsent = 0
+        """Bytes of messages whose transaction has not ended; `bytes` includes them."""
+        self.hurry: Callable[[], object] = lambda: None
+        """Called when these messages take too much of the buffer."""
         self.wake = wake
         """Called when room was made: by the releases that `arm` counts, or by `drop`."""
         self.countdown = 0
@@ -41,6 +45,18 @@ class Buffer:
         self.records -= records
         self.bytes -= size
         self.wake()
+
+    def hold(self, size: int) -> None:
+        """Count messages that wait for a transaction; ask for one when they take a quarter of the buffer."""
+        self.bytes += size
+        self.unsent += size
+        if self.unsent > self.bounds.bytes // 4:
+            self.hurry()
+
+    def let_go(self, size: int) -> None:
+        """Count out messages whose transaction or epoch has ended."""
+        self.unsent -= size
+        self.drop(0, size)
 
     def arm(self, after: int | None = None) -> None:
         """Call `wake` after *after* releases, by default a tenth of the records held; an earlier wake-up remains."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import anyio
 
@@ -10,14 +10,26 @@ from aioshard.core.commit_metadata import MOST_UNITS
 from aioshard.core.histogram import Histogram
 from aioshard.engine.partition import Due, Partition
 from aioshard.engine.trouble import Trouble
-from aioshard.errors import AuthorizationError, CommitError, MetadataRefusedError, TransportError
-from aioshard.ports import GroupHasMembersError, Membership, Transport
+from aioshard.errors import (
+    AuthorizationError,
+    CommitError,
+    CommitRefusedError,
+    MetadataRefusedError,
+    TransportError,
+)
+from aioshard.observe import TransactionStatistics
+from aioshard.ports import GroupHasMembersError, Membership, Message, Transport
 
 logger = logging.getLogger("aioshard.engine.committer")
 
 _RETRY_DELAY = 0.1
+_LONGEST_DELAY = 5.0
+"""Seconds until the next transaction, after many that failed in a row."""
 _LOOK_INTERVAL = 0.1
-"""Least seconds between checks for completions beyond the oldest record: a tiny commit interval must not spin."""
+"""Least seconds between checks while nothing is in flight: a tiny commit interval must not spin."""
+_PAUSE = 0.03
+_PAUSE_PER_PARTITION = 0.001
+"""Least seconds before an early commit: a hundred times what a commit costs, 0.3 ms and 10 µs per partition."""
 _MOST_BYTES = 768 * 1024
 """Limit of one request: brokers refuse a whole commit if it makes a batch above 1 MiB in their own topic."""
 _PARTITION_OVERHEAD = 100
@@ -25,7 +37,7 @@ _PARTITION_OVERHEAD = 100
 _SHORTEST_METADATA = 256
 """If the broker stores fewer characters than this, commits carry only offsets."""
 _LONG_TEXT = 500
-"""Building a longer text takes milliseconds: other tasks run before the next one."""
+"""Building a longer text takes milliseconds: other tasks run before the next one, and the next commit is not early."""
 
 
 class Committer:
@@ -48,6 +60,9 @@ class Committer:
         timeout: float,
         clock: Callable[[], float],
         refused: Callable[[TransportError], object] = lambda _: None,
+        records: int | None = None,
+        *,
+        aborted: Callable[[Collection[Partition], str], object] | None = None,
     ) -> None:
         """Make a committer; `run` is its task, once per life of a client.
 
@@ -57,6 +72,11 @@ class Committer:
             clock: Loop time.
             refused: Called when a commit is not authorized, or the group has members and we are not one; the commit
                 stays due.
+            records: How many completions are committed before the interval has passed, and whether the first ones
+                of an epoch are; None for neither.
+            aborted: If given, each commit is a transaction with the messages of the completed records. Called with
+                the partitions of one that failed, and the reason: their epochs must end, as what became of it is
+                known only to the brokers.
         """
         self.durations = Histogram()
         """Seconds until requests were acknowledged."""
@@ -69,7 +89,15 @@ class Committer:
         self.metadata_limit = MOST_UNITS
         """Longest metadata to send; reduced after a broker refused one, and 0 if it stores none."""
         self._refused = refused
+        self._aborted = aborted
+        self._aborts = 0
+        """How many transactions have failed in a row."""
+        self._fenced = self._messages = 0
+        """Transactions that the brokers refused, and messages in those that ended."""
+        self._began: float | None = None
+        """When the open transaction began."""
         self._interval = interval
+        self._records = records
         self._timeout = timeout
         self._clock = clock
         self._owned: dict[Partition, None] = {}
@@ -77,7 +105,15 @@ class Committer:
         """Callers that wait until partitions are committed: whether they are, and the partitions."""
         self._waiter: asyncio.Future[None] | None = None
         self._last = -interval
+        self._has_long_texts = False
+        """Whether the last commit had any."""
         self._running = False
+
+    def transactions(self) -> TransactionStatistics | None:
+        """Statistics of the transactions; None if commits are none. Safe from any thread."""
+        began = self._began
+        lasts = None if began is None else self._clock() - began
+        return None if self._aborted is None else TransactionStatistics(self._fenced, self._messages, lasts)
 
     @property
     def owns(self) -> bool:
@@ -88,6 +124,12 @@ class Committer:
         """Start committing the partition."""
         self._owned[partition] = None
         self._wake()
+
+    def hurry(self) -> None:
+        """Commit now instead of after the interval, unless transactions fail."""
+        if not self._aborts:
+            self._last = -self._interval
+            self._wake()
 
     def disown(self, partition: Partition) -> None:
         """Stop committing the partition, and count its records that finished but are not committed."""
@@ -149,14 +191,14 @@ class Committer:
             done.set_result(acknowledged)
 
     async def _until_due(self, transport: Transport) -> None:
-        """Wait for a request, or until a commit is due and the interval since the last one has passed."""
+        """Wait for a request, or until a commit is due and the time for it has come."""
         while not self._requests:
             self.turns += 1
             self._waiter = asyncio.get_running_loop().create_future()
             awaited: list[asyncio.Future[None]] = [self._waiter]
             timeout = None
-            if self._due(self._owned):
-                timeout = self._last + self._interval - self._clock()
+            if due := self._due(self._owned):
+                timeout = self._seconds_left(due)
                 if timeout <= 0:
                     if transport.membership().generation >= 0:
                         return
@@ -167,14 +209,38 @@ class Committer:
                 if self._owned:
                     # No future signals completions beyond the oldest record.
                     timeout = max(self._interval, _LOOK_INTERVAL)
+                    if self._may_commit_early and any(partition.tracker for partition in self._owned):
+                        timeout = min(timeout, _least_pause(len(self._owned)))
             await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+    @property
+    def _may_commit_early(self) -> bool:
+        return self._records is not None and not self._has_long_texts and self.trouble.why is None
+
+    def _seconds_left(self, due: Collection[Partition]) -> float:
+        """Return when the due commits should be sent, or checked again, in seconds; 0 or less to send them now."""
+        now = self._clock()
+        wait = self._last + self._interval - now
+        if self._records is None or not self._may_commit_early:
+            return wait
+        pause = _least_pause(len(due))
+        if now < self._last + pause:
+            return min(wait, self._last + pause - now)
+        # Whether an epoch has completed records, and no commit of it.
+        first = any(partition.tracker.completed and not partition.committed_completions for partition in due)
+        completed = sum(partition.tracker.completed - partition.committed_completions for partition in due)
+        return 0.0 if first or completed >= self._records else min(wait, pause)
 
     async def _commit_due(self, transport: Transport) -> None:
         due = self._due(self._owned)
         membership = transport.membership()
+        pause = 0.0
         if due and membership.generation >= 0:
-            await self._send_all(transport, due, membership)
-        self._last = self._clock()
+            if self._aborted is None:
+                await self._send_all(transport, due, membership)
+            else:
+                pause = await self._transact(transport, due, membership, self._aborted)
+        self._last = self._clock() + pause
         for done, partitions in tuple(self._requests.items()):
             if not self._due(partitions):
                 self._answer(done, acknowledged=True)
@@ -185,15 +251,15 @@ class Committer:
         """Send the due commits, in requests small enough for the brokers; stop at the first one not acknowledged."""
         request: dict[Partition, Due] = {}
         size = 0
+        self._has_long_texts = False
         for partition in due:
             if partition not in self._owned:
                 continue
             commit = partition.due(self.metadata_limit)
             if len(commit.committed.metadata) > _LONG_TEXT:
+                self._has_long_texts = True
                 await asyncio.sleep(0)
-            length = (
-                len(partition.topic_partition.topic) + len(commit.committed.metadata.encode()) + _PARTITION_OVERHEAD
-            )
+            length = _size(partition, commit)
             if request and size + length > _MOST_BYTES:
                 if not await self._send(transport, request, membership):
                     return
@@ -230,13 +296,66 @@ class Committer:
             except (TransportError, TimeoutError) as error:
                 self._failed(error, began)
                 return False
+        self._acknowledged(owned, began)
+        return True
+
+    def _acknowledged(self, request: Mapping[Partition, Due], began: float) -> None:
         self.durations.add(self._clock() - began)
         lasted = self.trouble.end()
         if lasted is not None:
             logger.info("commits are acknowledged again after %.1f s", lasted, extra={"event": "commit_recovered"})
-        for partition, due in owned.items():
+        for partition, due in request.items():
             partition.acknowledge(due)
-        return True
+
+    async def _transact(
+        self,
+        transport: Transport,
+        due: Sequence[Partition],
+        membership: Membership,
+        aborted: Callable[[Collection[Partition], str], object],
+    ) -> float:
+        """Commit the due offsets and the messages of the completed records in one transaction.
+
+        Returns:
+            Seconds to wait before the next one, besides the interval.
+        """
+        began = self._began = self._clock()
+        request: dict[Partition, Due] = {}
+        taken: dict[Partition, tuple[list[Message], int]] = {}
+        size = 0
+        for partition in due:
+            commit = partition.due(self.metadata_limit)
+            size += _size(partition, commit)
+            if request and size > _MOST_BYTES:
+                break
+            request[partition] = commit
+            taken[partition] = partition.take_unsent()
+        messages = [message for unsent, _ in taken.values() for message in unsent]
+        try:
+            with anyio.fail_after(self._timeout):
+                offsets = {partition.topic_partition: commit.committed for partition, commit in request.items()}
+                await transport.commit(offsets, membership, messages)
+        except CommitRefusedError as error:  # so nothing of it can ever become visible
+            self._fenced += 1
+            self._failed(error, began)
+            for partition, (unsent, _) in taken.items():
+                partition.put_back(unsent)
+            return 0.0
+        except (TransportError, TimeoutError) as error:
+            self._aborts += 1
+            self._failed(error, began)
+            if isinstance(error, MetadataRefusedError):
+                self._shorten(max(len(commit.committed.metadata) for commit in request.values()))
+            aborted(request, f"its transaction failed: {self.trouble.why}")
+            return min(_RETRY_DELAY * 2.0 ** min(self._aborts, 10), _LONGEST_DELAY)
+        finally:
+            self._began = None
+        for partition, (_, sent) in taken.items():
+            partition.sent(sent)
+        self._aborts = 0
+        self._messages += len(messages)
+        self._acknowledged(request, began)
+        return 0.0
 
     def _shorten(self, refused: int) -> None:
         """Send shorter metadata from now on, because the broker does not store *refused* characters."""
@@ -259,3 +378,12 @@ class Committer:
         if isinstance(error, AuthorizationError | GroupHasMembersError):
             self._give_up()
             self._refused(error)
+
+
+def _size(partition: Partition, commit: Due) -> int:
+    """Bytes of a partition in a request."""
+    return len(partition.topic_partition.topic) + len(commit.committed.metadata.encode()) + _PARTITION_OVERHEAD
+
+
+def _least_pause(partitions: int) -> float:
+    return _PAUSE + _PAUSE_PER_PARTITION * partitions

@@ -45,8 +45,12 @@ def release(engine: Engine, topic_partition: TopicPartition, offset: int, recove
     delivery.failures = delivery.recovery_failures = 0
     delivery.recovery = recovery
     delivery.aside = recovery is not None or delivery.cancelled or delivery.then is not None
-    what = "its handler runs again" if recovery is None else recovery.purpose
-    logger.warning("record %r was released: %s", delivery, what, extra=record_fields("released", delivery))
+    logger.warning(
+        "record %r was released: %s",
+        delivery,
+        "its handler runs again" if recovery is None else recovery.purpose,
+        extra=record_fields("released", delivery),
+    )
     engine.handler_of(topic_partition.topic).feed.shards_of(delivery).unblock(delivery)
 
 
@@ -54,8 +58,9 @@ def _waiting(engine: Engine, topic_partition: TopicPartition, offset: int) -> De
     partition = _owned(engine, topic_partition)
     delivery = partition.tracker.incomplete.get(offset)
     if delivery is None and partition.replays is not None:
-        replays = partition.replays.tracker.values()
-        delivery = next((replay for replay in replays if replay.record.offset == offset), None)
+        delivery = next(
+            (replay for replay in partition.replays.tracker.values() if replay.record.offset == offset), None
+        )
     if delivery is None:
         raise StateError(
             f"record {topic_partition}/{offset} is not incomplete here: it is done, or was not taken in yet; "
@@ -79,9 +84,12 @@ def release_parked(engine: Engine, topic_partition: TopicPartition, offset: int)
             f"record {topic_partition}/{offset} is not parked: 'aioshard park list' shows the parked records; "
             "app.retry_now() is for halted ones"
         )
-    message = "record %s/%d was released: it and the parked records behind it run again"
-    fields = partition_fields("released", topic_partition, offset=offset)
-    logger.warning(message, topic_partition, offset, extra=fields)
+    logger.warning(
+        "record %s/%d was released: it and the parked records behind it run again",
+        topic_partition,
+        offset,
+        extra=partition_fields("released", topic_partition, offset=offset),
+    )
 
 
 def pause(engine: Engine, what: Collection[TopicPartition | str], why: str) -> None:
@@ -107,8 +115,7 @@ def resume(engine: Engine, what: Collection[TopicPartition | str]) -> None:
             continue
         resumed = [epoch.resume(APPLICATION) for epoch in partition.epochs]
         if any(resumed):
-            fields = partition_fields("resumed", name)
-            logger.warning("%s resumes: the application resumed it", name, extra=fields)
+            logger.warning("%s resumes: the application resumed it", name, extra=partition_fields("resumed", name))
             partition.feed.reopen(partition)
 
 
@@ -125,8 +132,8 @@ def set_concurrency(engine: Engine, name: str, concurrency: int) -> None:
 
     Raises:
         StateError: No handler has this name, or several have.
-        HandlerError: The handler has fixed shards or adaptive concurrency, or *concurrency* is not a whole number from
-            1 to `MOST_WORKERS`.
+        HandlerError: The handler has fixed shards, *concurrency* is not a whole number from 1 to `MOST_WORKERS`, or
+            there are fewer worker processes.
     """
     running, *others = [handler for handler in engine.handlers if handler.spec.name == handler_name(engine, name)]
     if others:
@@ -135,16 +142,15 @@ def set_concurrency(engine: Engine, name: str, concurrency: int) -> None:
     reason = None
     if type(concurrency) is not int or not 1 <= concurrency <= MOST_WORKERS:
         reason = f"expected a whole number from 1 to {MOST_WORKERS}; pause_handler() stops the handler"
+    elif concurrency > (spec.most_concurrency or MOST_WORKERS):
+        reason = f"the handler runs in {spec.most_concurrency} worker processes; raise processes= instead"
     elif spec.shards is not None:
         reason = f"the handler has shards={spec.shards}, each with one worker; omit shards to change the concurrency"
-    elif running.adapting is not None:
-        reason = f"the handler has concurrency={spec.adaptive}, which changes by itself; give a number instead"
     if reason is not None:
         raise HandlerError(f"set_concurrency({name!r}, {concurrency!r}) was refused: {reason}")
-    previous = running.concurrency
-    running.change_concurrency(concurrency)
     fields = {"event": "concurrency", "handler": name, "concurrency": concurrency}
-    logger.info("handler %s: concurrency %d, %d before", name, concurrency, previous, extra=fields)
+    logger.info("handler %s: concurrency %d, %d before", name, concurrency, running.concurrency, extra=fields)
+    running.change_concurrency(concurrency)
 
 
 async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
@@ -170,8 +176,7 @@ async def seek(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> i
 
 async def _offset_of(engine: Engine, topic_partition: TopicPartition, to: SeekTo) -> int:
     client = engine.rebalance.client
-    log = (await client.log_ranges([topic_partition])).get(topic_partition)
-    if log is None:
+    if (log := (await client.log_ranges([topic_partition])).get(topic_partition)) is None:
         raise TransportError(f"the brokers did not report where {topic_partition} begins and ends: no leader answers")
     if isinstance(to, dt.datetime) and to.tzinfo is not None:
         to = max(to.timestamp(), 0.0)
@@ -225,8 +230,7 @@ def open_epoch(engine: Engine, topic_partition: TopicPartition) -> Partition:
 
 
 def _owned(engine: Engine, topic_partition: TopicPartition) -> Partition:
-    partition = engine.rebalance.partitions.get(topic_partition)
-    if partition is None:
+    if (partition := engine.rebalance.partitions.get(topic_partition)) is None:
         raise StateError(f"{topic_partition} is not assigned to this process: ask the process that owns it")
     return partition
 

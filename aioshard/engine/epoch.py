@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from aioshard.core.finished_offsets import Run, beyond
@@ -11,8 +11,8 @@ from aioshard.core.offsets import OffsetTracker
 from aioshard.core.sharding import ShardKey
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import TopicCounts
-from aioshard.engine.outcomes import Block, FailedAttempt, Outcome, Recovery
-from aioshard.ports import FetchedBatch
+from aioshard.engine.outcomes import PROCESSED, Block, FailedAttempt, Outcome, Recovery
+from aioshard.ports import FetchedBatch, Message, record_size
 from aioshard.records import Record, TopicPartition
 
 
@@ -21,7 +21,7 @@ class Gate(enum.IntEnum):
 
     OPEN = 0
     PAUSED = 1
-    """Ours, but only a probe or a recovery may start: the application paused it, or a diversion budget is spent."""
+    """Ours, but only a probe or a recovery may start: the application paused it, or a circuit breaker is open."""
     CLOSED = 2
     """The partition was revoked or is not resolved yet: only records that a drain waits for may start."""
     ENDED = 3
@@ -41,6 +41,8 @@ class Delivery:
     """How many attempts have failed; cancelled runs do not count."""
     alone: bool = False
     """Whether it must not be batched with others, because it could not be decoded."""
+    successes_before: int = 0
+    """How many records of its handler had succeeded when it first failed."""
     cancelled: bool = False
     """Whether its latest run was cancelled, so that the next one is a repetition."""
     recovery: Recovery | None = None
@@ -51,8 +53,10 @@ class Delivery:
     """How often the recovery has failed."""
     block: Block | None = None
     failure: FailedAttempt | None = None
-    outcome: Outcome = Outcome.PROCESSED
+    outcome: Outcome = PROCESSED
     """How it ended, once it has."""
+    outgoing: Sequence[Message] = ()
+    """With exactly-once processing, the messages that become visible with its completion."""
 
     def __init__(self, record: Record, epoch: "Epoch", key: ShardKey, size: int, arrived: float) -> None:
         self.record = record
@@ -132,6 +136,8 @@ class Epoch:
         "revoked",
         "topic_partition",
         "tracker",
+        "unsent",
+        "unsent_bytes",
     )
 
     def __init__(
@@ -160,6 +166,10 @@ class Epoch:
         """Whether the client was sent back to the first evicted record and has not reached our position again."""
         self.is_seekable = True
         """Whether the client can seek backwards; otherwise nothing is evicted."""
+        self.unsent: list[Message] = []
+        """With exactly-once processing, the messages of completed records that are in no transaction yet."""
+        self.unsent_bytes = 0
+        """Their size, with that of messages in a transaction that has not ended."""
         self.pending: dict[int, Delivery] = {}
         """Deliveries that the drain still waits for, by offset."""
         self.drained = asyncio.Event()
@@ -287,6 +297,30 @@ class Epoch:
             self._advanced()
         return True
 
+    def send_later(self, messages: Sequence[Message]) -> None:
+        """Add the messages of a record that has just completed to those of the next transaction."""
+        size = sum(record_size(message.key, message.value, message.headers) for message in messages)
+        self.unsent += messages
+        self.unsent_bytes += size
+        self._buffer.hold(size)
+
+    def take_unsent(self) -> tuple[list[Message], int]:
+        """Return the messages for a transaction that begins now, and their bytes, as of the offset's moment."""
+        messages, self.unsent = self.unsent, []
+        return messages, self.unsent_bytes
+
+    def put_back(self, messages: list[Message]) -> None:
+        """Take back the messages of a transaction that was refused; does nothing if the epoch ended before."""
+        if self.gate is not Gate.ENDED:
+            self.unsent = messages + self.unsent
+
+    def sent(self, size: int) -> None:
+        """Count out messages of a transaction that has ended; does nothing if the epoch ended before."""
+        size = min(size, self.unsent_bytes)
+        if size:
+            self.unsent_bytes -= size
+            self._buffer.let_go(size)
+
     def _advanced(self) -> None:
         if self._frontier is not None and not self._frontier.done():
             self._frontier.set_result(None)
@@ -400,4 +434,6 @@ class Epoch:
         # A run that outlives the epoch refers to it; the deliveries queued behind it must not stay in memory as long.
         self.tracker = OffsetTracker(self.tracker.position)
         self.evicted.clear()
+        self.unsent = []
+        self.sent(self.unsent_bytes)
         return Rerun(self.highest_started, never_started)

@@ -1,17 +1,16 @@
 """Failure handler: retries failed deliveries, and applies the failure policy once their attempts are exhausted."""
 
 import asyncio
-import functools
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from aioshard.core.on_failure import Budget, BudgetAccount
+from aioshard.core.on_failure import BreakerState, CircuitBreaker
 from aioshard.core.retry import Retry
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.log_fields import partition_fields, record_fields
+from aioshard.engine.log_fields import record_fields
 from aioshard.engine.outcomes import Block, FailedAttempt, Outcome, Recovery
 from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.errors import DecodeError, HandlerError, SwallowedCancellationError
@@ -21,8 +20,8 @@ from aioshard.serde.side_records import Failure, dead_letter
 
 logger = logging.getLogger("aioshard.engine.failures")
 
-Publish = Callable[[Message], Awaitable[int]]
-"""Publishes a message, waits for the brokers' acknowledgement and returns the offset."""
+Send = Callable[[Delivery, Message], Awaitable[int]]
+"""Publishes a message for a delivery that completes after that; returns its offset, or -1 if not known yet."""
 
 _SLOW_RECOVERY = 1.0
 """Seconds; a healthy side topic acknowledges faster."""
@@ -31,7 +30,7 @@ _HELD_BACK = 0.5
 _BACKOFF = Retry(attempts=1 << 60, initial=0.2, maximum=10.0, retry_on=(BaseException,))
 """Backoff of failed recoveries; they are never given up, because only a terminal outcome advances (I2)."""
 
-_PAUSED_BY = "budget"
+_PAUSED_BY = "breaker"
 _FIRST_PROBE = 0.5
 _LONGEST_PROBE = 5.0
 """Seconds between probes, at first and at most: processing resumes that soon after an outage."""
@@ -48,14 +47,14 @@ def skipping(why: str) -> Recovery:
     return Recovery(f"it is skipped ({why})", _skip)
 
 
-def dead_lettering(topic: str, publish: Publish, *, group: str, handler: str) -> Recovery:
+def dead_lettering(topic: str, send: Send, *, group: str, handler: str) -> Recovery:
     """Return a recovery that completes a record when its dead letter is acknowledged (I2)."""
 
-    async def send(delivery: Delivery) -> Outcome:
-        await publish(dead_letter(topic, delivery.record, failure_of(delivery, group, handler)))
+    async def take(delivery: Delivery) -> Outcome:
+        await send(delivery, dead_letter(topic, delivery.record, failure_of(delivery, group, handler)))
         return Outcome.DEAD_LETTERED
 
-    return Recovery(f"its dead letter is written to {topic}", send)
+    return Recovery(f"its dead letter is written to {topic}", take)
 
 
 def failure_of(delivery: Delivery, group: str, handler: str) -> Failure:
@@ -82,8 +81,7 @@ class FailureHandler:
         counters: Counters,
         clock: Callable[[], float],
         workers: Callable[[], int],
-        budget: Budget | None = None,
-        chance: Callable[[], float] = random.random,
+        breaker: CircuitBreaker | None = None,
         handler: str = "",
         group: str = "",
     ) -> None:
@@ -96,8 +94,7 @@ class FailureHandler:
             counters: Counters of the handler.
             clock: Returns the loop time.
             workers: Returns the current number of workers.
-            budget: Limit on the number of such recoveries; successes replenish it. None means no limit.
-            chance: Returns random numbers from 0 to 1, for the jitter.
+            breaker: Limit on the share of such records; None means no limit.
             handler: Name of the handler, for log lines.
             group: Consumer group, for log lines.
         """
@@ -107,13 +104,14 @@ class FailureHandler:
         self._shards = shards
         self._clock = clock
         self._workers = workers
-        self._account = None if budget is None else BudgetAccount(budget)
-        self._chance = chance
+        self._breaker = None if breaker is None else BreakerState(breaker)
         self.handler = handler
         self.group = group
         self._recovering: dict[Delivery, float] = {}
         """Deliveries whose recoveries workers run now, oldest first, with their start times."""
         self._recoveries_in_doubt = False
+        self._why = ""
+        """Why the circuit breaker opened."""
 
     # Failed attempts ------------------------------------------------------------------
 
@@ -126,18 +124,27 @@ class FailureHandler:
         if delivery.recovery is not None:
             self._recovery_failed(delivery, delivery.recovery, error, shards)
             return False
-        failure = _add_failure(delivery, error)
+        failure = self._add_failure(delivery, error)
         if isinstance(error, SwallowedCancellationError):  # the run timed out but returned: its effects are unknown
             self._halt(delivery, failure, error, shards)
             return False
-        delay = self._retry.delay(error, delivery.failures, self._chance())
+        delay = self._retry.delay(error, delivery.failures, random.random())  # noqa: S311 - jitter
         if delay is None:
             return self._give_up(delivery, failure, error, shards)
         delivery.epoch.counts.retried += 1
         self._wait(delivery, str(failure), delay, shards)
-        message = "record %r failed attempt %d and runs again in %.2f s (%s); failed attempts of its handler so far: %d"
-        values = (delivery, delivery.failures, delay, failure, self.counters.retried)
-        self._log("retry", delivery, message, *values, attempt=delivery.failures, error=failure.error)
+        self._log(
+            "retry",
+            delivery,
+            "record %r failed attempt %d and runs again in %.2f s (%s); failed attempts of its handler so far: %d",
+            delivery,
+            delivery.failures,
+            delay,
+            failure,
+            self.counters.retried,
+            attempt=delivery.failures,
+            error=failure.error,
+        )
         return False
 
     def failed_together(
@@ -155,26 +162,48 @@ class FailureHandler:
         """
         failures = [self.failed_behind(delivery, error) for delivery in deliveries]
         first, failure = deliveries[0], failures[0]
-        delay = self._retry.delay(error, first.failures, self._chance()) or 0.0
+        delay = self._retry.delay(error, first.failures, random.random()) or 0.0  # noqa: S311
         for delivery in heads:
             self._wait(delivery, str(failure), delay, shards)
-        message = "%d records failed together, %r among them, and run again in smaller batches in %.2f s (%s)"
-        values = (len(deliveries), first, delay, failure)
-        self._log("retry", first, message, *values, error=failure.error, records=len(deliveries))
+        self._log(
+            "retry",
+            first,
+            "%d records failed together, %r among them, and run again in smaller batches in %.2f s (%s)",
+            len(deliveries),
+            first,
+            delay,
+            failure,
+            error=failure.error,
+            records=len(deliveries),
+        )
 
     def failed_behind(self, delivery: Delivery, error: BaseException) -> FailedAttempt:
         """Count the failure of a record behind a failed one of its shard: it always runs again, after that one."""
         delivery.epoch.counts.retried += 1
-        return _add_failure(delivery, error)
+        return self._add_failure(delivery, error)
+
+    def _add_failure(self, delivery: Delivery, error: BaseException) -> FailedAttempt:
+        """Record a failed attempt."""
+        if not delivery.failures:
+            delivery.successes_before = self.counters.processed
+        delivery.failures += 1
+        delivery.failure = FailedAttempt(type(error).__name__, _message_of(error), delivery.failures)
+        return delivery.failure
 
     def outlived(self, batch: DeliveryBatch) -> None:
         """Log that a run was cancelled but returned all the same; its deliveries stay incomplete."""
-        message = "the handler of %r swallowed its cancellation; its records stay incomplete"
-        self._log("swallowed", batch.deliveries[0], message, batch, records=len(batch.deliveries), always=True)
+        self._log(
+            "swallowed",
+            batch.deliveries[0],
+            "the handler of %r swallowed its cancellation; its records stay incomplete",
+            batch,
+            records=len(batch.deliveries),
+            always=True,
+        )
 
     def unkeyed(self, delivery: Delivery, error: Exception, shards: Shards) -> None:
         """Handle a record whose sharding function failed: it cannot run in order, so no attempt is made."""
-        if self._give_up(delivery, _add_failure(delivery, error), error, shards, keyed=False):
+        if self._give_up(delivery, self._add_failure(delivery, error), error, shards, keyed=False):
             shards.again(delivery)
 
     def _wait(self, delivery: Delivery, why: str, delay: float, shards: Shards) -> None:
@@ -192,9 +221,13 @@ class FailureHandler:
         **more: object,
     ) -> None:
         """Log a failure; while a back end is down, most of them only at DEBUG unless *always* is set."""
-        level = level if always or self.counters.may_warn(self._clock()) else logging.DEBUG
-        fields = record_fields(event, delivery, **more, handler=self.handler, group=self.group)
-        logger.log(level, message, *values, exc_info=trace, extra=fields)
+        logger.log(
+            level if always or self.counters.may_warn(self._clock()) else logging.DEBUG,
+            message,
+            *values,
+            exc_info=trace,
+            extra=record_fields(event, delivery, **more, handler=self.handler, group=self.group),
+        )
 
     # Exhausted attempts ---------------------------------------------------------------
 
@@ -217,31 +250,39 @@ class FailureHandler:
         if recovery is None:
             self._halt(delivery, failure, error, shards)
             return False
-        if not self._spend():
-            if not keyed:
-                delivery.divert(Recovery("it is diverted as soon as the budget allows", self._divert_later))
-                return True
+        if self._breaks(delivery, failure):
             self._pause(delivery.epoch)
+            if not keyed:
+                delivery.divert(Recovery("it is diverted when the circuit breaker has closed", self._divert_later))
+                return True
             delivery.epoch.settle(delivery)
             shards.again(delivery)
             return False
         delivery.divert(recovery)
-        values = (delivery, counted(failure.attempts, "attempt"), recovery.purpose, failure)
-        message = "record %r failed after %s, and %s (%s)"
-        trace = _traceback_of(error)
-        self._log("diverted", delivery, message, *values, trace=trace, attempt=failure.attempts, error=failure.error)
+        self._log(
+            "diverted",
+            delivery,
+            "record %r failed after %s, and %s (%s)",
+            delivery,
+            counted(failure.attempts, "attempt"),
+            recovery.purpose,
+            failure,
+            trace=_traceback_of(error),
+            attempt=failure.attempts,
+            error=failure.error,
+        )
         return True
 
     def _halt(self, delivery: Delivery, failure: FailedAttempt, error: BaseException, shards: Shards) -> None:
         """Make a delivery keep its shard until it is released."""
         shards.block(delivery, Block(halted=True, error=str(failure), since=self._clock()))
-        message = "record %r failed after %s and halts its shard: its partition is not committed past it (%s)"
-        values = (delivery, counted(failure.attempts, "attempt"), failure)
         self._log(
             "halted",
             delivery,
-            message,
-            *values,
+            "record %r failed after %s and halts its shard: its partition is not committed past it (%s)",
+            delivery,
+            counted(failure.attempts, "attempt"),
+            failure,
             level=logging.ERROR,
             trace=_traceback_of(error),
             always=True,
@@ -249,14 +290,22 @@ class FailureHandler:
             error=failure.error,
         )
 
-    def _spend(self) -> bool:
-        """Pay for a recovery of the failure policy; return whether the budget allowed it."""
-        return self._account is None or self._account.spend(self.counters.processed)
+    def _breaks(self, delivery: Delivery, failure: FailedAttempt) -> bool:
+        """Count a record that gets no further attempt; return whether the circuit breaker is open."""
+        breaker = self._breaker
+        if breaker is None or breaker.is_open or not breaker.fail(delivery.successes_before, failure.error):
+            return breaker is not None and breaker.is_open
+        self._why = (
+            f"the circuit breaker of handler {self.handler} is open: {counted(breaker.failed, 'record')} failed within "
+            f"a window of {breaker.limits.window}, {breaker.alike} of them with {failure.error}, the latest with "
+            f"{failure}; one record at a time is tried until one succeeds"
+        )
+        logger.warning("%s", self._why, extra={"event": "breaker_opened", "handler": self.handler, "group": self.group})
+        return True
 
     async def _divert_later(self, delivery: Delivery) -> Outcome:
-        if self._recovery is None or not self._spend():
-            raise HandlerError(f"the dead-letter budget of handler {self.handler} is exhausted")
-        delivery.recovery = self._recovery  # paid for: if it fails, do not pay again
+        if self._recovery is None or (self._breaker is not None and self._breaker.is_open):
+            raise HandlerError(self._why)
         return await self._recovery.take(delivery)
 
     # Recoveries -----------------------------------------------------------------------
@@ -275,6 +324,8 @@ class FailureHandler:
     async def recover(self, delivery: Delivery, recovery: Recovery) -> Outcome:
         """Take the recovery of a delivery."""
         self._recovering[delivery] = self._clock()
+        if recovery is not delivery.then:
+            delivery.outgoing = ()  # of a run that did not count
         try:
             outcome = await recovery.take(delivery)
         finally:
@@ -285,44 +336,46 @@ class FailureHandler:
     def hold_back(self, delivery: Delivery, shards: Shards) -> None:
         """Make a delivery wait until fewer others are being recovered."""
         assert delivery.recovery is not None  # noqa: S101 - only recoveries are held back
-        why = f"{delivery.recovery.purpose}: other writes come first, and they fail or are slow"
-        self._wait(delivery, why, _HELD_BACK, shards)
+        self._wait(
+            delivery,
+            f"{delivery.recovery.purpose}: other writes come first, and they fail or are slow",
+            _HELD_BACK,
+            shards,
+        )
 
     def _recovery_failed(self, delivery: Delivery, recovery: Recovery, error: BaseException, shards: Shards) -> None:
         self._recoveries_in_doubt = True
         delivery.recovery_failures += 1
-        delay = _BACKOFF.delay(error, delivery.recovery_failures, self._chance()) or 0.0
+        delay = _BACKOFF.delay(error, delivery.recovery_failures, random.random()) or 0.0  # noqa: S311
         why = f"{recovery.purpose}: {_message_of(error) or type(error).__name__}"
         self._wait(delivery, why, delay, shards)
-        message = "record %r stays incomplete and is tried again in %.1f s; this failed: %s"
-        self._log("recovery_failed", delivery, message, delivery, delay, why, level=logging.ERROR)
+        self._log(
+            "recovery_failed",
+            delivery,
+            "record %r stays incomplete and is tried again in %.1f s; this failed: %s",
+            delivery,
+            delay,
+            why,
+            level=logging.ERROR,
+        )
 
     # Pausing and probing --------------------------------------------------------------
 
     def _pause(self, epoch: Epoch) -> None:
         """Pause a partition until one of its records succeeds, or can be diverted again."""
-        if _PAUSED_BY in epoch.pauses or self._account is None:
-            return
-        budget = self._account.budget
-        why = (
-            f"the dead-letter budget of handler {self.handler} is exhausted ({budget.burst} dead letters, "
-            f"{budget.per_success:g} more for each success), so a dependency of the handler seems to be down; one "
-            "record at a time is tried until one succeeds"
-        )
-        fields = partition_fields("paused", epoch.topic_partition, why=why)
-        logger.warning("%s pauses: %s", epoch.topic_partition, why, extra=fields)
-        epoch.pause(_PAUSED_BY, why)
-        self._probe_after(epoch, _FIRST_PROBE)
+        if _PAUSED_BY not in epoch.pauses:
+            epoch.pause(_PAUSED_BY, self._why)
+            self._probe_after(epoch, _FIRST_PROBE)
 
     def _probe_after(self, epoch: Epoch, delay: float) -> None:
-        epoch.probed = functools.partial(self._probed, epoch, min(delay * 2, _LONGEST_PROBE))
+        epoch.probed = lambda processed: self._probed(epoch, min(delay * 2, _LONGEST_PROBE), processed)
         asyncio.get_running_loop().call_later(delay, self._probe, epoch, delay)
 
     def _probe(self, epoch: Epoch, delay: float) -> None:
         if epoch.gate is Gate.ENDED:
             return
         if epoch.gate is Gate.PAUSED and len(epoch.pauses) == 1:
-            if self._account is None or self._account.left(self.counters.processed) or not len(epoch.tracker):
+            if self._breaker is None or not self._breaker.is_open or not len(epoch.tracker):
                 self._resume(epoch)
                 return
             probe = next((probe for shards in self._shards if (probe := shards.probe(epoch)) is not None), None)
@@ -334,25 +387,23 @@ class FailureHandler:
 
     def _probed(self, epoch: Epoch, delay: float, processed: bool) -> None:
         if processed:
+            self._close_breaker()
             self._resume(epoch)
         else:
             self._probe_after(epoch, delay)
 
+    def _close_breaker(self) -> None:
+        if self._breaker is not None and self._breaker.is_open:
+            self._breaker.close(self.counters.processed)
+            fields = {"event": "breaker_closed", "handler": self.handler, "group": self.group}
+            logger.warning("the circuit breaker of handler %s closes: a record succeeded", self.handler, extra=fields)
+
     def _resume(self, epoch: Epoch) -> None:
         epoch.probed = None
         epoch.probe_room = 0
-        message = "%s resumes: one of its records succeeded, or can be diverted again"
-        logger.warning(message, epoch.topic_partition, extra=partition_fields("resumed", epoch.topic_partition))
         if epoch.resume(_PAUSED_BY):
             for shards in self._shards:
                 shards.reopen(epoch)
-
-
-def _add_failure(delivery: Delivery, error: BaseException) -> FailedAttempt:
-    """Record a failed attempt."""
-    delivery.failures += 1
-    delivery.failure = FailedAttempt(type(error).__name__, _message_of(error), delivery.failures)
-    return delivery.failure
 
 
 def _message_of(error: BaseException) -> str:

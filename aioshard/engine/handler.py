@@ -5,20 +5,18 @@ import functools
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from aioshard.core.adaptive import Adaptive
 from aioshard.core.batching import Batch
 from aioshard.core.on_failure import DeadLetter, OnFailure, Park
 from aioshard.core.pace import RateLimit
 from aioshard.core.retry import Retry
 from aioshard.core.sharding import ShardBy, ShardKey, shard_key_of
-from aioshard.engine.adapting import Adapting
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.counts import Counters
 from aioshard.engine.epoch import Delivery
-from aioshard.engine.failures import FailureHandler, Publish, dead_lettering, skipping
+from aioshard.engine.failures import FailureHandler, Send, dead_lettering, skipping
 from aioshard.engine.feed import Feed
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.pacing import Pace, PacedBatchShards, PacedShards
@@ -27,7 +25,7 @@ from aioshard.engine.shards import DeliveryBatch, Shards
 from aioshard.engine.tasks import TaskSet
 from aioshard.engine.timing import precise
 from aioshard.engine.worker import BatchWorker, RecordWorker, Worker
-from aioshard.ports import SideTopicsFactory
+from aioshard.ports import Publish, SideTopicsFactory
 from aioshard.records import Record, is_subscribed
 from aioshard.serde.payloads import Payload
 
@@ -41,6 +39,9 @@ _GRACE = 1.0
 """Seconds after a timeout within which a cancelled handler should have ended."""
 
 
+RunIn = Literal["loop", "thread", "process"]
+
+
 class Handler(NamedTuple):
     """A handler with its checked options and, once the app has started, the function that runs an attempt of it."""
 
@@ -50,9 +51,6 @@ class Handler(NamedTuple):
     shard_by: ShardBy
     shards: int | None
     concurrency: int
-    """The initial value if it is adaptive."""
-    adaptive: Adaptive | None
-    """Bounds of the concurrency, if it follows the latency."""
     timeout: float | None
     """Seconds that an attempt may take."""
     retry: Retry
@@ -61,8 +59,8 @@ class Handler(NamedTuple):
     rate_limit: RateLimit | None
     function: Callable[..., Any]
     takes_context: bool
-    is_async: bool
-    """Whether it is awaited; a plain function runs in threads."""
+    run_in: RunIn
+    """Where it runs: in the event loop, in threads or in worker processes."""
     payload: Payload | None
     """Conversion of a record for the handler; None if it takes the record itself."""
     decode: Callable[[Record], object] | None
@@ -75,9 +73,11 @@ class Handler(NamedTuple):
     """Runs one attempt at a `Delivery` or, with *batch*, at a `DeliveryBatch`; None if `call` does."""
     read: Callable[[Record], Any] | None = None
     """Decodes a record of a batch before the attempt, if set; raises for a record that cannot be decoded."""
+    most_concurrency: int | None = None
+    """The most workers that it may have; None without a limit."""
     resized: Callable[[int], None] | None = None
     """Called after the concurrency changed."""
-    publish_dead_letter: Publish | None = None
+    publish_dead_letter: Send | None = None
     """Publishes dead letters, if they do not go to the brokers."""
 
     @property
@@ -153,10 +153,14 @@ class Resources(NamedTuple):
 
     group_id: str
     publish: Publish
+    send: Send
+    """Publishes dead letters and parked records."""
     make_side_topics: SideTopicsFactory
     buffer: Buffer
     clock: Callable[[], float]
     """Loop time."""
+    exactly_once: bool = False
+    """Whether messages become visible with the completions of one epoch."""
 
 
 class ActiveHandler:
@@ -171,16 +175,11 @@ class ActiveHandler:
 
     def __init__(self, spec: Handler, resources: Resources) -> None:
         """Create the parts; nothing runs before `start`."""
-        self.adapting: Adapting | None = None
-        """Set if its concurrency is adaptive."""
-        if spec.adaptive is not None:
-            self.adapting = Adapting(spec.adaptive, resources.clock, spec.timeout)
-            spec = spec.through(self.adapting.measured)
         self.spec = spec
         self.pace = None if spec.rate_limit is None else Pace(spec.rate_limit, resources.clock)
         """Set if the handler has a rate limit."""
         self.counters = Counters()
-        self._shards = [self._make_shards(resources.buffer) for _ in range(spec.shards or 1)]
+        self._shards = [self._make_shards(resources) for _ in range(spec.shards or 1)]
         failures = self._make_failure_handler(resources)
         self._spawn = functools.partial(
             RecordWorker if spec.batch is None else BatchWorker,
@@ -210,14 +209,16 @@ class ActiveHandler:
         )
         self._tasks: TaskSet | None = None
 
-    def _make_shards(self, buffer: Buffer) -> Shards:
+    def _make_shards(self, resources: Resources) -> Shards:
         """Make `Shards` that create shards on demand, or one fixed shard."""
         spec, pace = self.spec, self.pace
-        bound = None if spec.shards is None else max(buffer.bounds.records // spec.shards, 1)
+        bound = None if spec.shards is None else max(resources.buffer.bounds.records // spec.shards, 1)
         batch, attempts = spec.batch, spec.retry.attempts
         if batch is None:
             return Shards(bound) if pace is None else PacedShards(pace, bound)
-        return BatchShards(batch, attempts, bound) if pace is None else PacedBatchShards(pace, batch, attempts, bound)
+        if pace is None:
+            return BatchShards(batch, attempts, bound, per_epoch=resources.exactly_once)
+        return PacedBatchShards(pace, batch, attempts, bound, per_epoch=resources.exactly_once)
 
     def _make_failure_handler(self, resources: Resources) -> FailureHandler:
         """Make the failure handler, with the recovery and the parking that the failure policy needs."""
@@ -226,8 +227,8 @@ class ActiveHandler:
             case "skip":
                 recovery = skipping("on_failure='skip'")
             case DeadLetter(topic):
-                publish = spec.publish_dead_letter or resources.publish
-                recovery = dead_lettering(topic, publish, group=resources.group_id, handler=spec.name)
+                send = spec.publish_dead_letter or resources.send
+                recovery = dead_lettering(topic, send, group=resources.group_id, handler=spec.name)
             case Park() as policy:
                 self.parking = Parking(
                     policy,
@@ -238,6 +239,8 @@ class ActiveHandler:
                     fixed=spec.shards is not None,
                     workers=spec.concurrency,
                     publish=resources.publish,
+                    send=resources.send,
+                    exactly_once=resources.exactly_once,
                     side_topics=resources.make_side_topics(),
                     buffer=resources.buffer,
                     clock=resources.clock,
@@ -250,7 +253,7 @@ class ActiveHandler:
             counters=self.counters,
             clock=resources.clock,
             workers=lambda: len(self.workers),
-            budget=spec.on_failure.budget if isinstance(spec.on_failure, DeadLetter) else None,
+            breaker=spec.on_failure.breaker if isinstance(spec.on_failure, DeadLetter) else None,
             handler=spec.name,
             group=resources.group_id,
         )
@@ -263,9 +266,6 @@ class ActiveHandler:
             self._start_worker(worker)
         if self.spec.timeout is not None:
             tasks.start(_end_overdue(self.workers, self.spec.timeout, clock), f"{name} time-outs")
-        if self.adapting is not None:
-            adapting = self.adapting.run(lambda: self.concurrency, self.change_concurrency, name)
-            tasks.start(adapting, f"{name} adapts its concurrency")
         if self.parking is not None:
             tasks.start(self.parking.read(), f"{name} reads what is parked")
             tasks.start(self.parking.replay(), f"{name} runs again what is parked")
@@ -296,6 +296,7 @@ class ActiveHandler:
 
         No run is interrupted. The remaining workers serve all shards.
         """
+        concurrency = min(concurrency, self.spec.most_concurrency or concurrency)
         staying = [worker for worker in self.workers if not worker.retires]
         missing = concurrency - len(staying)
         for worker in [w for w in self.workers if w.retires and not w.task.done()][: max(missing, 0)]:

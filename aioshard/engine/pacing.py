@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
+from aioshard.core.batching import Batch
 from aioshard.core.pace import RateLimit, TokenBucket
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery
@@ -65,30 +65,16 @@ class Pace:
             self._wait(due)  # right away if a token was due: the first may have nothing left to start
 
 
-class _Paced(Shards):
-    """Shards that wake one worker at a time, and only while tokens are available. Recoveries spend no tokens."""
-
-    def __init__(self, pace: Pace, *options: Any) -> None:
-        """Create the shards; *options* are those of the shards without a rate limit."""
-        super().__init__(*options)
-        self.pace = pace
-
-    def notify(self) -> None:
-        """See `Shards.notify`."""
-        if self._has_work and self._idle and self.pace.allows(self.notify):
-            super().notify()
-
-    def _wake_workers(self) -> None:
-        self._burst = 1
-        super()._wake_workers()
-
-
-class PacedShards(_Paced):
-    """Shards with a rate limit, which also holds while a partition drains.
+class PacedShards(Shards):
+    """Shards with a rate limit, which also holds while a partition drains. Recoveries spend no tokens.
 
     Invariants:
         * A delivery that `take` returns for a handler run has spent its token.
     """
+
+    def __init__(self, pace: Pace, bound: int | None) -> None:
+        super().__init__(bound, pace.allows)
+        self.pace = pace
 
     def take(self) -> Delivery | None:
         """See `Shards.take`."""
@@ -105,8 +91,12 @@ class PacedShards(_Paced):
         return self.take()
 
 
-class PacedBatchShards(_Paced, BatchShards):
+class PacedBatchShards(BatchShards):
     """Batch shards that limit the rate of runs; a batch is one run."""
+
+    def __init__(self, pace: Pace, batch: Batch, attempts: int, bound: int | None, *, per_epoch: bool = False) -> None:
+        super().__init__(batch, attempts, bound, pace.allows, per_epoch=per_epoch)
+        self.pace = pace
 
     def take_batch(self) -> DeliveryBatch | None:
         """See `BatchShards.take_batch`."""

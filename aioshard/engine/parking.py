@@ -5,6 +5,7 @@ import functools
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
@@ -16,12 +17,13 @@ from aioshard.core.parking import NEVER, ParkedEntry, ParkedKeys
 from aioshard.core.sharding import ShardKey, fixed_shard, identity
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.epoch import Delivery, Epoch, Gate
-from aioshard.engine.failures import Publish, failure_of
+from aioshard.engine.failures import Send, failure_of
 from aioshard.engine.log_fields import partition_fields
 from aioshard.engine.outcomes import Outcome, Recovery
+from aioshard.engine.outgoing import UNKNOWN_OFFSET
 from aioshard.engine.shards import Shards
 from aioshard.errors import SideTopicError, TransportError
-from aioshard.ports import FetchedBatch, Message, SideTopics, record_size
+from aioshard.ports import FetchedBatch, Message, Publish, SideTopics, record_size
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import (
     Coordinates,
@@ -73,7 +75,14 @@ class ParkedPartition(Epoch):
     """
 
     def __init__(
-        self, source: Epoch, topic: str, generation: int, *, buffer: Buffer, identity: Callable[[Record], ShardKey]
+        self,
+        source: Epoch,
+        topic: str,
+        generation: int,
+        *,
+        buffer: Buffer,
+        identity: Callable[[Record], ShardKey],
+        exactly_once: bool,
     ) -> None:
         """Start without known parked records.
 
@@ -83,9 +92,11 @@ class ParkedPartition(Epoch):
             generation: Group generation in which we got the partition; records parked here are stored under it.
             buffer: Buffer shared by all partitions.
             identity: Returns the shard key of a record; None if it has none and is parked alone.
+            exactly_once: Whether our records and tombstones are in transactions, so that none is ever in doubt.
         """
-        stored_in = TopicPartition(topic, source.topic_partition.partition)
-        super().__init__(stored_in, source.number, 0, buffer, source.counts)
+        super().__init__(
+            TopicPartition(topic, source.topic_partition.partition), source.number, 0, buffer, source.counts
+        )
         self.source = source
         self.generation = generation
         self.identity = identity
@@ -94,8 +105,8 @@ class ParkedPartition(Epoch):
         """Failure of the first record of each key."""
         self.unread: dict[int, str] = {}
         """Parked records that could not be read when they were due, by offset, each with the reason."""
-        self.read_to = math.inf
-        """Next offset to follow the side topic from; infinite until all that it held before was read."""
+        self.read_to = sys.maxsize
+        """Next offset to follow the side topic from; beyond any until all that it held before was read."""
         self._start = source.tracker.position
         self._stored: dict[Place, tuple[ParkedEntry, Failure]] = {}
         """Records that were in the side topic when we got the partition, until it is clear whether they are parked."""
@@ -108,6 +119,7 @@ class ParkedPartition(Epoch):
         self._releasing: dict[Hashable, list[Coordinates]] = {}
         """Release requests in progress, by key; the next owner must repeat them unless they are answered."""
         self._outgoing: list[Message] = []
+        self._exactly_once = exactly_once
 
     # Reading the side topic ---------------------------------------------------------
 
@@ -146,7 +158,7 @@ class ParkedPartition(Epoch):
             if entry.generation > newest:
                 self._stored[place] = entry, failure
             elif comes_again or self.keys.get(entry.offset) is not None:
-                self._outgoing.append(self.tombstone(place))
+                self._outgoing.append(self.tombstone(entry.offset, entry.generation))
             else:
                 self.add(entry, failure)
         for coordinates in self._requested:
@@ -188,10 +200,12 @@ class ParkedPartition(Epoch):
         known = self.keys.get(offset)
         if known is not None and known.generation == generation:
             known.stored_at = max(known.stored_at, stored_at)
+        elif self._exactly_once:
+            pass  # only transactions park and remove: a tombstone outside of them could be visible without the outputs
         elif generation == self.generation:
             self._unacknowledged.add(offset)
         elif generation < self.generation:  # a later one belongs to the next owner of the partition
-            self._outgoing.append(self.tombstone(parked.place))
+            self._outgoing.append(self.tombstone(offset, generation))
 
     def _release(self, coordinates: Coordinates, key: Hashable) -> None:
         if key in self.keys:
@@ -201,29 +215,31 @@ class ParkedPartition(Epoch):
             self._answer([coordinates])
 
     def _answer(self, requests: Iterable[Coordinates]) -> None:
-        topic = self.topic_partition.topic
-        self._outgoing += [release(topic, coordinates, answered=True) for coordinates in requests]
+        self._outgoing += [release(self.topic_partition.topic, coordinates, answered=True) for coordinates in requests]
 
     def outgoing(self) -> list[Message]:
         """Return what is to be written: replies to release requests, and tombstones for copies that must not run."""
         for offset in [offset for offset in self._unacknowledged if offset not in self.source.tracker.incomplete]:
             self._unacknowledged.discard(offset)
             if self.keys.get(offset) is None:  # stored but not acknowledged, and the record ended otherwise
-                self._outgoing.append(self.tombstone(self.place(offset, self.generation)))
+                self._outgoing.append(self.tombstone(offset, self.generation))
         messages, self._outgoing = self._outgoing, []
         return messages
 
     def entry(self, record: Record, generation: int, stored_at: int, due: float, replays: int) -> ParkedEntry:
         """Return the in-memory entry for a parked record."""
-        key = self.identity(record)
-        return ParkedEntry(record.offset, key, generation=generation, stored_at=stored_at, due=due, replays=replays)
+        return ParkedEntry(
+            record.offset,
+            self.identity(record),
+            generation=generation,
+            stored_at=stored_at,
+            due=due,
+            replays=replays,
+        )
 
-    def place(self, offset: int, generation: int) -> Place:
-        """Return the place of a parked record; it is stored under that key."""
-        return Place(Coordinates(*self.source.topic_partition, offset), generation)
-
-    def tombstone(self, place: Place) -> Message:
-        """Return the message that removes a parked record, in our name."""
+    def tombstone(self, offset: int, generation: int) -> Message:
+        """Return the message that removes what a generation has parked of an offset, in our name."""
+        place = Place(Coordinates(*self.source.topic_partition, offset), generation)
         return tombstone(self.topic_partition.topic, place, by=self.generation)
 
     # Parked records -----------------------------------------------------------------
@@ -261,6 +277,14 @@ class ParkedPartition(Epoch):
         self.take_in(FetchedBatch(self.topic_partition, [record], [size], replay.offset + 1), [replay])
         return replay
 
+    def complete(self, delivery: Delivery) -> bool:
+        """See `Epoch.complete`; the messages of a replay belong to the transactions of the partition."""
+        if not super().complete(delivery):
+            return False
+        if delivery.outgoing:
+            self.source.send_later(delivery.outgoing)
+        return True
+
     def close(self, running: Collection[Delivery] = ()) -> None:
         """See `Epoch.close`; a drain does not wait for replays that are only queued."""
         self.gate = Gate.PAUSED
@@ -292,6 +316,8 @@ class Parking:
         fixed: bool,
         workers: int,
         publish: Publish,
+        send: Send,
+        exactly_once: bool,
         side_topics: SideTopics,
         buffer: Buffer,
         clock: Callable[[], float],
@@ -307,6 +333,8 @@ class Parking:
             fixed: Whether the shards are fixed; if so, deliveries carry the number of their shard as key.
             workers: Number of workers that serve the shards.
             publish: Writes to the side topic.
+            send: Writes to the side topic for a delivery that completes after that.
+            exactly_once: Whether `send` makes messages visible in the transaction that has the completion.
             side_topics: Reads the side topic; the caller closes it.
             buffer: Buffer shared by all partitions.
             clock: Returns the loop time.
@@ -319,6 +347,8 @@ class Parking:
         self._fixed = fixed
         self._at_once = max(2 * workers, 16)
         self._publish = publish
+        self._send_for = send
+        self._exactly_once = exactly_once
         self._side = side_topics
         self._buffer = buffer
         self._clock = clock
@@ -395,7 +425,7 @@ class Parking:
                 "keeps track of: release or drop some"
             )
         due = self._now() + self.policy.delay
-        stored_at = await self._write(record, failure, parked.generation, due, 0)
+        stored_at = await self._write(delivery, failure, parked.generation, due, 0)
         parked.add(parked.entry(record, parked.generation, stored_at, due, 0), failure)
         self.wake()
         return Outcome.PARKED
@@ -407,23 +437,22 @@ class Parking:
         due = NEVER if exhausted else self._now() + self.policy.delay
         failure = failure_of(delivery, self._group, self._handler)
         if parked.keys.get(entry.offset) is entry:
-            entry.stored_at = await self._write(delivery.record, failure, entry.generation, due, replays)
-            entry.replays, entry.due = replays, due
+            stored_at = await self._write(delivery, failure, entry.generation, due, replays)
+            entry.stored_at, entry.replays, entry.due = max(entry.stored_at, stored_at), replays, due
         if parked.keys.get(entry.offset) is entry:  # not dropped in the meantime
             parked.failed_again(entry, failure)
         self.wake()
         return Outcome.RETURNED
 
-    async def _write(self, record: Record, failure: Failure, generation: int, due: float, replays: int) -> int:
-        """Write a record to the side topic; return the offset at which it is stored."""
-        return await self._publish(
-            park(self.policy.topic, record, failure, generation=generation, due=due, replays=replays)
-        )
+    async def _write(self, delivery: Delivery, failure: Failure, generation: int, due: float, replays: int) -> int:
+        """Write the record of a delivery to the side topic; return the offset, or -1 until its transaction ends."""
+        message = park(self.policy.topic, delivery.record, failure, generation=generation, due=due, replays=replays)
+        return await self._send_for(delivery, message)
 
     async def _remove(self, delivery: Delivery) -> Outcome:
         assert isinstance(delivery, Replay)  # noqa: S101 - only replays get this recovery
         parked, entry = delivery.parked, delivery.entry
-        await self._publish(parked.tombstone(parked.place(entry.offset, entry.generation)))
+        await self._send_for(delivery, parked.tombstone(entry.offset, entry.generation))
         parked.remove(entry.offset)
         self.wake()
         return Outcome.PROCESSED
@@ -451,31 +480,48 @@ class Parking:
         if partitions > self._ensured:
             await self._side.ensure(self.policy.topic, partitions)
             self._ensured = partitions
-        parked = ParkedPartition(epoch, self.policy.topic, generation, buffer=self._buffer, identity=self._identity)
+        parked = ParkedPartition(
+            epoch,
+            self.policy.topic,
+            generation,
+            buffer=self._buffer,
+            identity=self._identity,
+            exactly_once=self._exactly_once,
+        )
         self._partitions[epoch] = epoch.replays = parked
         self._watch()
         await self._read_all(parked)
         parked.finish_restoring(newest=generation)
         await asyncio.gather(*(self._publish(message) for message in parked.outgoing()))
         if parked.keys.keys:
-            fields = partition_fields("parked", epoch.topic_partition, records=len(parked.keys), keys=parked.keys.keys)
-            values = (epoch.topic_partition, self.policy.topic, len(parked.keys), parked.keys.keys)
-            logger.info("%s: %s holds %d parked records of %d keys", *values, extra=fields)
+            logger.info(
+                "%s: %s holds %d parked records of %d keys",
+                epoch.topic_partition,
+                self.policy.topic,
+                len(parked.keys),
+                parked.keys.keys,
+                extra=partition_fields(
+                    "parked", epoch.topic_partition, records=len(parked.keys), keys=parked.keys.keys
+                ),
+            )
         return parked.in_doubt
 
     def believe(self, epoch: Epoch) -> None:
         """Accept our generation: the brokers accepted a commit since `restore`, so nobody owned the partition later."""
         parked = self._partitions.get(epoch)
         if parked is not None and parked.in_doubt:
-            message = (
-                "%s: %d records in %s were parked under a later generation than the current one of group %r, which was "
-                "recreated since (it was deleted, or its offsets expired): they are parked here now"
-            )
             before = len(parked.keys)
             parked.finish_restoring(newest=math.inf)
             records = len(parked.keys) - before
-            fields = partition_fields("parked", epoch.topic_partition, records=records, group=self._group)
-            logger.warning(message, epoch.topic_partition, records, self.policy.topic, self._group, extra=fields)
+            logger.warning(
+                "%s: %d records in %s were parked under a later generation than the current one of group %r, which was "
+                "recreated since (it was deleted, or its offsets expired): they are parked here now",
+                epoch.topic_partition,
+                records,
+                self.policy.topic,
+                self._group,
+                extra=partition_fields("parked", epoch.topic_partition, records=records, group=self._group),
+            )
 
     def _watch(self) -> None:
         self._side.watch(list(dict.fromkeys(parked.topic_partition for parked in self.partitions)))
@@ -529,8 +575,12 @@ class Parking:
                     self._unreadable = None
                 except TransportError as error:
                     if self._unreadable is None:
-                        fields = {"event": "trouble", "topic": self.policy.topic}
-                        logger.error("topic %s cannot be read: %s", self.policy.topic, error, extra=fields)  # noqa: TRY400
+                        logger.error(  # noqa: TRY400 - the brokers' error, which has no use for a traceback
+                            "topic %s cannot be read: %s",
+                            self.policy.topic,
+                            error,
+                            extra={"event": "trouble", "topic": self.policy.topic},
+                        )
                     self._unreadable = str(error)
                     await asyncio.sleep(_BACKOFF)
 
@@ -582,10 +632,13 @@ class Parking:
             number = fixed_shard(key, len(self._shards), entry.offset) if self._fixed else 0
             replay = parked.replay(entry, record, number if self._fixed else key, self._clock())
             replay.then, replay.aside = self._finished, True
+            replay.alone = self._exactly_once  # the messages of a batch are those of one completion
             self._shards[number].put_first([replay])
 
     async def _fetch(self, parked: ParkedPartition, entry: ParkedEntry) -> Record | None:
         """Return the original of a parked record; None if it cannot be read now or was replaced by another."""
+        if entry.stored_at == UNKNOWN_OFFSET:
+            return None
         place = parked.topic_partition, entry.stored_at
         if place not in self._cached:
             try:

@@ -66,6 +66,8 @@ class Partition(Epoch):
         """A position that is not in the log, while the rebalance finds out where to resume; otherwise None."""
         self.log_end: int | None = None
         """End of the log, as last requested; the client may know of a later one."""
+        self.held_back = 0
+        """How many offsets beyond that end could not be read, because a transaction was open."""
         self.acknowledged: int | None = None
         """The committed offset that was last acknowledged to us; None without one."""
         self.first_commit: FirstCommit | None = None
@@ -177,7 +179,7 @@ class Partition(Epoch):
             metadata_limit: Longest text that the broker stores with an offset; 0 if it stores none.
         """
         tracker = self.tracker
-        if tracker.committable != self.acknowledged:
+        if tracker.committable != self.acknowledged or self.unsent:
             return True
         # The committable offset is unchanged, so all completions since then lie beyond it.
         return bool(
@@ -210,15 +212,18 @@ class Partition(Epoch):
 
 
 class ObservedPartition(Partition):
-    """A partition that reports the outcomes of its deliveries; without an observer the engine uses plain ones."""
+    """A partition that reports the outcomes of its deliveries, or keeps their messages; others are plain ones."""
 
-    completed: Callable[[Delivery], None]
+    completed: Callable[[Delivery], None] | None
 
     def complete(self, delivery: Delivery) -> bool:
         """See `Epoch.complete`."""
         if not Partition.complete(self, delivery):  # super() would make an object per record
             return False
-        self.completed(delivery)
+        if delivery.outgoing:
+            self.send_later(delivery.outgoing)
+        if self.completed is not None:
+            self.completed(delivery)
         return True
 
 

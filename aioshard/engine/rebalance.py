@@ -46,6 +46,8 @@ logger = logging.getLogger("aioshard.engine.rebalance")
 T = TypeVar("T")
 
 _RETRY_DELAY = 0.2
+_PARTITIONS_PER_TURN = 100
+"""How many partitions are opened before other tasks run: about 10 ms."""
 _LEADER_DELAY = 1.0
 """Seconds between lookups of partitions whose leader is away."""
 
@@ -119,6 +121,8 @@ class Rebalance:
         """Set while every assigned partition is open, except those whose leader is away."""
         self.ends: dict[TopicPartition, int] = {}
         """End of each partition's log as first seen, for consuming up to that point."""
+        self.refused = False
+        """Whether the latest lookup failed in a way that waiting does not cure."""
         self.unsettled: dict[TopicPartition, str] = {}
         """Owned partitions whose resume position is not known yet, each with the reason."""
         self.seeks: dict[TopicPartition, Seek] = {}
@@ -138,7 +142,7 @@ class Rebalance:
         self._first_commits: dict[str, FirstCommit | None] = {}
         """Marker of the first commit seen on each topic; brokers forget the commits of a deleted topic."""
         self._assignment: frozenset[TopicPartition] = frozenset()
-        """The latest assignment."""
+        """The latest assignment, without what was revoked or lost since."""
         self._assigned_under = NOT_A_MEMBER
         self._settling: asyncio.Task[object] | None = None
         self._stopping = False
@@ -182,20 +186,18 @@ class Rebalance:
 
     def lost(self, partitions: Collection[TopicPartition]) -> None:
         """End partitions that are not ours any more; see `GroupListener.lost`."""
-        for partition in self._leave(partitions, lost=True):
-            self.end(partition, "the group membership was lost")
+        self.end(self._leave(partitions, lost=True), "the group membership was lost")
 
     async def revoked(self, partitions: Collection[TopicPartition]) -> None:
         """Drain, commit and release partitions; see `GroupListener.revoked`."""
         leaving: dict[Partition, Membership] = {}
         for partition in self._leave(partitions, lost=False):
             if partition.membership is None:
-                self.end(partition, "it was revoked again before it was certain to be ours")
+                self.end([partition], "it was revoked again before it was certain to be ours")
             else:
                 leaving[partition], partition.membership = partition.membership, None
         try:
-            late = await self.drain(leaving, self._settings.drain_timeout)
-            self.log.drained(late)
+            self.log.drained(await self.drain(leaving, self._settings.drain_timeout))
             await self._committer.flush(leaving, self._settings.commit_timeout)
         finally:
             self.log.enter("join")
@@ -215,10 +217,10 @@ class Rebalance:
         """Take charge of the partitions that are being revoked or lost, also if they are being opened or sought."""
         self.settled.clear()
         self._stop_settling()
+        self._assignment = self._assignment.difference(names)
         leaving = [partition for name in names if (partition := self.partitions.get(name)) is not None]
         epochs = {epoch for partition in leaving for epoch in partition.epochs}
-        in_flight = sum(delivery.epoch in epochs for delivery in self.running())
-        self.log.revoked(len(leaving), in_flight, lost=lost)
+        self.log.revoked(len(leaving), sum(delivery.epoch in epochs for delivery in self.running()), lost=lost)
         return leaving
 
     def running(self) -> set[Delivery]:
@@ -239,11 +241,13 @@ class Rebalance:
         with anyio.move_on_after(timeout):
             for epoch in draining:
                 await epoch.drained.wait()
-        late = {delivery for epoch in draining for delivery in epoch.stop_draining()}
-        cancelled = self._interrupt(late)
+        cancelled = self._interrupt({delivery for epoch in draining for delivery in epoch.stop_draining()})
         if cancelled and timeout:
-            message = "records cancelled because they still ran when the time to drain was over: %d"
-            logger.warning(message, cancelled, extra={"event": "drain_cut", "cancelled": cancelled})
+            logger.warning(
+                "records cancelled because they still ran when the time to drain was over: %d",
+                cancelled,
+                extra={"event": "drain_cut", "cancelled": cancelled},
+            )
         return cancelled
 
     def _interrupt(self, deliveries: set[Delivery]) -> int:
@@ -266,29 +270,32 @@ class Rebalance:
         """End every epoch: the client is lost, or the app stopped."""
         self.settled.clear()
         self._stop_settling()
-        for partition in self.epochs:
-            self.end(partition, reason)
+        self.end(self.epochs, reason)
 
-    def end(self, partition: Partition, reason: str) -> None:
-        """End an ownership: drop its incomplete records and interrupt those that are running."""
-        name, dropped, epochs = partition.topic_partition, len(partition.tracker), partition.epochs
-        self.log.count("dropped", dropped)
-        self._committer.disown(partition)
-        self._reruns[name] = partition.end()
-        del self.partitions[name]
-        partition.feed.purge(partition)
-        if partition.task is not None:
-            self._tasks.dismiss(partition.task)
+    def end(self, partitions: Collection[Partition], reason: str) -> None:
+        """End ownerships: drop their incomplete records and interrupt those that are running."""
+        epochs = {epoch for partition in partitions for epoch in partition.epochs}
+        for partition in partitions:
+            name, dropped = partition.topic_partition, len(partition.tracker)
+            self.log.count("dropped", dropped)
+            self._committer.disown(partition)
+            self._reruns[name] = partition.end()
+            del self.partitions[name]
+            partition.feed.purge(partition)
+            if partition.task is not None:
+                self._tasks.dismiss(partition.task)
+            logger.log(
+                logging.WARNING if dropped else logging.INFO,
+                "epoch %d of %s ended: %s; incomplete records dropped, to be fetched again by the next owner: %d",
+                partition.number,
+                name,
+                reason,
+                dropped,
+                extra=partition_fields(
+                    "epoch_ended", name, epoch=partition.number, dropped=dropped, group=self._group_id
+                ),
+            )
         self._interrupt({delivery for delivery in self.running() if delivery.epoch in epochs})
-        logger.log(
-            logging.WARNING if dropped else logging.INFO,
-            "epoch %d of %s ended: %s; incomplete records dropped, to be fetched again by the next owner: %d",
-            partition.number,
-            name,
-            reason,
-            dropped,
-            extra=partition_fields("epoch_ended", name, epoch=partition.number, dropped=dropped, group=self._group_id),
-        )
 
     # Assigned ---------------------------------------------------------------------------
 
@@ -299,7 +306,7 @@ class Rebalance:
         self._assigned_under = membership
         for name in sorted(self.seeks.keys() - assignment):
             self._give_up_seek(name, "the group assigned it to another member, which resumes at the committed offset")
-        untouched = 0
+        untouched, gone = 0, []
         for partition in self.epochs:
             if partition.membership is not None:
                 partition.membership = membership
@@ -308,12 +315,10 @@ class Rebalance:
                 partition.fetching_again = False
                 self.client.seek(partition.topic_partition, partition.tracker.position)
             else:
-                self.end(partition, "the partition was assigned to another member")
+                gone.append(partition)
+        self.end(gone, "the partition was assigned to another member")
         manual = not membership.member_id and membership != NOT_A_MEMBER
         self.log.assigned(len(assignment), untouched, membership.generation, manual=manual)
-        self.client.adjust_prefetch(
-            max(len(self.partitions.keys() | assignment), 1), self._settings.max_buffered_bytes // 2
-        )
         # A new assignment also contains the partitions of earlier ones that are not open yet.
         self._settle_soon()
 
@@ -323,7 +328,14 @@ class Rebalance:
         if isinstance(error, OffsetOutOfRangeError):
             partition.outside_log = error.position
         else:
-            self.end(partition, str(error))
+            self.end([partition], str(error))
+        self._settle_soon()
+
+    def begin_again(self, partitions: Collection[Partition], why: str) -> None:
+        """End the epochs of partitions and begin new ones at their committed offsets, which the brokers know."""
+        ours = [partition for partition in partitions if self.partitions.get(partition.topic_partition) is partition]
+        self.client.pause([partition.topic_partition for partition in ours])
+        self.end(ours, why)
         self._settle_soon()
 
     def stop_opening(self) -> None:
@@ -353,11 +365,11 @@ class Rebalance:
             try:
                 self.unsettled = await self._open_assigned(assignment, membership)
             except (AioshardError, TimeoutError) as error:
-                transient = isinstance(error, TransportError | TimeoutError)
-                if not transient or isinstance(error, OffsetOutOfRangeError):
+                if not isinstance(error, TransportError | TimeoutError) or isinstance(error, OffsetOutOfRangeError):
                     self._fail(error)
                     return
                 why = str(error) or "the brokers do not answer"
+                self.refused = isinstance(error, TransportError) and not error.retriable
                 self.unsettled = {name: why for name in assignment if not self._is_open(name)}
                 delay = _RETRY_DELAY
             else:
@@ -400,10 +412,10 @@ class Rebalance:
         logs = await self._answer(self.client.log_ranges(unsettled))
         # Parsing long metadata takes a while through no fault of the brokers, so it has no deadline.
         metadata = await _read(committed)
-        if self.client.membership() != membership:
-            return {}
         fresh: dict[TopicPartition, _BrokerView] = {}
-        for name, log in ((name, logs[name]) for name in unsettled if name in logs):
+        for count, (name, log) in enumerate((name, logs[name]) for name in unsettled if name in logs):
+            if not await self._lasts(membership, count):
+                return {}
             # A recreated topic may end earlier than first seen, and nothing will arrive up to the old end.
             self.ends[name] = min(self.ends.get(name, log.end), log.end)
             view = _BrokerView(committed[name], metadata[name], log)
@@ -426,9 +438,9 @@ class Rebalance:
             reason = self._skip_deleted(partition, partition.outside_log, view.log)
         else:
             offset = view.committed.offset if view.committed else None
-            reason = reason_to_end(partition.claim, *membership, offset, view.log)
+            reason = reason_to_end(partition.claim, *membership, offset, view.log[:2])
         if reason is not None:
-            self.end(partition, reason)
+            self.end([partition], reason)
             return False
         self._open(partition, membership)
         return True
@@ -438,9 +450,14 @@ class Rebalance:
         name = partition.topic_partition
         if position >= log.start or self._settings.auto_offset_reset == "error":
             return str(OffsetOutOfRangeError(name, position))
-        message = "retention deleted offsets %d to %d of %s before they were read; resuming at %d"
-        fields = partition_fields("passed_over", name, offset=position, position=log.start)
-        logger.warning(message, position, log.start - 1, name, log.start, extra=fields)
+        logger.warning(
+            "retention deleted offsets %d to %d of %s before they were read; resuming at %d",
+            position,
+            log.start - 1,
+            name,
+            log.start,
+            extra=partition_fields("passed_over", name, offset=position, position=log.start),
+        )
         partition.accept(FetchedBatch(name, (), (), log.start))
         self.client.seek(name, log.start)
         return None
@@ -455,33 +472,26 @@ class Rebalance:
         sizes = {topic: len(await self._answer(self.client.partitions(topic))) for topic in _topics(fresh)}
         unknown = _topics(name for name, view in fresh.items() if view.committed is None)
         commits = {topic: await self._commits_on(topic, sizes[topic]) for topic in unknown}
-        if self.client.membership() != membership:
-            return
-        begun = [
-            self._begin(name, view, commits.get(name.topic, ()), sizes[name.topic]) for name, view in fresh.items()
-        ]
-        restored = await asyncio.gather(
-            *(self._restore(partition, sizes[partition.topic_partition.topic], membership) for partition in begun),
-            return_exceptions=True,
-        )
-        failures = [result for result in restored if isinstance(result, BaseException)]
-        for error in failures:
-            if not isinstance(error, TransportError | TimeoutError):
-                raise error
-        if self.client.membership() != membership:
-            return
+        begun = []
+        for count, (name, view) in enumerate(fresh.items()):
+            if not await self._lasts(membership, count):
+                return
+            begun.append(self._begin(name, view, commits.get(name.topic, ()), sizes[name.topic]))
+        restored = await self._restore_all(begun, sizes, membership)
         uncommitted = []
-        for partition, in_doubt in zip(begun, restored, strict=True):
+        for count, (partition, in_doubt) in enumerate(zip(begun, restored, strict=True)):
+            if not await self._lasts(membership, count):
+                return
             if in_doubt is True:
                 partition.acknowledged = None  # commit it again: the answer shows whether the partition is ours
-            if isinstance(in_doubt, BaseException):
+            elif in_doubt is not False:
                 continue
             if partition.acknowledged == partition.tracker.position:
                 self._open(partition, membership)
             else:
                 uncommitted.append(partition)
         await self._commit_and_open(uncommitted, membership)
-        if failures:
+        if failures := [result for result in restored if isinstance(result, BaseException)]:
             raise failures[0]
 
     def _origin(self, name: TopicPartition, view: _BrokerView, *, group_knows_topic: bool) -> Origin:
@@ -495,13 +505,17 @@ class Rebalance:
         if seek is not None:
             return Origin(min(max(seek.start, log.start), log.end), resolved=True)
         offset = view.committed.offset if view.committed else None
-        origin = origin_of(offset, log, self._settings.auto_offset_reset, group_knows_topic=group_knows_topic)
+        origin = origin_of(offset, log[:2], self._settings.auto_offset_reset, group_knows_topic=group_knows_topic)
         if origin is None:
             raise NoOffsetError(self._group_id, name) if offset is None else OffsetOutOfRangeError(name, offset)
         if origin.resolved and offset is not None:
-            message = "committed offset %d of %s is outside its log; resuming at %d"
-            fields = partition_fields("out_of_range", name, offset=offset, position=origin.offset)
-            logger.warning(message, offset, name, origin.offset, extra=fields)
+            logger.warning(
+                "committed offset %d of %s is outside its log; resuming at %d",
+                offset,
+                name,
+                origin.offset,
+                extra=partition_fields("out_of_range", name, offset=offset, position=origin.offset),
+            )
         return origin
 
     async def _commits_on(self, topic: str, partitions: int) -> list[FirstCommit | None]:
@@ -545,6 +559,19 @@ class Rebalance:
             partition.acknowledged = view.committed.offset
         return partition
 
+    async def _restore_all(
+        self, partitions: Collection[Partition], sizes: Mapping[str, int], membership: Membership
+    ) -> list[bool | BaseException]:
+        """Return the result of `_restore` of each partition; transient errors are results too."""
+        restored = await asyncio.gather(
+            *(self._restore(partition, sizes[partition.topic_partition.topic], membership) for partition in partitions),
+            return_exceptions=True,
+        )
+        for result in restored:
+            if isinstance(result, BaseException) and not isinstance(result, TransportError | TimeoutError):
+                raise result
+        return restored
+
     async def _restore(self, partition: Partition, size: int, membership: Membership) -> bool:
         """Find out what is parked of a partition; return whether some of it may belong to a later owner."""
         parking = partition.feed.parking
@@ -557,15 +584,21 @@ class Rebalance:
         acknowledged = await self._committer.flush(partitions, self._settings.commit_timeout)
         if self.client.membership() != membership:
             return
-        for partition in partitions:
-            if not acknowledged:
-                self.end(partition, "its start position could not be committed")
-                continue
+        if not acknowledged:
+            self.end(partitions, "its start position could not be committed")
+            raise TransportError(f"the start position of the group was not committed: {self._committer.trouble.why}")
+        for count, partition in enumerate(partitions):
+            if not await self._lasts(membership, count):
+                return
             if partition.feed.parking is not None:
                 partition.feed.parking.believe(partition)
             self._open(partition, membership)
-        if not acknowledged:
-            raise TransportError(f"the start position of the group was not committed: {self._committer.trouble.why}")
+
+    async def _lasts(self, membership: Membership, count: int) -> bool:
+        """Let other tasks run after every few partitions; return whether *membership* lasts."""
+        if count % _PARTITIONS_PER_TURN == _PARTITIONS_PER_TURN - 1:
+            await asyncio.sleep(0)
+        return self.client.membership() == membership
 
     def _open(self, partition: Partition, membership: Membership) -> None:
         """Open a partition that is certain to be ours under *membership*."""
@@ -578,15 +611,21 @@ class Rebalance:
         self._committer.own(partition)
         for epoch in partition.epochs:
             epoch.open()
-        state = {
-            "epoch": partition.number,
-            "committed": partition.acknowledged,
-            "position": tracker.position,
-            "incomplete": len(tracker),
-            "started": sum(1 for delivery in tracker.values() if delivery.starts),
-            "finished": sum(run.end - run.start for run in partition.finished()),
-        }
-        _tell("assigned", f"{name} is open", state, topic=name.topic, partition=name.partition, group=self._group_id)
+        _tell(
+            "assigned",
+            f"{name} is open",
+            {
+                "epoch": partition.number,
+                "committed": partition.acknowledged,
+                "position": tracker.position,
+                "incomplete": len(tracker),
+                "started": sum(1 for delivery in tracker.values() if delivery.starts),
+                "finished": sum(run.end - run.start for run in partition.finished()),
+            },
+            topic=name.topic,
+            partition=name.partition,
+            group=self._group_id,
+        )
         partition.feed.reopen(partition)
         self.client.resume([name])
         seek = self.seeks.pop(name, None)
@@ -617,7 +656,7 @@ class Rebalance:
         await self._committer.flush([partition], self._settings.commit_timeout)
         name, is_ours = partition.topic_partition, partition.membership is not None
         if is_ours and self.partitions.get(name) is partition and self.seeks.get(name) is seek:
-            self.end(partition, f"the application requested offset {seek.start}")
+            self.end([partition], f"the application requested offset {seek.start}")
             self._settle_soon()
 
     def _give_up_seek(self, name: TopicPartition, why: str) -> None:
@@ -650,9 +689,13 @@ def _topics(names: Iterable[TopicPartition]) -> list[str]:
 
 
 def _warn_unused(name: TopicPartition, offset: int, *, why: str) -> None:
-    message = "the commit metadata of %s at offset %d is not used and will be replaced: %s"
-    fields = partition_fields("note_unused", name, offset=offset, why=why)
-    logger.warning(message, name, offset, why, extra=fields)
+    logger.warning(
+        "the commit metadata of %s at offset %d is not used and will be replaced: %s",
+        name,
+        offset,
+        why,
+        extra=partition_fields("note_unused", name, offset=offset, why=why),
+    )
 
 
 # History --------------------------------------------------------------------------------------
@@ -720,14 +763,16 @@ class RebalanceLog:
         """The latest rebalances, oldest first; the last one may be in progress. Safe from any thread."""
         reports = list(self._reports)
         if reports:
-            replayed = self._replayed() - self._replayed_before
-            reports[-1] = dataclasses.replace(self._timed(reports[-1]), replayed=replayed)
+            reports[-1] = dataclasses.replace(
+                self._timed(reports[-1]), replayed=self._replayed() - self._replayed_before
+            )
         return tuple(reports)
 
     def kinds(self) -> tuple[RebalanceKindStatistics, ...]:
         """How many rebalances of each kind there were, including those no longer reported. Safe from any thread."""
-        drains = self._drains.items()
-        return tuple(RebalanceKindStatistics(kind, self._counts[kind], drain.counts()) for kind, drain in drains)
+        return tuple(
+            RebalanceKindStatistics(kind, self._counts[kind], drain.counts()) for kind, drain in self._drains.items()
+        )
 
     def doing(self) -> str | None:
         """Current step of the rebalance in progress, as a clause; None without one."""
@@ -740,10 +785,12 @@ class RebalanceLog:
         """Begin a rebalance: partitions are being revoked while *in_flight* of their records run."""
         kind: RebalanceKind = "lost" if lost else "revoked"
         self.enter("over")
-        self._begin(kind, "join" if lost else "drain")
-        self._change(revoked=partitions, in_flight=in_flight)
-        what = "partitions are lost" if lost else "partitions are being revoked"
-        _tell(kind, what, {"partitions": partitions, "in_flight": in_flight})
+        self._begin(kind, "join" if lost else "drain", revoked=partitions, in_flight=in_flight)
+        _tell(
+            kind,
+            "partitions are lost" if lost else "partitions are being revoked",
+            {"partitions": partitions, "in_flight": in_flight},
+        )
 
     def drained(self, cancelled: int) -> None:
         """End the drain; records that were still running were cancelled."""
@@ -763,15 +810,18 @@ class RebalanceLog:
 
     def count(self, figure: str, more: int) -> None:
         """Add to a figure of the rebalance in progress, if there is one."""
-        if self._current is not None:
+        if more and self._current is not None:
             self._change(**{figure: getattr(self._current, figure) + more})
 
     def settled(self) -> None:
         """End the rebalance: every owned partition has resumed."""
         report = self.enter("over")
         if report is not None:
-            figures = {name: getattr(report, name) for name in _LOGGED}
-            _tell("rebalanced", f"rebalance {report.number} is over ({report.cause})", figures)
+            _tell(
+                "rebalanced",
+                f"rebalance {report.number} is over ({report.cause})",
+                {name: getattr(report, name) for name in _LOGGED},
+            )
 
     # Phases ---------------------------------------------------------------------------
 
@@ -780,13 +830,15 @@ class RebalanceLog:
         report = self._reports[-1] if self._reports else None
         return None if report is None or report.phase == "over" else report
 
-    def _begin(self, kind: RebalanceKind, phase: RebalancePhase) -> None:
+    def _begin(self, kind: RebalanceKind, phase: RebalancePhase, **figures: int) -> None:
         self._reports = deque(self.reports(), _KEPT)  # with the replayed records of the one before
         self._replayed_before = self._replayed()
         self._timed_at = self._clock()
         self._counts[kind] += 1
         self._reports.append(
-            RebalanceReport(number=self._counts.total(), at=time.time(), cause=_CAUSES[kind], phase=phase, kind=kind)
+            RebalanceReport(
+                number=self._counts.total(), at=time.time(), cause=_CAUSES[kind], phase=phase, kind=kind, **figures
+            )
         )
 
     def _change(self, **figures: Any) -> None:
@@ -801,12 +853,10 @@ class RebalanceLog:
 
     def enter(self, phase: RebalancePhase) -> RebalanceReport | None:
         """Begin the next phase of the rebalance in progress, if there is one; return its report."""
-        current = self._current
-        if current is None:
-            return None
-        report = dataclasses.replace(self._timed(current), phase=phase)
-        self._timed_at = self._clock()
-        self._reports[-1] = report
+        report = self._current
+        if report is not None:
+            report = self._reports[-1] = dataclasses.replace(self._timed(report), phase=phase)
+            self._timed_at = self._clock()
         return report
 
 

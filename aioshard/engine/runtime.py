@@ -12,8 +12,10 @@ from aioshard.core.ownership import Losses
 from aioshard.engine.buffer import Buffer
 from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Gate
+from aioshard.engine.failures import Send
 from aioshard.engine.handler import ActiveHandler, Handler, Observe, Resources
 from aioshard.engine.intake import Intake
+from aioshard.engine.outgoing import add_message
 from aioshard.engine.partition import ObservedPartition, Partition
 from aioshard.engine.rebalance import Rebalance, uncommitted_of
 from aioshard.engine.tasks import TaskSet, finish
@@ -57,6 +59,7 @@ class Engine:
         producer: Producer,
         *,
         observe: Observe | None = None,
+        exactly_once: bool = False,
     ) -> None:
         """Make an engine; nothing runs yet.
 
@@ -67,6 +70,7 @@ class Engine:
             clients: Makes the client, again after each loss, and the readers of parked records.
             producer: Publishes for handlers and failure policies; its creator closes it.
             observe: Receives the outcome of each record.
+            exactly_once: Whether commits are transactions with the messages of completed records.
         """
         loop = asyncio.get_running_loop()
         self.group_id = group_id
@@ -87,17 +91,31 @@ class Engine:
         self._stopping = False
         self._started: asyncio.Future[None] = loop.create_future()
         """Done when the first assignment is complete, or when the app begins to stop."""
+        self._reached = False
+        """Whether a broker has ever answered."""
         self._lost_id = Losses(self.clock)
         self._backoff = _FIRST_BACKOFF
         """Seconds until a new client is created if this one is lost."""
         self._tasks = TaskSet(self._crashed)
         self.buffer = Buffer(Usage(settings.max_buffered_records, settings.max_buffered_bytes), self._wake_pump)
-        resources = Resources(group_id, producer.publish, clients.side_topics, self.buffer, self.clock)
+        self._exactly_once = exactly_once
+        send: Send = add_message if exactly_once else lambda _, message: producer.publish(message)
+        resources = Resources(
+            group_id, producer.publish, send, clients.side_topics, self.buffer, self.clock, exactly_once
+        )
         self._observe = observe
         self.handlers = tuple(
             ActiveHandler(spec if observe is None else spec.timed(self.clock), resources) for spec in specs
         )
-        self.committer = Committer(settings.commit_interval, settings.commit_timeout, self.clock, self._refused)
+        self.committer = Committer(
+            settings.commit_interval,
+            settings.commit_timeout,
+            self.clock,
+            self._refused,
+            None if exactly_once else settings.commit_records,
+            aborted=(lambda *args: self.rebalance.begin_again(*args)) if exactly_once else None,  # noqa: PLW0108 - made below
+        )
+        self.buffer.hurry = self.committer.hurry
         self.rebalance = Rebalance(
             group_id,
             settings,
@@ -127,10 +145,11 @@ class Engine:
         """Make a partition, with its gate closed; an observed one if outcomes are observed."""
         handler = self.handler_of(name.topic)
         counts = handler.counters.topics[name.topic]
-        kind = Partition if self._observe is None else ObservedPartition
+        observe = None if self._observe is None else self._observe(handler.spec)
+        kind = Partition if observe is None and not self._exactly_once else ObservedPartition
         partition = kind(name, number, start, buffer=self.buffer, counts=counts, feed=handler.feed, clock=self.clock)
-        if self._observe is not None and isinstance(partition, ObservedPartition):
-            partition.completed = self._observe(handler.spec)
+        if isinstance(partition, ObservedPartition):
+            partition.completed = observe
         why = self.why_paused(name)
         if why is not None:
             partition.pause(APPLICATION, why)
@@ -212,6 +231,7 @@ class Engine:
             else:
                 for name, log in ranges.items():
                     partitions[name].log_end = log.end
+                    partitions[name].held_back = max(log.newest - log.end, 0)
 
     # Start ----------------------------------------------------------------------------------
 
@@ -219,7 +239,8 @@ class Engine:
         """Start all tasks, with *watching* as one of them, and wait for the first assignment.
 
         Raises:
-            StartError: The assignment was not complete within `start_timeout`, or the brokers refused us.
+            StartError: No broker answered within `start_timeout`, a topic does not exist, or the brokers refused us.
+                Once a broker has answered, an outage or a rebalance is waited for.
             AioshardError: Consuming is impossible, for example because of `NoOffsetError`.
         """
         self._tasks.start(watching, "watch")
@@ -230,16 +251,30 @@ class Engine:
         if self.settings.start_timeout is None:
             return
         timeout = self.settings.start_timeout
-        # The first assignment counts, even if another one has begun since and is incomplete.
-        await asyncio.wait({self._started, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if self.failed.done():
-            self.failed.result()
-        if not self._started.done():
+        while True:
+            # The first assignment counts, even if another one has begun since and is incomplete.
+            await asyncio.wait({self._started, self.failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                self.failed.result()
+            if self._started.done():
+                return
             slow = "the group has not given out its partitions (another member may be slow to rejoin)"
             reason = self.trouble.why or self.standstill or self.committer.trouble.why or slow
-            failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
-            self.fail(failure)
-            raise failure
+            if not self._reached or self.rebalance.refused or await self._misses_topics(timeout):
+                failure = StartError(f"the app did not start within start_timeout={timeout:g} s: {reason}")
+                self.fail(failure)
+                raise failure
+            message = "the brokers have answered, but the app has not started within %g s; it goes on trying: %s"
+            logger.warning(message, timeout, reason, extra=self._fields("starting"))
+
+    async def _misses_topics(self, timeout: float) -> bool:
+        """Whether the brokers say that a topic does not exist; False if they do not answer."""
+        try:
+            with anyio.fail_after(timeout):
+                known = await self.rebalance.client.topics()
+        except (TransportError, TimeoutError):
+            return False
+        return any(topic not in known for handler in self.handlers for topic in handler.spec.topics)
 
     async def _supervise(self) -> None:
         """Keep a client alive: build it, use it, and build a new one when it is lost."""
@@ -293,6 +328,7 @@ class Engine:
             topics = list(dict.fromkeys(topic for handler in self.handlers for topic in handler.spec.topics))
             pattern = "|".join(f"(?:{handler.spec.pattern})" for handler in self.handlers if handler.spec.pattern)
             await transport.start(topics, pattern or None, self.rebalance)
+            self._reached = True
             await self.intake.run(transport)
         finally:
             watching.cancel()

@@ -127,7 +127,13 @@ class Shards:
           held (its gate is not open, and it owns no shard), or with a worker.
     """
 
-    def __init__(self, bound: int | None = None) -> None:
+    def __init__(self, bound: int | None = None, allows: Callable[[Callable[[], None]], bool] | None = None) -> None:
+        """Create the shards.
+
+        Args:
+            bound: For one fixed shard: the capacity of its queue.
+            allows: With a rate limit: returns whether a worker may be woken now, and calls its argument when not.
+        """
         self._arrivals: deque[Delivery] | BoundedArrivals = deque() if bound is None else BoundedArrivals(bound)
         self._is_fixed = bound is not None
         self._front: deque[Delivery] = deque()
@@ -140,6 +146,7 @@ class Shards:
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
         self._burst = 1
+        self._allows = allows
         self.yielding = 0
         """Number of workers that are yielding to the event loop although they have more to do."""
         self.on_idle: Callable[[], None] | None = None
@@ -498,7 +505,8 @@ class Shards:
         the event loop runs again; each time, twice as many. A handler that never suspends costs no wake-ups, and one
         that does fills all workers within a few iterations of the event loop.
         """
-        if self._idle and not self._waking:
+        allows = self._allows
+        if self._idle and not self._waking and (allows is None or (self._has_work and allows(self.notify))):
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake_workers)
 
@@ -511,7 +519,7 @@ class Shards:
             self._burst = 1
         else:
             self.wake(self._burst)
-            self._burst *= 2
+            self._burst *= 2 if self._allows is None else 1
         self.notify()
 
     @property

@@ -15,7 +15,6 @@ from aioshard.core.on_failure import OnFailure, Park
 from aioshard.core.parking import NEVER
 from aioshard.core.sharding import is_plain, shown
 from aioshard.engine.batch_shards import BatchShards
-from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery, Gate
 from aioshard.engine.handler import ActiveHandler
 from aioshard.engine.outcomes import Block
@@ -156,20 +155,19 @@ class HandlerSnapshot:
             return self._running_now(delivery, worker)
         if delivery.offset in epoch.evicted:
             again = "is being fetched again" if epoch.fetching_again else "will be fetched again"
-            room = "was evicted to make room for others while its partition was stuck"
-            return Cause("evicted", None, f"{room}, and {again}")
+            return Cause(
+                "evicted", None, f"was evicted to make room for others while its partition was stuck, and {again}"
+            )
         if delivery.block is not None:
             return self._blocked(delivery, delivery.block)
         if epoch.gate and not epoch.may_start(delivery):
-            paused = epoch.gate is Gate.PAUSED
-            why = "its partition is paused" if paused else "its partition is being revoked, or is not confirmed yet"
-            return Cause("held", None, f"may not start: {why}")
+            why = "paused" if epoch.gate is Gate.PAUSED else "being revoked, or is not confirmed yet"
+            return Cause("held", None, f"may not start: its partition is {why}")
         return self._in_line(delivery)
 
     def _in_line(self, delivery: Delivery) -> Cause:
         shards = self.running.feed.shards_of(delivery)
-        position = shards.position_of(delivery) if isinstance(shards, BatchShards) else None
-        if position is not None:
+        if isinstance(shards, BatchShards) and (position := shards.position_of(delivery)) is not None:
             return Cause("collecting", self._now - delivery.arrived, position.removeprefix("it "))
         owner = None if delivery.key is None else self.owners.get(delivery.key)
         if owner is not None and owner is not delivery:
@@ -187,14 +185,15 @@ class HandlerSnapshot:
             failures = delivery.recovery_failures
             failed = f" (failed {counted(failures, 'time')} before)" if failures else ""
             advice = "check whether the brokers answer" if ran > 1 else None
-            reason = f"is being recovered{_for_seconds(ran)}: {delivery.recovery.purpose}{failed}"
-            return Cause("recovery", ran, reason, advice)
+            return Cause(
+                "recovery", ran, f"is being recovered{_for_seconds(ran)}: {delivery.recovery.purpose}{failed}", advice
+            )
         batch = f" in a batch of {len(worker.deliveries)} records" if len(worker.deliveries) > 1 else ""
         reason = f"has been running in handler {self.running.spec.name}{batch}{_for_seconds(ran)}{_place(stack)}"
         if stack.executing and stack.thread is None:
             advice = (
-                "nothing else can run meanwhile: move the work to a thread, with a plain 'def' handler or "
-                "asyncio.to_thread"
+                "nothing else can run meanwhile: move the work to a thread or a process, with a plain 'def' handler, "
+                "or to asyncio.to_thread"
             )
         elif worker.timeout is not None and worker.timeout > ran:
             advice = f"wait: the attempt times out in {worker.timeout - ran:.1f} s, and counts as failed then"
@@ -222,37 +221,34 @@ class HandlerSnapshot:
         ago = self._now - block.since
         call = f"({delivery.record.topic!r}, {delivery.record.partition}, {delivery.record.offset})"
         if block.halted:
-            reason = (
-                f"halted {ago:.1f} s ago after {counted(delivery.failures, 'attempt')} ({block.error}); nothing is "
-                "committed past it, and its shard waits"
-            )
             return Cause(
                 "halted",
                 ago,
-                reason,
+                f"halted {ago:.1f} s ago after {counted(delivery.failures, 'attempt')} ({block.error}); nothing is "
+                "committed past it, and its shard waits",
                 f"fix the cause, then call app.retry_now{call}; or call app.skip{call} to complete it without "
                 "processing; or deploy a fixed handler, which runs it again",
             )
         due = self.running.feed.shards_of(delivery).due(delivery)
         soon = "soon" if due is None else f"in {max(due - self._now, 0.0):.1f} s"
         if delivery.recovery is not None:
-            reason = f"is incomplete because this failed {ago:.1f} s ago: {block.error}; the next try is {soon}"
             return Cause(
                 "recovery",
                 ago,
-                reason,
+                f"is incomplete because this failed {ago:.1f} s ago: {block.error}; the next try is {soon}",
                 f"check that the topic exists, may be written to, and accepts a record of this size; or call "
                 f"app.skip{call} to give the record up",
             )
-        reason = (
+        return Cause(
+            "retrying",
+            ago,
             f"waits for its next attempt, number {delivery.failures + 1} of {self.running.spec.retry.attempts}, "
-            f"{soon}; the last one failed {ago:.1f} s ago with {block.error}"
+            f"{soon}; the last one failed {ago:.1f} s ago with {block.error}",
+            f"nothing if the failure is temporary; app.retry_now{call} runs it now",
         )
-        return Cause("retrying", ago, reason, f"nothing if the failure is temporary; app.retry_now{call} runs it now")
 
     def _behind(self, delivery: Delivery, owner: Delivery) -> Cause:
-        other = owner.record.topic_partition != delivery.record.topic_partition
-        whose = " of another partition" if other else ""
+        whose = "" if owner.record.topic_partition == delivery.record.topic_partition else " of another partition"
         key = self.shown(owner.record.key)
         named = f"record {owner!r}{whose}" + ("" if key is None else f" (key {key})")
         cause = self.cause_of(owner)
@@ -263,19 +259,26 @@ class HandlerSnapshot:
         busy, pace = len(self.runs), self.running.pace
         if busy >= count > 0:
             reason, stack = self._longest_run
-            all_busy = f"waits for its turn: all {count} workers of handler {self.running.spec.name} are busy; {reason}"
-            return Cause("queued", waited, all_busy, self._advice_for_more(count), stack)
-        if pace is not None and (due := pace.due()):
-            reason = (
-                f"waits for the rate limit of its handler, rate_limit={pace.limit}; the next run starts in {due:.3g} s"
+            return Cause(
+                "queued",
+                waited,
+                f"waits for its turn: all {count} workers of handler {self.running.spec.name} are busy; {reason}",
+                self._advice_for_more(count),
+                stack,
             )
-            return Cause("limited", waited, reason, "nothing if the rate is intended; otherwise raise rate_limit=")
+        if pace is not None and (due := pace.due()):
+            return Cause(
+                "limited",
+                waited,
+                f"waits for the rate limit of its handler, rate_limit={pace.limit}; the next run starts in {due:.3g} s",
+                "nothing if the rate is intended; otherwise raise rate_limit=",
+            )
         return Cause("queued", waited, "waits for its turn, and starts next")
 
     def _advice_for_more(self, count: int) -> str:
         spec = self.running.spec
-        if spec.adaptive is not None:
-            return f"nothing: the concurrency adapts to the latency of what the handler calls ({spec.adaptive})"
+        if spec.most_concurrency is not None:
+            return "raise processes= to run more of them concurrently, or find out why the runs take so long"
         if spec.shards is not None:
             return "raise shards= to use more workers, or find out why the runs take so long"
         return (
@@ -314,11 +317,10 @@ def statistics(watch: Watch) -> Statistics:
     running = Counter(delivery.epoch for worker in engine.workers for delivery in worker.deliveries)
     transport, committer = engine.transport, engine.committer
     commits, failed_commits = committer.durations.counts(), committer.failure_durations.counts()
-    member_id = transport.membership().member_id if transport is not None else ""
     return Statistics(
         state=engine.state,
         group_id=engine.group_id,
-        member_id=member_id or None,
+        member_id=None if transport is None else transport.membership().member_id or None,
         rebalances=engine.rebalance.rebalances,
         commits=commits.count,
         commit_failures=failed_commits.count,
@@ -341,6 +343,7 @@ def statistics(watch: Watch) -> Statistics:
         rebalance_kinds=engine.rebalance.log.kinds(),
         commit_durations=commits,
         commit_failure_durations=failed_commits,
+        transactions=committer.transactions(),
     )
 
 
@@ -353,8 +356,7 @@ def _restart_cures(watch: Watch, now: float) -> Iterator[str]:
     loop, session_timeout = watch.loop, watch.engine.settings.session_timeout
     if loop is not None and loop.standing() > session_timeout and (blocked := loop.blocked()) is not None:
         yield f"{blocked}; that is longer than session_timeout={session_timeout:g} s"
-    failure = _failure_of(watch)
-    if failure is not None:
+    if (failure := _failure_of(watch)) is not None:
         yield failure
     hangs = watch.hang.sentence(now)
     if hangs is not None and watch.engine.state in ("starting", "running"):
@@ -386,6 +388,7 @@ def _partition(engine: Engine, epoch: Partition, now: float, running: int) -> Pa
         fetched=tracker.arrived,
         in_flight=running,
         queued=max(buffered.records - running, 0),
+        held_back=epoch.held_back,
     )
 
 
@@ -409,7 +412,19 @@ def _why_paused(engine: Engine, epoch: Partition, now: float) -> str | None:
 
 def _handler(running: ActiveHandler, room: int) -> HandlerStatistics:
     shards = running.feed.shards
-    topics = tuple(_topic(topic, counts) for topic, counts in sorted(running.counters.topics.items()))
+    topics = tuple(
+        TopicStatistics(
+            topic=topic,
+            processed=counts.processed,
+            retried=counts.retried,
+            skipped=counts.skipped,
+            dead_lettered=counts.dead_lettered,
+            parked=counts.parked,
+            durations=counts.durations.counts(),
+            waits=counts.waits.counts(),
+        )
+        for topic, counts in sorted(running.counters.topics.items())
+    )
     busy = [worker for worker in running.workers if worker.deliveries]
     outlived = ([run for run in tuple(worker.deliveries) if _outlives(worker, run)] for worker in busy)
     return HandlerStatistics(
@@ -430,7 +445,7 @@ def _handler(running: ActiveHandler, room: int) -> HandlerStatistics:
         shard_depth=max(part.depth for part in shards),
         queued=sum(part.unseen for part in shards),
         on_failure=_policy(running.spec.on_failure),
-        is_resizable=running.spec.shards is None and running.spec.adaptive is None,
+        is_resizable=running.spec.shards is None,
     )
 
 
@@ -438,19 +453,6 @@ def _policy(policy: OnFailure) -> str:
     if isinstance(policy, str):
         return policy
     return f"parks in {policy.topic}" if isinstance(policy, Park) else f"dead letters to {policy.topic}"
-
-
-def _topic(topic: str, counts: TopicCounts) -> TopicStatistics:
-    return TopicStatistics(
-        topic=topic,
-        processed=counts.processed,
-        retried=counts.retried,
-        skipped=counts.skipped,
-        dead_lettered=counts.dead_lettered,
-        parked=counts.parked,
-        durations=counts.durations.counts(),
-        waits=counts.waits.counts(),
-    )
 
 
 # Workload -------------------------------------------------------------------------------------
@@ -464,8 +466,7 @@ def workload(watch: Watch) -> Workload:
     snapshots = [HandlerSnapshot(running, watch) for running in watch.engine.handlers]
     runs = [(worker.started, snapshot, run) for snapshot in snapshots for worker, run in snapshot.runs.items()]
     deep = [(waiting, snapshot, key) for snapshot in snapshots for waiting, key in snapshot.depths() if waiting]
-    hottest = heapq.nlargest(_MOST, deep, key=operator.itemgetter(0))
-    hot = [(waiting, snapshot, snapshot.owners.get(key)) for waiting, snapshot, key in hottest]
+    deepest = heapq.nlargest(_MOST, deep, key=operator.itemgetter(0))
     blocked = [(snapshot, run) for snapshot in snapshots for shards in snapshot.shards for run in shards.blocked]
     parkings = [snapshot.running.parking for snapshot in snapshots if snapshot.running.parking is not None]
     return Workload(
@@ -476,8 +477,8 @@ def workload(watch: Watch) -> Workload:
         busy=len(runs),
         shards=tuple(
             dataclasses.replace(_without_frames(snapshot.describe(owner)), waiting=waiting)
-            for waiting, snapshot, owner in hot
-            if owner is not None
+            for waiting, snapshot, key in deepest
+            if (owner := snapshot.owners.get(key)) is not None
         ),
         deep=len(deep),
         failed=tuple(
@@ -496,8 +497,7 @@ def workload(watch: Watch) -> Workload:
 
 def _without_frames(record: IncompleteRecord) -> IncompleteRecord:
     """Leave out the frames of a stack: the data of a dashboard must stay small."""
-    stack = None if record.stack is None else dataclasses.replace(record.stack, frames=())
-    return dataclasses.replace(record, stack=stack)
+    return dataclasses.replace(record, stack=record.stack and dataclasses.replace(record.stack, frames=()))
 
 
 def _failed_first(delivery: Delivery) -> tuple[bool, float]:
@@ -597,24 +597,23 @@ def _failure_of(watch: Watch) -> str | None:
 def _general(watch: Watch) -> Iterator[Finding]:
     engine = watch.engine
     blocked = None if watch.loop is None else watch.loop.blocked()
-    if blocked is not None:
-        yield Finding(
+    problems = (
+        (
             "event loop",
-            f"{blocked}; nothing else runs meanwhile",
-            None,
-            "move the work to a thread, with a plain 'def' handler or asyncio.to_thread",
-        )
-    failure = _failure_of(watch)
-    if failure is not None:
-        yield Finding("failed", failure, None, "fix the cause, then restart the process")
-    hangs = watch.hang.sentence(engine.clock())
-    if hangs is not None:
-        yield Finding("hung", hangs, None, "restart the process; /livez asks for it")
-    trouble = _trouble_of(watch)
-    if trouble is not None:
-        yield Finding(
-            "trouble", trouble, None, "check that the brokers answer and allow the request; the app keeps retrying"
-        )
+            None if blocked is None else f"{blocked}; nothing else runs meanwhile",
+            "move the work to a thread or a process, with a plain 'def' handler, or to asyncio.to_thread",
+        ),
+        ("failed", _failure_of(watch), "fix the cause, then restart the process"),
+        ("hung", watch.hang.sentence(engine.clock()), "restart the process; /livez asks for it"),
+        (
+            "trouble",
+            _trouble_of(watch),
+            "check that the brokers answer and allow the request; the app keeps retrying",
+        ),
+    )
+    for kind, sentence, what_to_do in problems:
+        if sentence is not None:
+            yield Finding(kind, sentence, None, what_to_do)
     for running in engine.handlers:
         if running.parking is not None and running.parking.trouble is not None:
             topic, why = running.parking.policy.topic, running.parking.trouble
@@ -733,6 +732,15 @@ def _findings(
             None,
             None,
         )
+    since = watch.lasts(("held back", epoch.topic_partition), epoch.log_end)
+    if epoch.held_back and since is not None and since > _SLOW_FETCH:
+        yield Finding(
+            "transaction",
+            f"{counted(epoch.held_back, 'offset')} from {epoch.log_end} on cannot be read yet: a producer has held a "
+            f"transaction open{_for_seconds(since)}",
+            since,
+            "wait, or end that producer: the brokers abort it after its transaction timeout",
+        )
     yield from _slow_replays(epoch, now, snapshot)
     yield from _also_halted(epoch)
     if epoch.gate is Gate.OPEN and fault is None:
@@ -757,8 +765,7 @@ def _pauses(watch: Watch, epoch: Partition) -> Iterator[Finding]:
         handler: f"app.resume_handler({handler!r})",
     }
     for paused, call in calls.items():
-        why = engine.pauses.get(paused)
-        if why is not None:
+        if (why := engine.pauses.get(paused)) is not None:
             since = watch.lasts(("application", paused), why)
             yield Finding(
                 "paused", f"paused by the application{_for_seconds(since)}: {why}", since, f"call {call} to resume"
@@ -775,7 +782,8 @@ def _pauses(watch: Watch, epoch: Partition) -> Iterator[Finding]:
             "paused",
             f"paused{_for_seconds(since)}: {why}{tried}",
             since,
-            f"check the systems that the handler depends on{failed}; the partition resumes by itself",
+            f"fix why the records fail{failed}: a system that the handler calls, the handler or the schema; the "
+            "partition resumes by itself",
         )
 
 
@@ -817,8 +825,12 @@ def _slow_replays(epoch: Partition, now: float, snapshot: HandlerSnapshot) -> It
 
 def _also_halted(epoch: Partition) -> Iterator[Finding]:
     """Yield a finding about halted records that will hold the partition back once the oldest record is done."""
-    halted = [delivery for part in epoch.feed.shards for delivery in part.halted if delivery.epoch is epoch]
-    offsets = sorted(delivery.offset for delivery in halted if delivery is not epoch.tracker.oldest)
+    offsets = sorted(
+        delivery.offset
+        for shards in epoch.feed.shards
+        for delivery in shards.halted
+        if delivery.epoch is epoch and delivery is not epoch.tracker.oldest
+    )
     if offsets:
         named = ", ".join(map(str, offsets[:_NAMED_HALTED])) + (", ..." if len(offsets) > _NAMED_HALTED else "")
         yield Finding(_HALTED, f"{counted(len(offsets), 'record')} behind it halted too: offset {named}", None, None)
@@ -832,8 +844,7 @@ def _intake(watch: Watch, epoch: Partition, head: IncompleteRecord | None) -> It
     if end is not None and end <= position and head is None:
         return
     since = watch.lasts(("position", epoch.topic_partition), position)
-    limit = watch.engine.intake.limit(epoch)
-    if limit is not None:
+    if (limit := watch.engine.intake.limit(epoch)) is not None:
         yield Finding(
             "no room", f"nothing more is taken in{_for_seconds(since)}: {limit.reason}", since, limit.what_to_do
         )
@@ -859,15 +870,17 @@ def explain(watch: Watch) -> str:
     for partition in diagnosis.partitions:
         lines += _lines_of(partition)
     for run in diagnosis.outliving:
-        lines.append(_as_sentence(f"Record {run.topic}/{run.partition}/{run.offset} {run.reason.removeprefix('it ')}"))
-        lines += _advice(run.what_to_do)
+        lines += [
+            f"Record {run.topic}/{run.partition}/{run.offset} {run.reason.removeprefix('it ')}.",
+            *_advice(run.what_to_do),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def explain_partition(watch: Watch, epoch: Partition) -> str:
     """Explain on one line, for the log, why a partition does not advance."""
-    running = watch.engine.handler_of(epoch.topic_partition.topic)
-    return " ".join(line.strip() for line in _lines_of(_examine(watch, epoch, HandlerSnapshot(running, watch))))
+    snapshot = HandlerSnapshot(watch.engine.handler_of(epoch.topic_partition.topic), watch)
+    return " ".join(line.strip() for line in _lines_of(_examine(watch, epoch, snapshot)))
 
 
 def _lines_of(partition: PartitionDiagnosis) -> list[str]:

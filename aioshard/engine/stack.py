@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -29,7 +30,7 @@ _ANYIO = str(Path(anyio.__file__).parent) + os.sep
 _OUTER = (sysconfig.get_path("stdlib"), "<frozen", "uvloop", _AIOSHARD, _ANYIO)
 """Beginnings of the files whose frames lie around a handler."""
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-_LOOPS = ("asyncio.base_events", "asyncio.events", "selectors")
+LOOP_MODULES = ("asyncio.base_events", "asyncio.events", "selectors")
 """Modules of an event loop's own frames."""
 _WAITING = (
     ("asyncio.tasks", "wait_for"),
@@ -55,10 +56,7 @@ _NOWHERE = Stack(frames=(), place=None, waits_in=None, executing=False, thread=N
 class ThreadRun:
     """Identifies the thread that runs a handler; our coroutine keeps one as a local variable while it waits for it."""
 
-    __slots__ = ("ident",)
-
-    def __init__(self) -> None:
-        self.ident: int | None = None
+    ident: int | None = None
 
 
 def stack_of(awaited: object) -> Stack:
@@ -83,11 +81,11 @@ def waits_for(awaited: object, task: "asyncio.Task[Any]") -> bool:
     return _read(lambda: _waits_for(awaited, task, _DEEPEST), otherwise=False)
 
 
-def stack_above(thread: int, runner: FrameType | None) -> Stack:
+def stack_above(thread: int | None, runner: FrameType | None) -> Stack:
     """Return the stack of a thread above the frame that runs its event loop.
 
     Args:
-        thread: Identifier of the thread.
+        thread: Identifier of the thread; None has no frames.
         runner: That frame; None for the whole stack.
 
     Returns:
@@ -96,7 +94,7 @@ def stack_above(thread: int, runner: FrameType | None) -> Stack:
 
     def read() -> Stack:
         above = list(itertools.takewhile(lambda frame: frame is not runner, _frames_of(thread)))[::-1]
-        return _stack(list(itertools.dropwhile(lambda frame: module_of(frame) in _LOOPS, above)), executing=True)
+        return _stack(list(itertools.dropwhile(lambda frame: module_of(frame) in LOOP_MODULES, above)), executing=True)
 
     return _read(read, _NOWHERE)
 
@@ -163,8 +161,7 @@ def _walk(awaited: object) -> _Walk:
     for _ in range(2 * _LONGEST):
         if awaited is None or _is_future(awaited):
             break
-        names = _GENERATORS.get(type(awaited))
-        if names is None:
+        if (names := _GENERATORS.get(type(awaited))) is None:
             awaited = _inside(awaited)
             continue
         frame: FrameType | None = getattr(awaited, names[0])
@@ -198,8 +195,7 @@ def _stack_of(awaited: object) -> Stack:
     frames: list[FrameType] = []
     while True:
         walk = _walk(awaited)
-        thread = _thread_of(walk)
-        if thread is not None:
+        if (thread := _thread_of(walk)) is not None:
             return _stack_of_thread(thread)
         frames += walk.frames
         tasks = _awaited_tasks(walk)
@@ -248,14 +244,10 @@ def _thread_of(walk: _Walk) -> int | None:
     return None
 
 
-def _frames_of(thread: int) -> list[FrameType]:
+def _frames_of(thread: int | None) -> list[FrameType]:
     """Return the frames of a thread, innermost first."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented despite its name
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001 - documented despite its name
+    return [] if frame is None else [outer for outer, _ in traceback.walk_stack(frame)]
 
 
 def _stack_of_thread(thread: int) -> Stack:

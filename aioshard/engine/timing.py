@@ -70,7 +70,10 @@ class RunTimes:
         Returns:
             When to call this again: at the first start of a run from then on.
         """
-        self.close(ran, started, now)
+        if ran is not None and self._counts is not None and started == self.since:  # a slow run, alone in its streak
+            self.alone(ran.counts, now - started)
+        else:
+            self.close(ran, started, now)
         self._counts = delivery.epoch.counts
         self.since = now
         waited(delivery, now)

@@ -13,7 +13,7 @@ from aioshard.engine.epoch import Delivery, Epoch, Gate
 from aioshard.engine.log_fields import record_fields
 from aioshard.engine.partition import Partition
 from aioshard.engine.runtime import Engine
-from aioshard.engine.stack import module_of, stack_above, waits_for
+from aioshard.engine.stack import LOOP_MODULES, module_of, stack_above, waits_for
 from aioshard.engine.trouble import Trouble
 from aioshard.engine.worker import Worker
 
@@ -110,6 +110,7 @@ class Watch:
             yield ("committable", name), epoch.tracker.committable
             yield ("position", name), epoch.tracker.position
             yield ("gate", name), epoch.gate
+            yield ("held back", name), epoch.log_end if epoch.held_back else None
             for who, why in epoch.pauses.items():
                 yield ("pause", name, who), why
         for worker in engine.workers:
@@ -150,9 +151,12 @@ class Watch:
         limit, oldest = self.engine.settings.stuck_after, partition.tracker.oldest
         told, is_stuck = self._reported.get(partition, (None, False))
         if told is not None and told is not oldest:
-            message = "%s advances again: record %r no longer holds it up"
-            fields = record_fields("advances_again", told)
-            logger.warning(message, partition.topic_partition, told, extra=fields)
+            logger.warning(
+                "%s advances again: record %r no longer holds it up",
+                partition.topic_partition,
+                told,
+                extra=record_fields("advances_again", told),
+            )
             del self._reported[partition]
             is_stuck = False
         if oldest is None or is_stuck:
@@ -187,9 +191,8 @@ _GLANCE = 0.05
 _AGAIN_AFTER = 60.0
 """Seconds before the log names the same place again: a handler that blocks may do so for each record."""
 _DELAY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_OF_THE_LOOP = ("asyncio.base_events", "asyncio.events")
 _STEPS = ("_run", "_run_once")
-"""Modules and functions of the frames between the one that runs a loop and the code it calls; uvloop has none."""
+"""Functions of the frames between the one that runs a loop and the code it calls; uvloop has none."""
 _NOTHING_SEEN = "no Python code runs in it: a call into C holds it, or the process was stopped or gets no CPU time"
 
 
@@ -270,15 +273,13 @@ class LoopWatch:
             A sentence that names the code, its record and its line, and a key that is the same for every record; None
             if the loop's thread executes nothing.
         """
-        thread = self._thread
-        stack = None if thread is None else stack_above(thread, self._runner)
-        place = None if stack is None else stack.place
-        if stack is None or place is None:
+        stack = stack_above(self._thread, self._runner)
+        place = stack.place
+        if place is None:
             return None
         called = "" if stack.waits_in is None else f" in {stack.waits_in}"
         blocks = "computes or blocks without an await"
-        task = asyncio.current_task(self._loop)
-        if task is None:
+        if (task := asyncio.current_task(self._loop)) is None:
             return f"a callback, which is not a handler, {blocks}, at {place}{called}", str(place)
         name = task.get_name()
         busy = list(self._busy())
@@ -287,8 +288,7 @@ class LoopWatch:
         found = found or next((pair for pair in busy if waits_for(pair[1].running, task)), None)
         if found is not None:
             handler, worker = found
-            sentence = f"handler {handler} {blocks}, with {_records(worker)}, at {place}{called}"
-            return sentence, f"{handler} {place}"
+            return f"handler {handler} {blocks}, with {_records(worker)}, at {place}{called}", f"{handler} {place}"
         return f"task {name!r}, which is not a handler, {blocks}, at {place}{called}", str(place)
 
     # The thread -------------------------------------------------------------------------
@@ -331,6 +331,6 @@ def _log(event: str, message: str, seconds: float, what: str) -> None:
 def _runner(coroutine: FrameType) -> FrameType | None:
     """The frame that runs the loop, found below that of a coroutine which the loop executes now."""
     frame = coroutine.f_back
-    while frame is not None and frame.f_code.co_name in _STEPS and module_of(frame) in _OF_THE_LOOP:
+    while frame is not None and frame.f_code.co_name in _STEPS and module_of(frame) in LOOP_MODULES:
         frame = frame.f_back
     return frame

@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aioshard.engine.batch_shards import BatchShards
 from aioshard.engine.epoch import Delivery, Epoch, Gate
@@ -24,7 +24,7 @@ from aioshard.records import Record
 Divert = Callable[[Delivery], None]
 """Inspects each delivery before it starts, and may assign it a recovery."""
 
-RUN_AHEAD = 128
+RUN_AHEAD: Final = 128
 """Number of records that workers process without yielding to the event loop, if handlers never suspend.
 
 Heartbeats and other tasks wait for that many handler runs."""
@@ -446,12 +446,10 @@ class BatchWorker(Worker):
     A delivery that takes a recovery (a dead letter, a skip) comes alone; see `BatchShards`.
     """
 
-    _shards: BatchShards
-
     async def run(self) -> None:
         """Serve until cancelled or retired."""
         SERVING.set(self)
-        shards = self._shards
+        shards = cast("BatchShards", self._shards)
         ahead = 0
         while not self.asked:  # between two runs, only `retire` can set it
             batch = shards.take_batch()

@@ -1,6 +1,8 @@
 """The three Kafka clients of an app, created when it starts."""
 
+import functools
 import importlib.util
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -32,7 +34,9 @@ def kafka_clients(settings: "Settings", group_id: str) -> Clients:
     else:
         from aioshard.kafka.confluent.transport import ConfluentTransport  # noqa: PLC0415 - imported on use
 
-        client = ConfluentTransport
+        # A colon is not in an instance id, so no two pairs of a group and an instance have the same.
+        transactional_id = f"{group_id}:{settings.group_instance_id or uuid.uuid4().hex}"
+        client = functools.partial(ConfluentTransport, transactional_id=transactional_id)
     return Clients(
         lambda: client(settings, group_id), lambda: KafkaProducer(settings), lambda: KafkaSideTopics(settings)
     )

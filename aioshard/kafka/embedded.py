@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from aioshard.errors import MissingExtraError, StateError, TransportError
@@ -88,9 +87,7 @@ class EmbeddedBroker:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Stop the broker and discard its data."""
         await self._end()
 
@@ -109,8 +106,9 @@ class EmbeddedBroker:
                     f"port {self._port} of 127.0.0.1 cannot be listened on ({reason}): choose another one, or none for "
                     "a free one"
                 ) from error
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe)
+        self._process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
         try:
             async with asyncio.timeout(_START_TIMEOUT):
                 answer = await self._answer(self._process)
@@ -220,8 +218,7 @@ class EmbeddedBroker:
     async def _answer(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
         assert process.stdout is not None  # noqa: S101 - opened as a pipe
         if line := await process.stdout.readline():
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+            return dict(json.loads(line))
         return {"error": f"its process ended ({await self._ending(process)})"}
 
 

@@ -15,7 +15,7 @@ from aioshard.errors import (
 )
 from aioshard.records import TopicPartition
 
-OUT_OF_RANGE, CORRUPT, NO_TOPIC, METADATA_TOO_LONG, INVALID_TOPIC = 1, 2, 3, 12, 17
+OUT_OF_RANGE, CORRUPT, METADATA_TOO_LONG = 1, 2, 12
 COMMITS_TOO_LARGE, TOPIC_DENIED, GROUP_DENIED, CLUSTER_DENIED = 28, 29, 30, 31
 
 GROUP_CHANGED = {
@@ -52,6 +52,14 @@ def named(items: Collection[object]) -> str:
     return ", ".join(map(str, list(items)[:_NAMED])) + (", …" if len(items) > _NAMED else "")
 
 
+def undecided(topic_partition: TopicPartition) -> TransportError:
+    """Return the error for a log whose latest records are in a transaction that has not ended."""
+    return TransportError(
+        f"a transaction in {topic_partition} is still open: it ends at the latest after the transaction timeout of its "
+        "producer"
+    )
+
+
 def denied(cause: Cause, group_id: str) -> AuthorizationError | None:
     """Return the error if this user lacks permission to read the group or a topic."""
     if cause.code == GROUP_DENIED:
@@ -74,8 +82,9 @@ def group_error(cause: Cause, group_id: str) -> TransportError:
 
 def request_error(cause: Cause, what: str, group_id: str = "") -> TransportError:
     """Return the error of a failed request; *what* says what the brokers did not do, as in "return the offsets"."""
-    failed = TransportError(f"the brokers did not {what}: {cause.reason}", retriable=cause.retriable)
-    return denied(cause, group_id) or failed
+    return denied(cause, group_id) or TransportError(
+        f"the brokers did not {what}: {cause.reason}", retriable=cause.retriable
+    )
 
 
 def commit_error(cause: Cause, partitions: Collection[TopicPartition], group_id: str) -> TransportError:

@@ -1,12 +1,13 @@
-"""Consumer group requests in versions that aiokafka lacks: describe a group, remove a member."""
+"""Consumer group requests in versions that aiokafka lacks: describe a group, fetch its offsets, remove a member."""
 
 import uuid
 from io import BytesIO
-from typing import Any, ClassVar
+from typing import Any
 
 from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.admin import DescribeGroupsRequest_v3
 from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.commit import OffsetFetchRequest_v1, OffsetFetchRequest_v3
 from aiokafka.protocol.types import (
     Array,
     Boolean,
@@ -15,6 +16,7 @@ from aiokafka.protocol.types import (
     CompactString,
     Int16,
     Int32,
+    Int64,
     Schema,
     String,
     TaggedFields,
@@ -30,13 +32,21 @@ class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
         return uuid.UUID(bytes=data.read(16))
 
 
+def _version(key: int, version: int, request: Schema, response: Schema) -> Any:
+    """Return the class of one version of a request, in the form that aiokafka needs."""
+    number = {"API_KEY": key, "API_VERSION": version}
+    answer = type("_Response", (Response,), {**number, "SCHEMA": response})
+    fields = {"SCHEMA": request, "RESPONSE_TYPE": answer, "FLEXIBLE_VERSION": "tags" in request.names}
+    return type("_RequestStruct", (RequestStruct,), number | fields)
+
+
 # DescribeGroups in version 4 --------------------------------------------------------------
 
-
-class _DescribeGroupResponse(Response):  # type: ignore[misc]
-    API_KEY = 15
-    API_VERSION = 4
-    SCHEMA: ClassVar[Schema] = Schema(
+_DESCRIBE_GROUP = _version(
+    15,
+    4,
+    DescribeGroupsRequest_v3.SCHEMA,
+    Schema(
         ("throttle_time_ms", Int32),
         (
             "groups",
@@ -60,17 +70,11 @@ class _DescribeGroupResponse(Response):  # type: ignore[misc]
                 ("authorized_operations", Int32),
             ),
         ),
-    )
+    ),
+)
 
 
-class _DescribeGroupStruct(RequestStruct):  # type: ignore[misc]
-    API_KEY = 15
-    API_VERSION = 4
-    RESPONSE_TYPE = _DescribeGroupResponse
-    SCHEMA: ClassVar[Schema] = Schema(("groups", Array(String("utf-8"))), ("include_authorized_operations", Boolean))
-
-
-class DescribeGroup(Request[DescribeGroupsRequest_v3 | _DescribeGroupStruct]):  # type: ignore[misc]
+class DescribeGroup(Request[DescribeGroupsRequest_v3 | _DESCRIBE_GROUP]):  # type: ignore[misc]
     """Describes one group of the classic protocol; version 4 shows which members are static."""
 
     API_KEY = 15
@@ -98,12 +102,15 @@ _PARTITIONS = Schema(
     ),
     ("tags", TaggedFields),
 )
-
-
-class _DescribeConsumerGroupResponse(Response):  # type: ignore[misc]
-    API_KEY = 69
-    API_VERSION = 0
-    SCHEMA: ClassVar[Schema] = Schema(
+_DESCRIBE_CONSUMER_GROUP = _version(
+    69,
+    0,
+    Schema(
+        ("group_ids", CompactArray(CompactString("utf-8"))),
+        ("include_authorized_operations", Boolean),
+        ("tags", TaggedFields),
+    ),
+    Schema(
         ("throttle_time_ms", Int32),
         (
             "groups",
@@ -136,22 +143,11 @@ class _DescribeConsumerGroupResponse(Response):  # type: ignore[misc]
             ),
         ),
         ("tags", TaggedFields),
-    )
+    ),
+)
 
 
-class _DescribeConsumerGroupStruct(RequestStruct):  # type: ignore[misc]
-    API_KEY = 69
-    API_VERSION = 0
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _DescribeConsumerGroupResponse
-    SCHEMA: ClassVar[Schema] = Schema(
-        ("group_ids", CompactArray(CompactString("utf-8"))),
-        ("include_authorized_operations", Boolean),
-        ("tags", TaggedFields),
-    )
-
-
-class DescribeConsumerGroup(Request[_DescribeConsumerGroupStruct]):  # type: ignore[misc]
+class DescribeConsumerGroup(Request[_DESCRIBE_CONSUMER_GROUP]):  # type: ignore[misc]
     """Describes one KIP-848 group. Raises `IncompatibleBrokerVersion` before Kafka 3.7."""
 
     API_KEY = 69
@@ -165,13 +161,78 @@ class DescribeConsumerGroup(Request[_DescribeConsumerGroupStruct]):  # type: ign
         return request_struct_class([self._group_id], False, {})  # noqa: FBT003 - the protocol's order
 
 
+# OffsetFetch in version 7 ----------------------------------------------------------------
+
+_FETCH_STABLE_OFFSETS = _version(
+    9,
+    7,
+    Schema(
+        ("group_id", CompactString("utf-8")),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")), ("partitions", CompactArray(Int32)), ("tags", TaggedFields)
+            ),
+        ),
+        ("require_stable", Boolean),
+        ("tags", TaggedFields),
+    ),
+    Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("offset", Int64),
+                        ("leader_epoch", Int32),
+                        ("metadata", CompactString("utf-8")),
+                        ("error_code", Int16),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("error_code", Int16),
+        ("tags", TaggedFields),
+    ),
+)
+
+
+class FetchStableOffsets(
+    Request[OffsetFetchRequest_v1 | OffsetFetchRequest_v3 | _FETCH_STABLE_OFFSETS]  # type: ignore[misc]
+):
+    """Fetches offsets of a group; from Kafka 2.5 on, those that an open transaction may change are an error."""
+
+    API_KEY = 9
+
+    def __init__(self, group_id: str, topics: list[tuple[str, list[int]]]) -> None:
+        """Make the request for partitions by topic."""
+        self._group_id = group_id
+        self._topics = topics
+
+    def build(self, request_struct_class: Any) -> Any:
+        """Build the request in the version that the broker accepts."""
+        if request_struct_class is not _FETCH_STABLE_OFFSETS:
+            return request_struct_class(self._group_id, self._topics)
+        topics: list[Any] = [(topic, partitions, {}) for topic, partitions in self._topics]
+        return request_struct_class(self._group_id, topics, True, {})  # noqa: FBT003 - the protocol's order
+
+
 # LeaveGroup on behalf of another member --------------------------------------------------
 
-
-class _LeaveGroupResponse(Response):  # type: ignore[misc]
-    API_KEY = 13
-    API_VERSION = 3
-    SCHEMA: ClassVar[Schema] = Schema(
+_LEAVE_GROUP = _version(
+    13,
+    3,
+    Schema(
+        ("group", String("utf-8")),
+        ("members", Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8")))),
+    ),
+    Schema(
         ("throttle_time_ms", Int32),
         ("error_code", Int16),
         (
@@ -182,20 +243,11 @@ class _LeaveGroupResponse(Response):  # type: ignore[misc]
                 ("error_code", Int16),
             ),
         ),
-    )
+    ),
+)
 
 
-class _LeaveGroupStruct(RequestStruct):  # type: ignore[misc]
-    API_KEY = 13
-    API_VERSION = 3
-    RESPONSE_TYPE = _LeaveGroupResponse
-    SCHEMA: ClassVar[Schema] = Schema(
-        ("group", String("utf-8")),
-        ("members", Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8")))),
-    )
-
-
-class RemoveMember(Request[_LeaveGroupStruct]):  # type: ignore[misc]
+class RemoveMember(Request[_LEAVE_GROUP]):  # type: ignore[misc]
     """Removes any member from its group; in a KIP-848 group, only a static one. Needs Kafka 2.4."""
 
     API_KEY = 13

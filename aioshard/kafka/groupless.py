@@ -1,10 +1,10 @@
 """The group methods of a transport that reads without a consumer group."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from aioshard.errors import StateError
-from aioshard.ports import Committed, Membership
+from aioshard.ports import Committed, Membership, Message
 from aioshard.records import TopicPartition
 
 
@@ -28,7 +28,12 @@ class Groupless:
         """See `Transport.membership`: never changes."""
         return self._membership
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:  # noqa: ARG002
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,  # noqa: ARG002
+        messages: Sequence[Message] | None = None,  # noqa: ARG002
+    ) -> None:
         """See `Transport.commit`: stored in this object."""
         self._committed.update(offsets)
 

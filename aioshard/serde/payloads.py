@@ -20,6 +20,7 @@ from aioshard.ports import Message
 from aioshard.records import TOPIC_NAME, Record
 from aioshard.serde.side_records import Coordinates
 
+_MOST_PARTITIONS = 2**31
 _MAX_FAULTS = 3
 """Maximum number of faults reported per value."""
 _MSGSPEC_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?( - at `\$[^`]*`)?", re.DOTALL)
@@ -111,7 +112,6 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
     allowed = alternatives(annotation)
     if annotation in (Any, object, inspect.Parameter.empty) or Record in allowed:
         return None
-    takes_none = NoneType in allowed
     raw = raw_type(annotation)
     if raw is None:
         convert, _ = _validators(annotation, owner)
@@ -119,7 +119,7 @@ def payload_of(annotation: Any, owner: str) -> Payload | None:
         convert = functools.partial(str, encoding="utf-8") if raw is str else raw
         if annotation not in (raw, raw | None):  # it may have constraints
             convert = _then(convert, _validators(annotation, owner)[1])
-    return Payload(_reader(convert, shown(annotation), takes_none=takes_none), is_async=False, type=annotation)
+    return Payload(_reader(convert, shown(annotation), takes_none=NoneType in allowed), is_async=False, type=annotation)
 
 
 def _reader(convert: Callable[[bytes], Any], name: str, *, takes_none: bool) -> Callable[[Record], Any]:
@@ -290,8 +290,9 @@ def _format_fault(fault: Mapping[str, Any]) -> str:
 def _raised_in(error: BaseException) -> str:
     """Describe an exception by its type and place only, because its message may contain the value."""
     *_, frame = traceback.extract_tb(error.__traceback__)
-    location = f"{frame.name}() in {PurePath(frame.filename).name}, line {frame.lineno}"
-    return f"{type(error).__name__} was raised, by {location}"
+    return (
+        f"{type(error).__name__} was raised, by {frame.name}() in {PurePath(frame.filename).name}, line {frame.lineno}"
+    )
 
 
 # Encoding -----------------------------------------------------------------------------
@@ -334,6 +335,8 @@ def message(
     """
     if not TOPIC_NAME.fullmatch(str(topic)) or not isinstance(topic, str):
         raise MessageError(f"{topic!r} is not a topic name: expected 1 to 249 of a-z, A-Z, 0-9, '.', '_' and '-'")
+    if partition is not None and (type(partition) is not int or not 0 <= partition < _MOST_PARTITIONS):
+        raise MessageError(f"partition={partition!r} was refused: expected a whole number from 0, or None")
     try:
         pairs = [(name, content) for name, content in headers]
     except (TypeError, ValueError):

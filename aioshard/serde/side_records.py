@@ -36,7 +36,7 @@ MESSAGE_ID = "aioshard.message_id"
 REPLAYED = "aioshard.replayed"
 """Header of a record that was sent back to its topic: `topic/partition/offset` of its dead letter."""
 _GENERATION = "aioshard.generation"
-_RELEASE = "release"
+_RELEASE = "release/"
 
 _LONGEST_NUMBER = len(str(2**63 - 1))
 
@@ -113,8 +113,7 @@ class DeadLetterRecord(NamedTuple):
 def failure_headers(record: Record, failure: Failure) -> Headers:
     """Return the headers that describe the original and why it left its topic."""
     failure = failure._replace(message=_truncated(failure.message), failed_at=float(failure.failed_at))
-    at = {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-    return _headers({**at, "timestamp": float(record.timestamp), **failure._asdict()})
+    return _headers({**Coordinates.of(record)._asdict(), "timestamp": float(record.timestamp), **failure._asdict()})
 
 
 def _headers(values: dict[str, object]) -> Headers:
@@ -251,8 +250,7 @@ def dead_letter(topic: str, record: Record, failure: Failure) -> Message:
         >>> message.key, message.value, len(message.headers), dict(message.headers)["aioshard.failed_at"]
         (b'k', b'{}', 11, b'1700000009.5')
     """
-    own = tuple(header for header in record.headers if header[0] not in _OURS)
-    headers = own + failure_headers(record, failure)
+    headers = tuple(header for header in record.headers if header[0] not in _OURS) + failure_headers(record, failure)
     # A record of the first message format has no timestamp; it reads as -1 ms.
     timestamp = record.timestamp if record.timestamp >= 0 else None
     return Message(topic, record.value, record.key, headers, None, timestamp)
@@ -276,9 +274,8 @@ def replay(letter: DeadLetterRecord, read: Coordinates, *, partition: int | None
         timestamp: Seconds since the epoch; None is now.
     """
     record = letter.original
-    headers = tuple(header for header in record.headers if header[0] != REPLAYED)
-    header = (REPLAYED, as_text(str(read)))
-    return Message(record.topic, record.value, record.key, (*headers, header), partition, timestamp)
+    headers = (*(header for header in record.headers if header[0] != REPLAYED), (REPLAYED, as_text(str(read))))
+    return Message(record.topic, record.value, record.key, headers, partition, timestamp)
 
 
 # Parked records -----------------------------------------------------------------------
@@ -375,7 +372,7 @@ def release(topic: str, coordinates: Coordinates, *, answered: bool = False) -> 
     The owner of the partition answers it: with *answered*, the message removes the request from the side topic.
     """
     return Message(
-        topic, None if answered else b"1", as_text(f"{_RELEASE}/{coordinates}"), partition=coordinates.partition
+        topic, None if answered else b"1", as_text(f"{_RELEASE}{coordinates}"), partition=coordinates.partition
     )
 
 
@@ -383,13 +380,12 @@ def read_parked(record: Record) -> ParkedRecord | Removed | ReleaseRequest | Non
     """Decode a record of a side topic; None if it is not ours, or is in the wrong partition."""
     stored_key = (record.key or b"").decode("utf-8", "replace")
     place = Place.parse(stored_key)
-    requested = Coordinates.parse(stored_key.removeprefix(f"{_RELEASE}/")) if place is None else None
-    coordinates = requested if place is None else place.coordinates
+    requested = stored_key.removeprefix(_RELEASE) if stored_key.startswith(_RELEASE) else ""
+    coordinates = Coordinates.parse(requested) if place is None else place.coordinates
     if coordinates is None or coordinates.partition != record.partition:
         return None
     if place is None:
-        is_request = stored_key.startswith(f"{_RELEASE}/")
-        return ReleaseRequest(coordinates, answered=record.value is None) if is_request else None
+        return ReleaseRequest(coordinates, answered=record.value is None)
     if record.value is not None:
         return _parked(record, place)
     by = (dict(record.headers).get(_GENERATION) or b"").decode("utf-8", "replace")

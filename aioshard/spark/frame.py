@@ -63,9 +63,12 @@ def shuffled_outcomes(rows: "DataFrame", work: "Work", tasks: int, *, in_offset_
     if not in_offset_order:
         records = records.repartition(tasks, "topic", "partition").sortWithinPartitions("topic", "partition", "offset")
     sharded = StructType(list(records.schema.fields)).add(SHARD, LongType()).add(MOMENT, DoubleType())
-    shuffled = records.mapInArrow(functools.partial(with_shards, work), sharded).repartition(tasks, SHARD)
-    ordered = shuffled.sortWithinPartitions(MOMENT, "topic", "partition", "offset")
-    return ordered.mapInArrow(functools.partial(handlers_over_rows, work), OUTCOME_COLUMNS)
+    return (
+        records.mapInArrow(functools.partial(with_shards, work), sharded)
+        .repartition(tasks, SHARD)
+        .sortWithinPartitions(MOMENT, "topic", "partition", "offset")
+        .mapInArrow(functools.partial(handlers_over_rows, work), OUTCOME_COLUMNS)
+    )
 
 
 def _records(rows: "DataFrame") -> "DataFrame":
@@ -79,8 +82,10 @@ def _records(rows: "DataFrame") -> "DataFrame":
             f"were expected ({', '.join(_REQUIRED_COLUMNS)} and, where there are any, headers)"
         )
     headers = functions.col("headers") if "headers" in rows.columns else functions.lit(None)
-    columns = [functions.col(name).cast(kind).alias(name) for name, kind in _REQUIRED_COLUMNS.items()]
-    return rows.select(*columns, headers.cast(_HEADERS).alias("headers"))
+    return rows.select(
+        *(functions.col(name).cast(kind).alias(name) for name, kind in _REQUIRED_COLUMNS.items()),
+        headers.cast(_HEADERS).alias("headers"),
+    )
 
 
 # Errors -------------------------------------------------------------------------------
@@ -88,14 +93,18 @@ def _records(rows: "DataFrame") -> "DataFrame":
 
 def halted_records(outcomes: "DataFrame") -> list[str]:
     """Return the first halted records among outcome rows, each with its key and its error."""
-    rows = outcomes.where("status = 'halted'").orderBy("topic", "partition", "offset").limit(_MOST_HALTED)
-    named = rows.selectExpr(
-        "concat_ws('/', topic, partition, offset) AS record",
-        "coalesce(try_validate_utf8(key), concat('0x', hex(key)), 'None') AS key",
-        "error_type",
-        "error",
+    rows = (
+        outcomes.where("status = 'halted'")
+        .orderBy("topic", "partition", "offset")
+        .limit(_MOST_HALTED)
+        .selectExpr(
+            "concat_ws('/', topic, partition, offset) AS record",
+            "coalesce(try_validate_utf8(key), concat('0x', hex(key)), 'None') AS key",
+            "error_type",
+            "error",
+        )
     )
-    return [f"{row['record']} (key {row['key']}, {row['error_type']}: {row['error']})" for row in named.collect()]
+    return [f"{row['record']} (key {row['key']}, {row['error_type']}: {row['error']})" for row in rows.collect()]
 
 
 def error_of_job(error: Exception, job: str) -> AioshardError:

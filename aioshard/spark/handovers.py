@@ -17,7 +17,7 @@ from aioshard.errors import (
     PlanError,
 )
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.ports import Committed, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.serde.side_records import MESSAGE_ID, Coordinates, Failure, as_text, dead_letter
@@ -108,7 +108,6 @@ async def handover(
     if earlier.get("plan") == plan.digest:
         return Handover(**{**earlier, "state": "already"})
     settings = settings_for(plan)
-    patience = settings.session_timeout if wait is None else float(wait)
     async with KafkaAdmin(settings) as brokers:
         bounds = await brokers.bounds(due)
         check_ends(bounds, ends)
@@ -118,6 +117,7 @@ async def handover(
                     f"retention has deleted offsets {ends[partition]} to {log.start - 1} of {partition} since the run "
                     "ended: the live app resumes after them"
                 )
+        patience = settings.session_timeout if wait is None else wait
         result = await _commit(brokers, plan, due, patience, force=force, tell=tell)
     run_dir.write_json(HANDED_OVER, dataclasses.asdict(result))
     return result
@@ -191,8 +191,10 @@ async def _commit(
             if loop.time() - began >= patience:
                 raise GroupBusyError(group_id, members, loop.time() - began) from None
             if not waited:
-                listed = ", ".join(members) or "members that the brokers no longer list"
-                tell(f"group {group_id!r} has members; waiting up to {patience:g} s for them: {listed}")
+                tell(
+                    f"group {group_id!r} has members; waiting up to {patience:g} s for them: "
+                    + (", ".join(members) or "members that the brokers no longer list")
+                )
             waited = loop.time() - began
         except CommitError as error:
             if not error.retriable or loop.time() - began >= max(patience, _PATIENCE):
@@ -227,9 +229,6 @@ def moved(
 
 
 _BATCH = "batch="
-_MESSAGES = 2_000
-_BYTES = 8 * 1024 * 1024
-"""A wave ends with the message that reaches this size."""
 
 
 def letters_owed(run_dir: RunDirectory) -> int:
@@ -278,12 +277,11 @@ def send_letters(
     plan = run_dir.plan()
     sent = letters_sent(run_dir, plan)
     before = sent["acknowledged"]
-    batches = sorted(int(name.removeprefix(_BATCH)) for name in run_dir.list(OUTCOMES) if name.startswith(_BATCH))
-    for batch in batches:
+    for batch in sorted(int(name.removeprefix(_BATCH)) for name in run_dir.list(OUTCOMES) if name.startswith(_BATCH)):
         counts = counts_of(run_dir, f"{_BATCH}{batch}")
         if batch in sent["batches"] or (counts is not None and "dead_lettered" not in counts):
             continue
-        count = blocking(functools.partial(_publish, plan, waves(_letters(spark, run_dir, plan, batch))))
+        count = blocking(functools.partial(_publish, plan, _letters(spark, run_dir, plan, batch)))
         sent["acknowledged"] += count
         sent["batches"].append(batch)
         run_dir.write_json(LETTERS, sent)
@@ -298,30 +296,26 @@ def letters_sent(run_dir: RunDirectory, plan: Plan) -> dict[str, Any]:
     return empty | stored if stored.get("plan") == plan.digest else empty
 
 
-async def _publish(plan: Plan, waves: Iterable[list[Message]]) -> int:
-    """Publish each wave concurrently, after the one before is acknowledged; return the number of messages.
-
-    Messages of one partition are stored in order, unless the brokers refuse one of them.
-    """
-    producer = KafkaProducer(settings_for(plan))
-    count = 0
-    try:
-        for wave in waves:
-            # Tasks start in the order of their creation, and the producer accepts messages in the order of the calls.
-            await asyncio.gather(*map(producer.publish, wave))
-            count += len(wave)
-    finally:
-        await producer.close()
-    return count
+async def _publish(plan: Plan, letters: Iterable[Message]) -> int:
+    async with Publisher(settings_for(plan)) as publisher:
+        await publisher.publish(letters)
+    return publisher.acknowledged
 
 
 def _letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: int) -> Iterator[Message]:
     """Yield the letters of one batch, fetched from Spark piece by piece."""
     policies = {handler.name: plan.on_failure or handler.on_failure for handler in plan.handlers}
-    rows = run_dir.rows(spark, f"{OUTCOMES}/{_BATCH}{batch}").where("status = 'dead_lettered'")
-    # As numbers, because Spark returns timestamps without a zone, in the local time of the machine.
-    failed_at = "coalesce(double(started) + duration, double(current_timestamp())) AS failed_at"
-    rows = rows.selectExpr("*", failed_at, "double(timestamp) AS moment").orderBy("topic", "partition", "offset")
+    rows = (
+        run_dir.rows(spark, f"{OUTCOMES}/{_BATCH}{batch}")
+        .where("status = 'dead_lettered'")
+        .orderBy("topic", "partition", "offset")
+        .selectExpr(
+            "*",
+            # As numbers, because Spark returns timestamps without a zone, in the local time of the machine.
+            "coalesce(double(started) + duration, double(current_timestamp())) AS failed_at",
+            "double(timestamp) AS moment",
+        )
+    )
     for row in rows.toLocalIterator():
         policy = policies.get(row["handler"], "")
         if not policy.startswith(DEAD_LETTER):
@@ -332,31 +326,13 @@ def _letters(spark: "SparkSession", run_dir: RunDirectory, plan: Plan, batch: in
         coordinates = Coordinates(row["topic"], row["partition"], row["offset"])
         headers = tuple((name, _bytes(content)) for name, content in row["headers"] or ())
         record = Record(*coordinates, _bytes(row["key"]), _bytes(row["value"]), headers, row["moment"])
-        failure = Failure(
-            plan.group_id, row["handler"], row["attempts"], row["error_type"], row["error"], row["failed_at"]
+        letter = dead_letter(
+            policy.removeprefix(DEAD_LETTER),
+            record,
+            Failure(plan.group_id, row["handler"], row["attempts"], row["error_type"], row["error"], row["failed_at"]),
         )
-        letter = dead_letter(policy.removeprefix(DEAD_LETTER), record, failure)
         yield letter._replace(headers=(*letter.headers, (MESSAGE_ID, as_text(str(coordinates)))))
 
 
 def _bytes(content: bytearray | bytes | None) -> bytes | None:
     return None if content is None else bytes(content)
-
-
-def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
-    """Cut messages into non-empty waves, which bounds what is in memory.
-
-    Example:
-        >>> [len(wave) for wave in waves(Message("t", b"") for _ in range(4500))]
-        [2000, 2000, 500]
-    """
-    wave: list[Message] = []
-    size = 0
-    for message in messages:
-        wave.append(message)
-        size += len(message.value or b"") + len(message.key or b"")
-        if len(wave) == _MESSAGES or size >= _BYTES:
-            yield wave
-            wave, size = [], 0
-    if wave:
-        yield wave

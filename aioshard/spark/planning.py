@@ -6,7 +6,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from aioshard.app import App
 from aioshard.core.ownership import origin_of
@@ -15,6 +15,7 @@ from aioshard.errors import DataLossError, PlanError
 from aioshard.kafka.aiokafka.admin import KafkaAdmin, LogBounds
 from aioshard.ports import Committed
 from aioshard.records import TopicPartition
+from aioshard.settings import Settings
 from aioshard.spark.plans import (
     MAX_ROWS,
     Layout,
@@ -28,9 +29,6 @@ from aioshard.spark.plans import (
 )
 from aioshard.spark.run_directory import RunDirectory
 from aioshard.spark.work import check_handlers, resolve_app, settings_of
-
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.spark.planning")
 
@@ -108,8 +106,11 @@ async def plan(
         ```
     """
     loaded = resolve_app(app)
-    numbers = {"tasks": tasks, "max_rows_per_batch": max_rows_per_batch, "total_concurrency": total_concurrency}
-    for name, value in numbers.items():
+    for name, value in (
+        ("tasks", tasks),
+        ("max_rows_per_batch", max_rows_per_batch),
+        ("total_concurrency", total_concurrency),
+    ):
         if value is not None and value < 1:
             raise PlanError(f"{name}={value!r}: expected a whole number of at least 1")
     settings = settings_of(loaded, bootstrap_servers)
@@ -117,20 +118,18 @@ async def plan(
     check_handlers(loaded, on_failure, total_concurrency)
     async with KafkaAdmin(settings) as brokers:
         handlers = await _planned_handlers(loaded, brokers, shuffle=shuffle)
-        topics = {topic for handler in handlers for topic in handler.topics}
-        facts = await _facts(brokers, settings, group_id, topics)
+        facts = await _facts(brokers, settings, group_id, {topic for handler in handlers for topic in handler.topics})
         starts = await _offsets_of(
             brokers, settings, facts, option="start", when=start, words=("committed", "earliest")
         )
         ends = await _offsets_of(brokers, settings, facts, option="end", when=end, words=("latest",))
-        ranges = planned_ranges(facts, start, starts, ends, settings.auto_offset_reset)
         result = Plan(
             id=uuid.uuid4().hex[:12],
             app=app,
             group_id=group_id,
             bootstrap_servers=bootstrap_servers,
             isolation_level=settings.isolation_level,
-            ranges=ranges,
+            ranges=planned_ranges(facts, start, starts, ends, settings.auto_offset_reset),
             handlers=handlers,
             tasks=tasks,
             max_rows_per_batch=max_rows_per_batch,
@@ -139,6 +138,8 @@ async def plan(
             version=app_version(loaded),
         )
         _warn(result, tell)
+        if settings.processing_guarantee == "exactly_once":
+            tell("the messages of handlers are published at least once in a backfill, not exactly once")
         members = (await brokers.group(group_id)).members
         if members:
             tell(

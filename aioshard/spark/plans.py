@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from aioshard import __version__
 from aioshard.app import App
 from aioshard.core.commit_metadata import CommitMetadata
+from aioshard.core.finished_offsets import beyond
 from aioshard.core.on_failure import DeadLetter, OnFailure, Park
 from aioshard.errors import DataLossError, PlanError
 from aioshard.kafka.aiokafka.admin import LogBounds
@@ -74,10 +75,7 @@ class PlannedRange:
         Completions beyond *end* are kept. The first-commit marker is dropped: this commit already shows that the group
         knows the topic.
         """
-        beyond = tuple(
-            run._replace(start=max(run.start, end)) for run in metadata_of(self.before).finished if run.end > end
-        )
-        return Committed(end, CommitMetadata(finished=beyond).text(end))
+        return Committed(end, CommitMetadata(finished=beyond(metadata_of(self.before).finished, end)).text(end))
 
 
 def metadata_of(committed: Committed | None) -> CommitMetadata:

@@ -5,17 +5,16 @@ content. The suffix of a name tells its unit: `_us` is microseconds, `_share` is
 """
 
 import html
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.dataset
+from pyarrow import ArrowInvalid, dataset
 from pyspark.sql import functions
 
 from aioshard.errors import SettingsError
+from aioshard.spark.run_directory import SCHEME
 from aioshard.telemetry.journal import SCHEMA
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ _PERCENTILES = ("p50_us", "p90_us", "p95_us", "p99_us", "p99.9_us", "p100_us")
 """Percentiles of the records; exact, with interpolation between two records."""
 
 _READ = frozenset(SCHEMA.names) - {"error_type", "error", "result", "status"}
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _HASH = "concat('#', lower(lpad(hex({}), 16, '0')))"
 _COLUMNS = (
     "*",
@@ -82,8 +80,8 @@ def check_journal(path: str) -> None:
         SettingsError: The path cannot be read or is not a journal.
     """
     try:
-        columns = pyarrow.dataset.dataset(path, format="parquet").schema.names
-    except (OSError, pa.ArrowInvalid) as error:
+        columns = dataset.dataset(path, format="parquet").schema.names
+    except (OSError, ArrowInvalid) as error:
         raise SettingsError(
             f"the journal {path} cannot be read ({error}): expected the directory that an app writes with "
             "App(journal=PATH)"
@@ -107,10 +105,13 @@ def read_journal(spark: "SparkSession", path: str, handler: str | None = None) -
     Raises:
         SettingsError: The journal has no rows, or none of the handler.
     """
-    uri = path if _URI.match(path) else Path(path).absolute().as_uri()
+    uri = path if SCHEME.match(path) else Path(path).absolute().as_uri()
     rows = spark.read.parquet(uri).selectExpr(*_COLUMNS).selectExpr(*_DERIVED)
-    found = "SELECT handler, min(arrived_us), max(finished_us) FROM {rows} GROUP BY handler ORDER BY count(*) DESC"
-    handlers = {row[0]: row for row in spark.sql(found, rows=rows).collect()}
+    found = spark.sql(
+        "SELECT handler, min(arrived_us), max(finished_us) FROM {rows} GROUP BY handler ORDER BY count(*) DESC",
+        rows=rows,
+    )
+    handlers = {row[0]: row for row in found.collect()}
     if not handlers:
         raise SettingsError(f"the journal {path} has no rows: let an app with journal={path!r} process records first")
     if handler is None:
@@ -131,9 +132,11 @@ def skew(journal: Journal, top: int = 10) -> Report:
     """
     totals = """SELECT count(*) AS records, count(service_us) AS ran, coalesce(sum(service_us), 0) AS work_us,
         count_if(attempts > 1) AS retried, count_if(key_hash IS NULL) AS without_key FROM {rows}"""
-    grouping = """SELECT kind AS by, name, count(*) AS records, coalesce(sum(service_us), 0) AS work_us
-        FROM {named} WHERE name IS NOT NULL GROUP BY kind, name"""
-    groups = journal.spark.sql(grouping, named=journal.rows.selectExpr("*", _KINDS)).cache()
+    groups = journal.spark.sql(
+        """SELECT kind AS by, name, count(*) AS records, coalesce(sum(service_us), 0) AS work_us
+        FROM {named} WHERE name IS NOT NULL GROUP BY kind, name""",
+        named=journal.rows.selectExpr("*", _KINDS),
+    ).cache()
     # The Gini coefficient is 0 if all groups are equal, and close to 1 if one of them has everything.
     spread = """SELECT by, count(*) AS groups, sum(records) AS records, sum(work_us) AS work_us,
             2 * sum(double(records) * records_rank) / (count(*) * sum(records)) - (count(*) + 1) / count(*)
@@ -169,9 +172,11 @@ def tail(journal: Journal, top: int = 10) -> Report:
         top: Number of partitions and keys to name.
     """
     ran = journal.rows.where("service_us IS NOT NULL")
-    totals = """SELECT count(*) AS records, coalesce(sum(wait_us), 0) AS wait_us,
-        coalesce(sum(service_us), 0) AS work_us FROM {ran}"""
-    facts = journal.query(totals, ran=ran)[0]
+    (facts,) = journal.query(
+        """SELECT count(*) AS records, coalesce(sum(wait_us), 0) AS wait_us,
+        coalesce(sum(service_us), 0) AS work_us FROM {ran}""",
+        ran=ran,
+    )
     durations = ran.selectExpr("stack(3, 'wait', wait_us, 'service', service_us, 'total', total_us) AS (of, us)")
     levels = """SELECT of, avg(us) AS mean_us, percentile(us, array(0.5, 0.9, 0.95, 0.99, 0.999, 1)) AS levels
         FROM {durations} GROUP BY of ORDER BY of DESC"""
@@ -179,8 +184,11 @@ def tail(journal: Journal, top: int = 10) -> Report:
         {"of": row["of"], "mean_us": row["mean_us"], **dict(zip(_PERCENTILES, row["levels"], strict=True))}
         for row in journal.query(levels, durations=durations)
     ]
-    slowest = ran.orderBy("service_us", "topic", "partition", "offset", ascending=[False, True, True, True])
-    slowest = slowest.limit(max(facts["records"] // 100, 1)).cache()
+    slowest = (
+        ran.orderBy("service_us", "topic", "partition", "offset", ascending=[False, True, True, True])
+        .limit(max(facts["records"] // 100, 1))
+        .cache()
+    )
     slow = """SELECT count(*) AS slowest, min(service_us) AS slowest_from_us,
         try_divide(sum(service_us), {work}) AS slowest_work_share FROM {slowest}"""
     # Runs of one shard never overlap, so no microsecond of a record's wait is counted twice.
@@ -219,7 +227,6 @@ def lag(journal: Journal, moments: int = 12) -> Report:
         moments: Number of intervals; the last one ends with the journal.
     """
     step = -(-journal.wall_us // moments)
-    errors = "SELECT count_if(produced_us > arrived_us) AS clock_errors FROM {rows} WHERE service_us IS NOT NULL"
     # A record changes the counts when it is produced, arrives and finishes; running sums give the counts at a moment.
     changes = journal.rows.where("service_us IS NOT NULL").selectExpr(
         "partition_name AS name",
@@ -242,6 +249,7 @@ def lag(journal: Journal, moments: int = 12) -> Report:
         at["in_flight"] += now["in_flight"]
         if name not in most or now["unfinished"] > most[name]["unfinished"]:
             most[name] = {"partition": name, **now, "at_us": at["at_us"]}
+    errors = "SELECT count_if(produced_us > arrived_us) AS clock_errors FROM {rows} WHERE service_us IS NOT NULL"
     return {"handler": journal.handler, **journal.query(errors)[0], "most": [*most.values()], "moments": times}
 
 
@@ -285,10 +293,11 @@ def report_page(journal: Journal, *, title: str | None = None) -> str:
             parts.append(_plot(content["moments"]))
         for name, headings, rows in as_tables(content):
             head = "".join(f"<th>{_escaped(heading)}</th>" for heading in headings)
-            lines = ("".join(f"<td>{_escaped(cell)}</td>" for cell in row) for row in rows)
-            body = "".join(f"<tr>{line}</tr>" for line in lines)
-            table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-            parts.append(f"<h3>{name.capitalize()}</h3>{table}")
+            body = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
+            parts.append(
+                f'<h3>{name.capitalize()}</h3><div class="wide"><table><thead><tr>{head}</tr></thead>'
+                f"<tbody>{body}</tbody></table></div>"
+            )
     return _PAGE.format(title=title, body="\n".join(parts))
 
 
@@ -302,10 +311,11 @@ def _plot(moments: Sequence[Mapping[str, Any]]) -> str:
             for slot, moment in enumerate(moments)
         )
         lines.append(f'<polyline class="{name}" points="{points}"/>')
-    legend = '<span class="unfinished">unfinished</span><span class="in_flight">of them in flight</span>'
-    caption = f"<figcaption>Records over time: at most {most:,}</figcaption>"
-    svg = f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(lines)}</svg>'
-    return f"<figure>{caption}{svg}{legend}</figure>"
+    return (
+        f"<figure><figcaption>Records over time: at most {most:,}</figcaption>"
+        f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(lines)}</svg>'
+        '<span class="unfinished">unfinished</span><span class="in_flight">of them in flight</span></figure>'
+    )
 
 
 def _escaped(text: str) -> str:

@@ -48,8 +48,6 @@ RAW = pa.schema(
 )
 """The columns of Spark's own Kafka connector, with headers."""
 
-_OF_RECORD = ("value", "headers", "timestamp")
-_CREATE_TIME = 0
 _MICROSECONDS = 1_000_000
 
 
@@ -64,7 +62,9 @@ def outcome_batch(flat: Sequence[Any], ahead: float) -> pa.RecordBatch:
     troubles = flat[ROW_WIDTH - 1 :: ROW_WIDTH]
     count = len(troubles)
     if troubles.count(None) == count:
-        values, headers, timestamps = (pa.nulls(count, OUTCOMES.field(name).type) for name in _OF_RECORD)
+        values, headers, timestamps = (
+            pa.nulls(count, OUTCOMES.field(name).type) for name in ("value", "headers", "timestamp")
+        )
     else:
         records = [None if trouble is None else trouble.record for trouble in troubles]
         values = pa.array([None if record is None else record.value for record in records], pa.binary())
@@ -86,7 +86,7 @@ def raw_batch(records: Sequence[Record]) -> pa.RecordBatch:
             pa.array(partitions, pa.int32()),
             pa.array(offsets, pa.int64()),
             _moments(timestamps),
-            pa.repeat(pa.scalar(_CREATE_TIME, pa.int32()), len(records)),
+            pa.repeat(pa.scalar(0, pa.int32()), len(records)),  # `CreateTime`
             pa.array([_pairs(pairs) for pairs in headers], _HEADERS),
         ],
         schema=RAW,

@@ -42,7 +42,7 @@ _RUNNING = ".running"
 """Locked while a process runs the plan; the file itself is never removed."""
 _TEMPORARY = "."
 """Prefix of files that are still being written; readers ignore them, including Spark and Arrow."""
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 class RunDirectory:
@@ -73,11 +73,10 @@ class RunDirectory:
             from pyarrow import ArrowException, fs  # noqa: PLC0415 - large, and comes with an extra
         except ImportError:
             raise MissingExtraError(f"a run in {uri}", "spark") from None
-        self._is_local = self._name.startswith("file://") or not _SCHEME.match(self._name)
-        location = self._name.rstrip("/")
-        if self._is_local:
-            location = Path(self._name.removeprefix("file://")).absolute().as_posix()
-        self._uri = f"file://{location}" if self._is_local else location
+        self._is_local = self._name.startswith("file://") or not SCHEME.match(self._name)
+        path = Path(self._name.removeprefix("file://")).absolute().as_posix()
+        location = path if self._is_local else self._name.rstrip("/")
+        self._uri = f"file://{path}" if self._is_local else location
         try:
             self._system, self._base = fs.FileSystem.from_uri(location)
         except (ArrowException, OSError, ValueError) as error:
@@ -130,12 +129,13 @@ class RunDirectory:
         Raises:
             PlanError: The file cannot be read.
         """
-        with self._path(name) as path:
-            try:
-                with self._system.open_input_stream(path) as stream:
-                    return bytes(stream.read())
-            except FileNotFoundError:
-                return None
+        with (
+            self._path(name) as path,
+            contextlib.suppress(FileNotFoundError),
+            self._system.open_input_stream(path) as stream,
+        ):
+            return bytes(stream.read())
+        return None
 
     def write(self, name: str, content: str) -> None:
         """Write or replace a file; a reader sees either the old content or the new.

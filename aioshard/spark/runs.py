@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from aioshard.errors import (
@@ -84,7 +83,7 @@ class RunStatus:
 
 def run(
     spark: "SparkSession",
-    directory: str | PathLike[str] | RunDirectory,
+    directory: str | os.PathLike[str] | RunDirectory,
     *,
     foreach: Foreach | None = None,
     tell: Callable[[str], None] = logger.warning,
@@ -102,8 +101,8 @@ def run(
         tell: Receives messages for the user; logs them by default.
 
     Raises:
-        HaltedError: A record failed permanently and its handler halts, or the diversion budget is exhausted. Its
-            micro-batch is not committed; fix the cause and run again.
+        HaltedError: A record failed permanently and its handler halts, or nothing has completed for `stuck_after`
+            seconds. Its micro-batch is not committed; fix the cause and run again.
         DataLossError: The log no longer has some of the remaining records: retention deleted them, or the topic was
             deleted.
         PlanError: The directory has no plan, the tasks run different code than the driver, or another process runs
@@ -121,7 +120,7 @@ def run(
 
 def follow(
     spark: "SparkSession",
-    directory: str | PathLike[str] | RunDirectory,
+    directory: str | os.PathLike[str] | RunDirectory,
     *,
     trigger: str = "10 seconds",
     foreach: Foreach | None = None,
@@ -147,7 +146,7 @@ def follow(
     return _run(spark, run_dir, foreach, tell, follow=trigger)
 
 
-def stop(directory: str | PathLike[str] | RunDirectory) -> None:
+def stop(directory: str | os.PathLike[str] | RunDirectory) -> None:
     """Request that a run stops after the current micro-batch. Returns immediately and works from any machine.
 
     Raises:
@@ -158,7 +157,7 @@ def stop(directory: str | PathLike[str] | RunDirectory) -> None:
     run_dir.write(STOP, "")
 
 
-def status(directory: str | PathLike[str] | RunDirectory) -> RunStatus:
+def status(directory: str | os.PathLike[str] | RunDirectory) -> RunStatus:
     """Return the state of a run, from its directory alone.
 
     Raises:
@@ -257,8 +256,9 @@ def _start(
     if follow is not None:
         run_dir.remove(VERIFIED)  # the run continues past the verified ends
     run_dir.remove(HALTED)
-    slots = slots_of(spark, len(plan.ranges))
-    frame, outcomes = planned_source(spark, run_dir, plan, slots, version=version, follow=follow is not None)
+    frame, outcomes = planned_source(
+        spark, run_dir, plan, slots_of(spark, len(plan.ranges)), version=version, follow=follow is not None
+    )
     stream = frame.writeStream.queryName(f"aioshard {plan.id}").option("checkpointLocation", run_dir.uri(CHECKPOINT))
     try:
         stream = stream.trigger(availableNow=True) if follow is None else stream.trigger(processingTime=follow)
@@ -366,10 +366,11 @@ async def _check_logs(plan: Plan, remaining: Sequence[PlannedRange]) -> None:
         logger.info("cannot check whether the log still has the records: %s", error)
         return
     lost = [f"topic {topic!r} does not exist any more, or this user may not see it" for topic in gone]
-    for planned in remaining:
-        log = bounds.get(planned.topic_partition)
-        if log is not None and planned.start < log.start:
-            lost.append(f"{planned.topic_partition}: offsets {planned.start} to {min(log.start, planned.end) - 1}")
+    lost += [
+        f"{planned.topic_partition}: offsets {planned.start} to {min(log.start, planned.end) - 1}"
+        for planned in remaining
+        if (log := bounds.get(planned.topic_partition)) is not None and planned.start < log.start
+    ]
     if lost:
         raise DataLossError(lost, "Process what is left with a new plan")
     check_ends(bounds, ends)

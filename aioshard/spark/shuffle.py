@@ -40,7 +40,6 @@ SHARD = "aioshard_shard"
 MOMENT = "aioshard_moment"
 """Column: the latest timestamp in the record's partition up to and including the record."""
 
-_DIGEST = 8
 _ENDLESS = 1 << 62
 """End of a partition whose end is not known yet."""
 _PART = Usage(2_000, 4 * 1024 * 1024)
@@ -99,7 +98,7 @@ def _sharding(handlers: Sequence[Handler], topic: str) -> Callable[[Record], int
             name = b"r%d/%d/%s" % (record.partition, record.offset, topic.encode())
         else:
             name = b"%d:" % number + key_bytes(key)
-        return int.from_bytes(hashlib.blake2b(name, digest_size=_DIGEST).digest(), "big", signed=True)
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big", signed=True)
 
     return shard
 
@@ -140,14 +139,13 @@ class _Lane:
             return None
         records: list[Record] = []
         sizes: list[int] = []
-        waiting = self.waiting
-        while waiting and len(records) < limit and (waiting[0][1] <= room or alone):
-            record, size = waiting.popleft()
+        while self.waiting and len(records) < limit and (self.waiting[0][1] <= room or alone):
+            record, size = self.waiting.popleft()
             records.append(record)
             sizes.append(size)
             room, alone = room - size, False
         if not records:
-            return Oversized(self.topic_partition, waiting[0][1])
+            return Oversized(self.topic_partition, self.waiting[0][1])
         first, self.position = self.position, self.position + len(records)
         return FetchedBatch(self.topic_partition, records, sizes, self.position, range(first, self.position))
 
@@ -180,7 +178,6 @@ class RowTransport(Groupless):
         self._handlers = handlers
         self._lanes: dict[TopicPartition, _Lane] = {}
         self._lane_of = functools.cache(self._find_lane)
-        self._listener: GroupListener | None = None
         self._exhausted = False
         self._woken = False
         self._arrived = asyncio.Event()
@@ -273,11 +270,9 @@ class RowTransport(Groupless):
 
     def _sort(self, records: Sequence[Record]) -> None:
         """Add each record to the lane of its handler; assign new lanes to the engine."""
-        assert self._listener is not None  # noqa: S101 - started
         assigned = len(self._lanes)
         for record in records:
-            size = record_size(record.key, record.value, record.headers)
-            self._lane_of(record.topic).waiting.append((record, size))
+            self._lane_of(record.topic).waiting.append((record, record_size(record.key, record.value, record.headers)))
         if len(self._lanes) > assigned:
             self._listener.assigned([*self._lanes], self.membership())
 
@@ -319,9 +314,6 @@ class RowTransport(Groupless):
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         """See `Transport.seek`; does nothing, because the engine only seeks to the current position."""
-
-    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`; does nothing, because reading ahead has its own limits."""
 
     # Group and topic metadata -------------------------------------------------------------
 

@@ -64,8 +64,11 @@ RAW_COLUMNS = from_arrow_schema(RAW)
 
 _SPLIT_TASKS = 8
 """Number of tasks for records without order, if no option sets it."""
-_EARLIEST = "earliest"
-_LATEST = "latest"
+_TASKS_PER_SLOT = 4
+"""Most tasks per slot, if no option sets their number: each costs as much as ten thousand quick records, but the more
+there are, the less a slow one delays the end."""
+_DEFAULTS = {"start": "earliest", "end": "latest"}
+"""Values of the options `start` and `end` that do not name offsets."""
 
 
 class AioshardSource(DataSource):
@@ -136,8 +139,8 @@ def check_options(options: Mapping[str, str]) -> None:
         )
     for name in ("tasks", "max_rows_per_batch", "total_concurrency", "slots"):
         _number(options, name)
-    _offsets(options, "start", _EARLIEST)
-    _offsets(options, "end", _LATEST)
+    for name in _DEFAULTS:
+        _offsets(options, name)
 
 
 def request_of(options: Mapping[str, str]) -> Request:
@@ -174,10 +177,10 @@ def request_of(options: Mapping[str, str]) -> Request:
         layouts=layouts,
         work=work,
         raw=not work.app,
-        tasks=_number(options, "tasks"),
+        tasks=_tasks(options),
         max_rows_per_batch=_number(options, "max_rows_per_batch") or MAX_ROWS,
     )
-    first, last = _offsets(options, "start", _EARLIEST), _offsets(options, "end", _LATEST)
+    first, last = _offsets(options, "start"), _offsets(options, "end")
     ranges = []
     for at, log in sorted(asyncio.run(_logs(request.connection(), topics)).items()):
         end = min(last.get(at, log.end), log.end)
@@ -189,10 +192,9 @@ def request_of(options: Mapping[str, str]) -> Request:
 
 def _planned(options: Mapping[str, str]) -> Request:
     plan = RunDirectory(options["plan"]).plan()
-    ranges = plan.ranges
-    first, last = _offsets(options, "start", _EARLIEST), _offsets(options, "end", _LATEST)
-    if first and last:  # a verification reads the log in part
-        ranges = tuple(ranges_between(vector_of(first), vector_of(last)))
+    first, last = _offsets(options, "start"), _offsets(options, "end")
+    # A verification reads the log in part.
+    ranges = tuple(ranges_between(vector_of(first), vector_of(last))) if first and last else plan.ranges
     settings: dict[str, Any] = {"isolation_level": plan.isolation_level}
     if plan.bootstrap_servers is not None:
         settings["bootstrap_servers"] = plan.bootstrap_servers
@@ -202,7 +204,7 @@ def _planned(options: Mapping[str, str]) -> Request:
         layouts={topic: handler.layout for handler in plan.handlers for topic in handler.topics},
         work=work._replace(on_failure=plan.on_failure, total_concurrency=plan.total_concurrency),
         raw=options.get("app") == "",  # these records are shuffled before the handlers run
-        tasks=plan.tasks,
+        tasks=plan.tasks or _tasks(options),
         max_rows_per_batch=plan.max_rows_per_batch,
         directory=options["plan"],
         follow=options.get("follow") == "true",
@@ -224,6 +226,11 @@ def _work(options: Mapping[str, str], app: str, settings: Mapping[str, Any]) -> 
     )
 
 
+def _tasks(options: Mapping[str, str]) -> int | None:
+    tasks, slots = _number(options, "tasks"), _number(options, "slots")
+    return _TASKS_PER_SLOT * slots if tasks is None and slots is not None else tasks
+
+
 def _number(options: Mapping[str, str], name: str) -> int | None:
     text = options.get(name)
     if text is None:
@@ -233,9 +240,9 @@ def _number(options: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _offsets(options: Mapping[str, str], name: str, default: str) -> dict[TopicPartition, int]:
-    text = options.get(name, default)
-    if text == default:
+def _offsets(options: Mapping[str, str], name: str) -> dict[TopicPartition, int]:
+    text = options.get(name, _DEFAULTS[name])
+    if text == _DEFAULTS[name]:
         return {}
     try:
         vector = json.loads(text)

@@ -1,13 +1,12 @@
 """Code that runs in a Spark task: the engine with an app's handlers, or a plain read of the log.
 
-Spark's thread takes the outcomes. The engine runs in an event loop in another thread of the worker, with the same code
-as in an app: shards, workers, retries, timeouts and failure policies.
+Spark's thread passes on batches of outcomes. The engine runs in an event loop in another thread of the worker, with the
+same code as in an app: shards, workers, retries, timeouts and failure policies.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import gc
 import math
@@ -15,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import pyarrow as pa
@@ -84,10 +83,8 @@ _BATCHES = 6
 """Batches that may wait for Spark; beyond that, reading pauses."""
 _CHECK_INTERVAL = 0.1
 """Seconds between checks for halted or stuck handlers."""
-_END_INTERVAL = 0.01
-"""Seconds between checks for the end: a job has many tasks, and each of them waits for its last check."""
-_FULL_INTERVAL = 0.01
-"""Seconds between checks whether Spark keeps up again."""
+_SHORT_INTERVAL = 0.01
+"""Seconds between checks whether Spark keeps up again, and for the end: each task of a job waits for its last check."""
 _SILENCE = 1.0
 """Seconds that Spark's thread waits for rows before it checks whether the event loop is alive."""
 _SETTINGS = {"start_timeout": 60.0, "shutdown_timeout": 5.0}
@@ -96,16 +93,8 @@ _END_TIMEOUT = 30.0
 """Seconds that an abandoned task has to end before its event loop is abandoned too."""
 
 
-class _Obstacle(NamedTuple):
-    """A record that prevents a task from finishing."""
-
-    delivery: Delivery
-    error: str
-    message: str
-
-    def __str__(self) -> str:
-        """Return the record, its key and the error."""
-        return f"{self.delivery!r} (key {self.delivery.record.key!r}, {self.error}: {self.message})"
+_Obstacle = tuple[Delivery, Trouble]
+"""A record that prevents a task from finishing, and why."""
 
 
 def run_handlers(
@@ -120,8 +109,8 @@ def run_handlers(
             the engine's partitions once they are known.
 
     Raises:
-        HaltedError: A record's retries are exhausted and its handler halts, or the diversion budget is exhausted, or no
-            record completed for `stuck_after` seconds. Not raised with `Work.halted_rows`.
+        HaltedError: A record's retries are exhausted and its handler halts, or no record completed for `stuck_after`
+            seconds. Not raised with `Work.halted_rows`.
         StuckError: No records can be read, or a handler blocks the event loop.
         AioshardError: The app cannot be imported, or cannot continue.
     """
@@ -135,7 +124,7 @@ class _Task:
     """One Spark task. `run` belongs to Spark's thread, the coroutines to the event loop's.
 
     Invariants:
-        * Every completed record becomes a row that `run` yields, unless the task is abandoned.
+        * Every completed record becomes a row that `run` yields, unless the task fails or is abandoned.
     """
 
     def __init__(
@@ -150,23 +139,23 @@ class _Task:
         self._work = work
         self._make_transport = make_transport
         self._rows = OutcomeRows(self._flush, _ROWS, max_bytes=math.inf, keep_failed=True)
-        self._ready: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[pa.RecordBatch | None] = queue.SimpleQueue()
         self._ended = threading.Event()
+        self._ahead = time.time() - worker_loop().time()  # read once, so that intervals do not change
 
     def run(self) -> Iterator[pa.RecordBatch]:
         """Yield rows until the end."""
-        ahead = time.time() - worker_loop().time()  # read once, so that intervals do not change
         running = submit(self._serve())
         try:
-            while (flat := self._take()) is not None:
-                yield outcome_batch(flat, ahead)
+            while (batch := self._take()) is not None:
+                yield batch
             running.result()
         finally:
             running.cancel()
             if not self._ended.wait(_END_TIMEOUT):
                 worker_loop.cache_clear()
 
-    def _take(self) -> list[Any] | None:
+    def _take(self) -> pa.RecordBatch | None:
         """Return the next rows, or None at the end; check meanwhile that the event loop is alive.
 
         Raises:
@@ -187,7 +176,8 @@ class _Task:
                 )
 
     def _flush(self) -> None:
-        self._ready.put(self._rows.take()[0])
+        # In Spark's thread, each call into Arrow would contend with the event loop for the interpreter lock.
+        self._ready.put(outcome_batch(self._rows.take()[0], self._ahead))
 
     def _is_full(self) -> bool:
         """Whether Spark does not keep up."""
@@ -197,29 +187,30 @@ class _Task:
         app = self._app
         obstacles: Sequence[_Obstacle] = ()
         try:
-            started = app.started(
-                lambda: _Paced(self._make_transport(app), self._is_full),
-                (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
-                adapt=functools.partial(_adapted, self._work, self._work.concurrency_of(app.handlers)),
-                observe=self._rows.observe,
-                replay=True,
-            )
             try:
-                async with started:
+                async with app.started(
+                    lambda: _Paced(self._make_transport(app), self._is_full),
+                    (lambda: KafkaProducer(app.settings)) if app.settings.bootstrap_servers else None,
+                    adapt=functools.partial(_adapted, self._work, self._work.concurrency_of(app.handlers)),
+                    observe=self._rows.observe,
+                    replay=True,
+                ):
                     engine = app.running_engine()
                     obstacles = await self._until_done(engine)
-                    for delivery, error, message in obstacles:
+                    for delivery, trouble in obstacles:
                         spec = engine.handler_of(delivery.epoch.topic_partition.topic).spec
-                        trouble = Trouble("halted", error, as_text(message).decode(), delivery.record)
                         self._rows.add(spec, delivery, trouble)
             except NotDrainedError:
                 if not obstacles:
                     raise
-            if obstacles and not self._work.halted_rows:
-                raise HaltedError(map(str, obstacles))
-        finally:
             if len(self._rows):
                 self._flush()
+            if obstacles and not self._work.halted_rows:
+                raise HaltedError(
+                    f"{delivery!r} (key {delivery.record.key!r}, {trouble.error_type}: {trouble.error})"
+                    for delivery, trouble in obstacles
+                )
+        finally:
             self._ready.put(None)
             self._ended.set()
 
@@ -228,13 +219,18 @@ class _Task:
         rows, progress_at = -1, 0.0
         while True:
             with anyio.move_on_after(_CHECK_INTERVAL), contextlib.suppress(HaltedError):
-                await caught_up(engine, _END_INTERVAL)
+                await caught_up(engine, _SHORT_INTERVAL)
                 return ()
             now = time.monotonic()
             if len(self._rows) != rows or self._is_full() or self._awaits_more(engine):
                 rows, progress_at = len(self._rows), now
             # Records after a halted one would be repeated together with it, so continuing gains nothing.
-            obstacles = [_obstacle(delivery) for delivery in halted_of(engine)] or _exhausted(engine)
+            obstacles: Sequence[_Obstacle] = [
+                _obstacle(delivery, "HandlerError", "it halts")
+                if delivery.failure is None
+                else _obstacle(delivery, delivery.failure.error, delivery.failure.message)
+                for delivery in halted_of(engine)
+            ]
             if not obstacles and now - progress_at >= self._app.settings.stuck_after:
                 obstacles = self._stuck(engine)
             if obstacles:
@@ -258,7 +254,7 @@ class _Task:
                 f"nothing was read for stuck_after={stuck_after:g} s, {waiting or 'of no partition'}: {trouble}"
             )
         message = f"nothing came to its end for stuck_after={stuck_after:g} s. {self._app.explain().strip()}"
-        return [_Obstacle(delivery, StuckError.__name__, message) for delivery in oldest]
+        return [_obstacle(delivery, StuckError.__name__, message) for delivery in oldest]
 
 
 class _Paced:
@@ -274,7 +270,7 @@ class _Paced:
     async def poll(self, allowance: AllowanceOf, timeout: float) -> Sequence[FetchedBatch | Fault | Oversized]:
         """See `Transport.poll`."""
         if self._is_full():
-            await asyncio.sleep(min(timeout, _FULL_INTERVAL))
+            await asyncio.sleep(min(timeout, _SHORT_INTERVAL))
             return ()
         return await self._transport.poll(allowance, timeout)
 
@@ -286,49 +282,24 @@ def _adapted(work: Work, most: int | None, spec: Handler) -> Handler:
     if work.on_failure is not None:
         skip, topic = work.on_failure == "skip", work.on_failure.removeprefix(DEAD_LETTER)
         spec = spec._replace(on_failure="skip" if skip else DeadLetter(topic))
-    if most is None:
-        return spec
-    spec = spec._replace(concurrency=min(spec.concurrency, most))
-    if spec.resized is not None:
-        spec.resized(spec.concurrency)
-    if spec.adaptive is not None:
-        adaptive = dataclasses.asdict(spec.adaptive)
-        limits = {name: min(adaptive[name], most) for name in ("minimum", "maximum", "initial") if adaptive[name]}
-        spec = spec._replace(adaptive=dataclasses.replace(spec.adaptive, **limits))
+    if most is not None:
+        spec = spec._replace(concurrency=min(spec.concurrency, most))
+        if spec.resized is not None:
+            spec.resized(spec.concurrency)
     return spec
 
 
-async def _discard(message: Message) -> int:  # noqa: ARG001 - the signature of `Publish`
+async def _discard(delivery: Delivery, message: Message) -> int:  # noqa: ARG001 - the signature of `Send`
     """Discard the message: the outcome row holds the dead letter, and a planned run sends it later."""
     return 0
 
 
-def _obstacle(delivery: Delivery) -> _Obstacle:
-    failure = delivery.failure
-    return (
-        _Obstacle(delivery, "HandlerError", "it halts")
-        if failure is None
-        else _Obstacle(delivery, failure.error, failure.message)
-    )
+def _obstacle(delivery: Delivery, error: str, message: str) -> _Obstacle:
+    return delivery, Trouble("halted", error, as_text(message).decode(), delivery.record)
 
 
-def _exhausted(engine: Engine) -> Sequence[_Obstacle]:
-    """Return records that can no longer be diverted: a dependency of the handler seems to be down."""
-    obstacles = []
-    for epoch in engine.rebalance.epochs:
-        for reason in epoch.pauses.values():
-            failed = next(
-                (delivery for delivery in epoch.tracker.values() if delivery.failure is not None), epoch.tracker.oldest
-            )
-            if failed is not None:
-                _, error, message = _obstacle(failed)
-                obstacles.append(_Obstacle(failed, error, f"{message}; {reason}"))
-    return obstacles
-
-
-_RAW_ROWS = 2_000
-"""Rows of one Arrow batch."""
-_ALLOWANCE = Allowance(_RAW_ROWS, 64 * 1024 * 1024, alone=True)
+_ALLOWANCE = Allowance(2_000, 64 * 1024 * 1024, alone=True)
+"""Size of one Arrow batch: records and bytes."""
 _POLL_TIMEOUT = 0.5
 _STALLED = 30.0
 """Seconds without progress after which a read fails."""

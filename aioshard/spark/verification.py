@@ -1,7 +1,6 @@
 """Verify that a run has handled every record of its ranges exactly once: compare the outcomes with the log."""
 
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -96,8 +95,11 @@ class Verification:
 
     def asdict(self) -> dict[str, Any]:
         """Return the verification as a dictionary for JSON."""
-        derived = {"ok": self.ok, "dead_lettered": self.dead_lettered, "problems": list(self.problems)}
-        return dataclasses.asdict(self) | derived
+        return dataclasses.asdict(self) | {
+            "ok": self.ok,
+            "dead_lettered": self.dead_lettered,
+            "problems": list(self.problems),
+        }
 
 
 _PARTITION = ("topic", "partition")
@@ -131,12 +133,11 @@ def verify(spark: "SparkSession", directory: str | os.PathLike[str] | RunDirecto
         ```
     """
     run_dir = RunDirectory.of(directory)
-    plan = run_dir.plan()
     attempts = _ATTEMPTS
     while True:
         attempts -= 1
         try:
-            verification = _verify(spark, run_dir, plan)
+            verification = _verify(spark, run_dir, run_dir.plan())
         except Exception as error:
             if not attempts or DataLossError.__name__ not in str(error):  # the name that a failed task shows
                 raise
@@ -169,18 +170,23 @@ def _verify(spark: "SparkSession", run_dir: RunDirectory, plan: Plan) -> Verific
     """
     from pyspark.sql import functions  # noqa: PLC0415 - pyspark is imported on use
 
-    ranges = blocking(functools.partial(_ranges, plan, run_dir.reached(plan)))
-    rows = spark.createDataFrame([], _ROWS)
-    if run_dir.exists(OUTCOMES):
-        rows = run_dir.rows(spark, OUTCOMES).select(*_KEY, "status")
+    ranges = blocking(lambda: _ranges(plan, run_dir.reached(plan)))
+    rows = (
+        run_dir.rows(spark, OUTCOMES).select(*_KEY, "status")
+        if run_dir.exists(OUTCOMES)
+        else spark.createDataFrame([], _ROWS)
+    )
     statuses = {row["status"]: int(row["count"]) for row in rows.groupBy("status").count().collect()}
     known = functions.broadcast(spark.createDataFrame(ranges, _RANGES))
-    outside = rows.join(known, list(_PARTITION), "left")
-    outside = outside.where("NOT coalesce(offset >= start AND offset < end, false)")
+    outside = rows.join(known, list(_PARTITION), "left").where("NOT coalesce(offset >= start AND offset < end, false)")
     finished = [(at.topic, at.partition, offset, "") for at in plan.ranges for offset in at.finished]
-    inside = rows.union(spark.createDataFrame(finished, _ROWS)).join(known, list(_PARTITION))
-    inside = inside.where("offset >= start AND offset < reached")
-    offsets = inside.groupBy(*_KEY, functions.expr("offset < log_start").alias("deleted")).count()
+    handled = rows.union(spark.createDataFrame(finished, _ROWS))
+    offsets = (
+        handled.join(known, list(_PARTITION))
+        .where("offset >= start AND offset < reached")
+        .groupBy(*_KEY, functions.expr("offset < log_start").alias("deleted"))
+        .count()
+    )
     counts = offsets.groupBy(*_PARTITION).agg(functions.count("*"), functions.count_if("deleted")).collect()
     gaps, deleted_since = find_gaps(ranges, {(row[0], row[1]): (row[2], row[3]) for row in counts})
     unhandled = _offsets_in_log(spark, run_dir, gaps).join(offsets, list(_KEY), "left_anti") if gaps else None
@@ -239,18 +245,28 @@ def find_gaps(
 
 def _offsets_in_log(spark: "SparkSession", run_dir: RunDirectory, ranges: list[PlannedRange]) -> "DataFrame":
     """Return every offset of some ranges whose record is in the log now."""
-    options = {"plan": run_dir.uri(), "app": "", "module_paths": os.pathsep.join(module_paths())}
-    vectors = {"start": json.dumps(starts_of(ranges)), "end": json.dumps(ends_of(ranges))}
-    return spark.read.format("aioshard").options(**options, **vectors).load().select(*_KEY)
+    options = {
+        "plan": run_dir.uri(),
+        "app": "",
+        "module_paths": os.pathsep.join(module_paths()),
+        "start": json.dumps(starts_of(ranges)),
+        "end": json.dumps(ends_of(ranges)),
+    }
+    return spark.read.format("aioshard").options(**options).load().select(*_KEY)
 
 
 def _by_partition(offsets: "DataFrame") -> dict[str, Found]:
     """Return the number of rows of each partition, and the first offsets."""
-    numbered = offsets.selectExpr(
-        "concat_ws('/', topic, partition) AS name",
-        "offset",
-        "count(*) OVER (PARTITION BY topic, partition) AS count",
-        "row_number() OVER (PARTITION BY topic, partition ORDER BY offset) AS place",
+    first = (
+        offsets.selectExpr(
+            "concat_ws('/', topic, partition) AS name",
+            "offset",
+            "count(*) OVER (PARTITION BY topic, partition) AS count",
+            "row_number() OVER (PARTITION BY topic, partition ORDER BY offset) AS place",
+        )
+        .where(f"place <= {NAMED}")
+        .groupBy("name", "count")
+        .agg({"offset": "collect_list"})
+        .orderBy("name")
     )
-    first = numbered.where(f"place <= {NAMED}").groupBy("name", "count").agg({"offset": "collect_list"})
-    return {row[0]: Found(count=row[1], offsets=tuple(sorted(row[2]))) for row in first.orderBy("name").collect()}
+    return {row[0]: Found(count=row[1], offsets=tuple(sorted(row[2]))) for row in first.collect()}

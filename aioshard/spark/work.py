@@ -70,8 +70,7 @@ class Work(NamedTuple):
         """
         if self.total_concurrency is None:
             return None
-        topics = self.topics
-        serving = sum(topics is None or any(map(handler.takes, topics)) for handler in handlers)
+        serving = sum(self.topics is None or any(map(handler.takes, self.topics)) for handler in handlers)
         return max(self.total_concurrency // (self.at_once * max(serving, 1)), 1)
 
 

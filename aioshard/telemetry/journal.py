@@ -11,6 +11,7 @@ import datetime as dt
 import glob
 import itertools
 import logging
+import math
 import os
 import queue
 import re
@@ -25,11 +26,12 @@ from typing import Any, NamedTuple, Self
 
 from aioshard.errors import MissingExtraError, SettingsError
 from aioshard.observe import JournalStatistics
-from aioshard.telemetry.outcome_rows import ROW_WIDTH, OutcomeRows, columns_of, hashes, outcome_columns
 
 try:
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+    from aioshard.telemetry.outcome_rows import ROW_WIDTH, OutcomeRows, columns_of, hashes, outcome_columns
 except ImportError as error:
     raise MissingExtraError("the journal", "journal") from error
 
@@ -67,10 +69,11 @@ def record_batch(flat: list[Any], *, ahead: float, show_keys: bool) -> pa.Record
         show_keys: Whether to write keys in addition to their hashes.
     """
     _, _, _, _, keys, timestamps, arrivals, *_ = columns_of(flat)
-    columns = outcome_columns(flat, ahead)
-    columns["timestamp"] = pa.array(timestamps, pa.float64())
-    columns["arrived"] = pa.array([arrived + ahead for arrived in arrivals], pa.float64())
-    columns["key_hash"] = hashes(keys)
+    columns = outcome_columns(flat, ahead) | {
+        "timestamp": pa.array(timestamps, pa.float64()),
+        "arrived": pa.array([arrived + ahead for arrived in arrivals], pa.float64()),
+        "key_hash": hashes(keys),
+    }
     if not show_keys:
         columns["key"] = pa.nulls(len(keys), pa.binary())
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
@@ -85,7 +88,6 @@ _GROUP_BYTES = 8 * 1024 * 1024
 _ABANDONED_AGE = 600.0
 """Seconds without a write after which an unfinished file belongs to a process that died."""
 _UNFINISHED = ".parquet.part"
-_UNUSUAL = re.compile(r"[^A-Za-z0-9._]")
 
 
 class JournalFiles:
@@ -148,20 +150,16 @@ class JournalFiles:
         self._batches.append(batch)
         self.pending += batch.num_rows
         if self._path is None:
-            self._open()
+            now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+            self._path = self._directory / f".{now}-{self._owner}-{os.getpid()}-{secrets.token_hex(4)}{_UNFINISHED}"
+            self._began = time.monotonic()
+            self._sink = pa.OSFile(str(self._path), "wb")
+            self._writer = pq.ParquetWriter(self._sink, SCHEMA, compression="zstd", compression_level=1)
         group = pa.Table.from_batches(self._batches)
         if group.num_rows >= _GROUP_ROWS or group.nbytes >= _GROUP_BYTES:
             self.flush()
             if self._sink.tell() >= _MAX_BYTES:
                 self.finish()
-
-    def _open(self) -> None:
-        now = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-        name = f"{now}-{self._owner}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._path = self._directory / f".{name}{_UNFINISHED}"
-        self._began = time.monotonic()
-        self._sink = pa.OSFile(str(self._path), "wb")
-        self._writer = pq.ParquetWriter(self._sink, SCHEMA, compression="zstd", compression_level=1)
 
     def flush(self) -> None:
         """Write the waiting batches as a row group of the file.
@@ -175,9 +173,9 @@ class JournalFiles:
             self._batches = []
 
     @property
-    def due(self) -> float | None:
-        """Seconds until the open file must be completed; None without an open file."""
-        return None if self._path is None else max(self._began + _MAX_AGE - time.monotonic(), 0.0)
+    def due(self) -> float:
+        """Seconds until the open file must be completed; infinite without an open file."""
+        return math.inf if self._path is None else max(self._began + _MAX_AGE - time.monotonic(), 0.0)
 
     def finish(self) -> None:
         """Complete the open file, if there is one: flush it to disk and give it its final name.
@@ -223,7 +221,7 @@ def _sync(path: Path) -> None:
 
 def _plain(name: str) -> str:
     """Make a name safe for use in a file name."""
-    return _UNUSUAL.sub("_", name)[:60]
+    return re.sub(r"[^A-Za-z0-9._]", "_", name)[:60]
 
 
 _CHUNK_ROWS = 1_000
@@ -361,10 +359,8 @@ class Journal:
         while True:
             if self._files.due == 0.0:
                 self._attempt(self._files.finish)
-            due = self._files.due
-            wait = _LOOK_INTERVAL if due is None else min(due, _LOOK_INTERVAL)
             try:
-                chunks = [self._chunks.get(timeout=max(wait, 0.001))]
+                chunks = [self._chunks.get(timeout=max(min(self._files.due, _LOOK_INTERVAL), 0.001))]
             except queue.Empty:
                 if len(self._rows):  # even if there are only a few
                     with contextlib.suppress(RuntimeError):  # the event loop was closed
@@ -400,12 +396,12 @@ class Journal:
             self._files.write(batch)
             if self._trouble is not None:
                 self._files.flush()  # rows that are only in memory do not prove that the disk works
+                logger.warning("the journal is written again; rows dropped so far: %d", self._lost)
+                self._trouble = None
 
-        if self._attempt(write) and self._trouble is not None:
-            logger.warning("the journal is written again; rows dropped so far: %d", self._lost)
-            self._trouble = None
+        self._attempt(write)
 
-    def _attempt(self, act: Callable[[], None]) -> bool:
+    def _attempt(self, act: Callable[[], None]) -> None:
         """Run a write; if it fails, discard the unfinished file and start another one after a pause."""
         try:
             act()
@@ -416,8 +412,6 @@ class Journal:
             previous, trouble = self._trouble, self._failed(error)
             if trouble != previous:
                 logger.error("%s; rows lost: %d; new rows are dropped until writing works again", trouble, lost)  # noqa: TRY400 - a sentence
-            return False
-        return True
 
     def _failed(self, error: Exception) -> str:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -72,10 +72,8 @@ class RecordFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the known fields; never drop a line."""
         fields = vars(record)
-        if not fields.keys() & _IDENTITY:
-            current = current_record()
-            if current is not None:
-                fields.update((name, value) for name, value in current._asdict().items() if value is not None)
+        if not fields.keys() & _IDENTITY and (current := current_record()) is not None:
+            fields.update((name, value) for name, value in current._asdict().items() if value is not None)
         if "trace_id" not in fields:
             fields.update(_span())
         return True
@@ -84,10 +82,8 @@ class RecordFilter(logging.Filter):
 def _span() -> dict[str, str]:
     """Return the active span's ids, if the process uses OpenTelemetry."""
     trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return {}
-    context = trace.get_current_span().get_span_context()
-    if not context.is_valid:
+    context = trace and trace.get_current_span().get_span_context()
+    if not context or not context.is_valid:
         return {}
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 

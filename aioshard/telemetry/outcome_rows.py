@@ -6,19 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from aioshard.core.sharding import ShardKey, key_hash
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Completed, Handler
-from aioshard.engine.outcomes import Outcome
-from aioshard.errors import MissingExtraError
+from aioshard.engine.outcomes import PROCESSED, Outcome
 from aioshard.records import Record
 from aioshard.serde.payloads import encoded_result
 from aioshard.serde.side_records import as_text
-
-try:
-    import pyarrow as pa
-except ImportError as error:
-    raise MissingExtraError("the journal", "journal") from error
 
 logger = logging.getLogger("aioshard.telemetry.outcome_rows")
 
@@ -32,8 +28,7 @@ collector scans repeatedly for as long as the row waits.
 """
 
 _NO_RUN = (math.nan, math.nan, None)
-_PROCESSED = Outcome.PROCESSED  # in Python 3.11 each access to an enum member costs a call
-_RETURNED = Outcome.RETURNED
+_RETURNED = Outcome.RETURNED  # in Python 3.11 each access to an enum member costs a call
 
 
 class Trouble(NamedTuple):
@@ -84,7 +79,7 @@ class OutcomeRows:
 
         def completed(delivery: Delivery) -> None:
             began, ended, result = getattr(delivery, "run", _NO_RUN)
-            if result is not None or delivery.outcome is not _PROCESSED:
+            if result is not None or delivery.outcome is not PROCESSED:
                 self.add(spec, delivery)
                 return
             # The usual case, in half the time of `add`.
@@ -107,7 +102,7 @@ class OutcomeRows:
         began, ended, result = run = getattr(delivery, "run", _NO_RUN)
         if trouble is not None:
             result = None
-        elif outcome is _PROCESSED:
+        elif outcome is PROCESSED:
             attempts += 1
             result = self._as_bytes(run)
         elif outcome is _RETURNED:
@@ -182,8 +177,10 @@ def outcome_columns(flat: Sequence[Any], ahead: float) -> dict[str, pa.Array]:
         names, shards = [specs[0].name], hashes(shard_keys)
     else:
         names = [spec.name for spec in specs]
-        numbered = zip(specs, shard_keys, strict=True)
-        shards = pa.array([_hash(key) if spec.shards is None else key for spec, key in numbered], pa.int64())
+        shards = pa.array(
+            [_hash(key) if spec.shards is None else key for spec, key in zip(specs, shard_keys, strict=True)],
+            pa.int64(),
+        )
     return {
         "topic": _column(topics, pa.string(), count),
         "partition": _column(partitions, pa.int32(), count),

@@ -9,16 +9,16 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from aioshard.core.on_failure import Park
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.handler import Adapt, Handler
 from aioshard.engine.worker import SERVING, Asked
 from aioshard.errors import AttemptTimeoutError, MissingExtraError
-from aioshard.ports import Clients, Message, Producer
+from aioshard.ports import Clients, Message, Producer, Publish
 from aioshard.records import Record, TopicPartition
+from aioshard.settings import Settings
 from aioshard.telemetry.versions import version
 
 try:
@@ -43,9 +43,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("tracing", "otel") from error
 
-if TYPE_CHECKING:
-    from aioshard.settings import Settings
-
 logger = logging.getLogger("aioshard.telemetry.tracing")
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
@@ -68,7 +65,10 @@ ATTRIBUTES: Final = {
     "messaging.consumer.group.name": ("process", "The group id."),
     "messaging.client.id": ("process, send", "The setting `client_id`."),
     "messaging.batch.message_count": ("process", "Records of the batch; absent where a handler takes single ones."),
-    OFFSET: ("process, send", "The offset, of a single record; of a batch it is in each link."),
+    OFFSET: (
+        "process, send",
+        "The offset, of a single record; of a batch it is in each link. Absent with exactly once on a sent message.",
+    ),
     "messaging.kafka.message.key": (
         "process, send",
         "The key, where `show_keys` allows it and it is UTF-8; of single records.",
@@ -87,16 +87,10 @@ Attributes = dict[str, str | int | bool]
 NOWHERE = Context()
 """A context without a span: a span started in it is the root of a trace."""
 
-_KINDS = {"process": SpanKind.CONSUMER, "send": SpanKind.PRODUCER}
-"""Kind of span of each operation."""
 
-_logged: set[str] = set()
-
-
-def _log_once(problem: str, error: Exception) -> None:
-    if problem not in _logged:
-        _logged.add(problem)
-        logger.warning("%s; this is logged once", problem, exc_info=error)
+@functools.cache  # so that each problem is logged once
+def _log_once(problem: str) -> None:
+    logger.warning("%s; this is logged once", problem, exc_info=True)  # noqa: LOG014 - called in exception handlers
 
 
 def error_type(error: BaseException) -> str:
@@ -134,8 +128,8 @@ def extract_context(headers: Headers) -> Context:
     """Return the context from the headers, on top of an empty one."""
     try:
         return propagate.extract(_texts_of(headers), Context())
-    except Exception as error:  # noqa: BLE001 - propagators and headers may come from third parties
-        _log_once("the trace context of a record cannot be read", error)
+    except Exception:  # noqa: BLE001 - propagators and headers may come from third parties
+        _log_once("the trace context of a record cannot be read")
         return Context()
 
 
@@ -152,16 +146,12 @@ def _add_current_context(message: Message) -> Message:
     added: dict[str, str] = {}
     try:
         propagate.inject(added)
-    except Exception as error:  # noqa: BLE001 - as in `extract_context`
-        _log_once("a trace context cannot be added to a message", error)
+    except Exception:  # noqa: BLE001 - as in `extract_context`
+        _log_once("a trace context cannot be added to a message")
         return message
-    for name, _ in message.headers:
-        added.pop(name, None)
-    headers = tuple((name, text.encode()) for name, text in added.items())
+    own = dict(message.headers)
+    headers = tuple((name, text.encode()) for name, text in added.items() if name not in own)
     return message._replace(headers=(*message.headers, *headers)) if headers else message
-
-
-_TIMED_OUT = f"{AttemptTimeoutError.__module__}.{AttemptTimeoutError.__qualname__}"
 
 
 class Spans:
@@ -170,7 +160,7 @@ class Spans:
     Owned by the event loop, like the objects it wraps.
     """
 
-    def __init__(self, tracer: Tracer, group_id: str, settings: "Settings", *, parent: bool) -> None:
+    def __init__(self, tracer: Tracer, group_id: str, settings: Settings, *, parent: bool) -> None:
         """Prepare the common attributes of the spans.
 
         Args:
@@ -217,15 +207,15 @@ class Spans:
             span = self._tracer.start_span(
                 f"{operation} {attributes[TOPIC]}" if TOPIC in attributes else operation,
                 context=parent,
-                kind=_KINDS[operation],
+                kind=SpanKind.PRODUCER if operation == "send" else SpanKind.CONSUMER,
                 attributes=attributes,
                 links=links,
                 start_time=began,
                 record_exception=False,
                 set_status_on_exception=False,
             )
-        except Exception as failure:  # noqa: BLE001 - samplers and processors may be third-party code
-            _log_once(_SDK_FAILED, failure)
+        except Exception:  # noqa: BLE001 - samplers and processors may be third-party code
+            _log_once(_SDK_FAILED)
         token = contexts.attach(set_span_in_context(span, carried))
         try:
             yield span
@@ -240,8 +230,8 @@ class Spans:
                 contexts.detach(token)
             try:
                 span.end(max(time.time_ns(), began))
-            except Exception as failure:  # noqa: BLE001 - as above
-                _log_once(_SDK_FAILED, failure)
+            except Exception:  # noqa: BLE001 - as above
+                _log_once(_SDK_FAILED)
 
     # Attempts -----------------------------------------------------------------------
 
@@ -265,7 +255,7 @@ class Spans:
 
         return spec._replace(invoke=run) if is_batch else spec._replace(call=None, invoke=run)
 
-    def _record_span(self, delivery: Delivery) -> AbstractContextManager[Span]:
+    def _record_span(self, delivery: Delivery) -> contextlib.AbstractContextManager[Span]:
         record = delivery.record
         attributes = self._processing | _place(record) | {TOPIC: record.topic}
         self._describe(attributes, record.key, record.value)
@@ -281,7 +271,7 @@ class Spans:
             carried=carried,
         )
 
-    def _batch_span(self, deliveries: Sequence[Delivery]) -> AbstractContextManager[Span]:
+    def _batch_span(self, deliveries: Sequence[Delivery]) -> contextlib.AbstractContextManager[Span]:
         records = [delivery.record for delivery in deliveries]
         attributes = self._processing | self._destination(record.topic_partition for record in records)
         attributes["messaging.batch.message_count"] = len(records)
@@ -297,12 +287,10 @@ class Spans:
     def _destination(self, partitions: Iterable[TopicPartition]) -> Attributes:
         """Return the topic and the partition, each only if it is the same for all places."""
         distinct = set(partitions)
-        if len({partition.topic for partition in distinct}) != 1:
-            return {}
-        partition = next(iter(distinct))
-        attributes: Attributes = {TOPIC: partition.topic}
+        topics = {partition.topic for partition in distinct}
+        attributes: Attributes = {TOPIC: topics.pop()} if len(topics) == 1 else {}
         if len(distinct) == 1:
-            attributes[PARTITION] = str(partition.partition)
+            attributes[PARTITION] = str(distinct.pop().partition)
         return attributes
 
     def _describe(self, attributes: Attributes, key: bytes | None, value: bytes | None) -> None:
@@ -316,9 +304,13 @@ class Spans:
 
     def producer(self, producer: Producer) -> Producer:
         """Return the producer with a span around each message."""
-        return cast(Producer, _TracedProducer(producer, functools.partial(self._publish, producer)))
+        return cast(Producer, _TracedProducer(producer, self.around(producer.publish)))
 
-    async def _publish(self, producer: Producer, message: Message) -> int:
+    def around(self, publish: Publish) -> Publish:
+        """Return a function that publishes with a span around each message."""
+        return functools.partial(self._publish, publish)
+
+    async def _publish(self, publish: Publish, message: Message) -> int:
         attributes = self._sending | {TOPIC: message.topic}
         if message.partition is not None:
             attributes[PARTITION] = str(message.partition)
@@ -330,8 +322,9 @@ class Spans:
         ) as span:
             if origin is None and not ours:
                 message = _add_current_context(message)
-            offset = await producer.publish(message)
-            span.set_attribute(OFFSET, offset)
+            offset = await publish(message)
+            if offset >= 0:
+                span.set_attribute(OFFSET, offset)
             return offset
 
     def _side_message(self, message: Message) -> tuple[bool, Context | None]:
@@ -342,7 +335,10 @@ class Spans:
         worker = SERVING.get(None)
         delivery = worker.delivery if worker is not None and worker.task is asyncio.current_task() else None
         if delivery is not None and delivery.recovery is not None:
-            return True, _context_of(delivery.failed_span)
+            failed = delivery.failed_span
+            if isinstance(failed, SpanContext) and failed.is_valid:
+                return True, set_span_in_context(NonRecordingSpan(failed), NOWHERE)
+            return True, NOWHERE
         return (True, NOWHERE) if message.topic in self._parked else (False, None)
 
 
@@ -369,17 +365,11 @@ def _place(record: Record) -> Attributes:
     return {PARTITION: str(record.partition), OFFSET: record.offset}
 
 
-def _context_of(span: object) -> Context:
-    if isinstance(span, SpanContext) and span.is_valid:
-        return set_span_in_context(NonRecordingSpan(span), NOWHERE)
-    return NOWHERE
-
-
 def _name_failure(error: BaseException) -> str:
     """Return the error name of a failed attempt; a timeout shows up as a cancellation."""
     worker = SERVING.get(None)
     if isinstance(error, asyncio.CancelledError) and worker is not None and worker.asked & Asked.TIME_OUT:
-        return _TIMED_OUT
+        return f"{AttemptTimeoutError.__module__}.{AttemptTimeoutError.__qualname__}"
     return error_type(error)
 
 
@@ -435,11 +425,11 @@ class Tracing(NamedTuple):
     tracer_provider: TracerProvider | None
     parent: bool
 
-    def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: "Settings") -> tuple[Clients, Adapt]:
+    def wrap(self, clients: Clients, adapt: Adapt | None, group_id: str, settings: Settings) -> tuple[Clients, Adapt]:
         """Return the clients and the handler adapter of a run with tracing added."""
         tracer = (self.tracer_provider or api.get_tracer_provider()).get_tracer("aioshard", version(), SCHEMA_URL)
         spans = Spans(tracer, group_id, settings, parent=self.parent)
-        traced = clients._replace(producer=lambda: spans.producer(clients.producer()))
+        traced = clients._replace(producer=lambda: spans.producer(clients.producer()), around=spans.around)
         if adapt is None:
             return traced, spans.attempts
         return traced, lambda spec: spans.attempts(adapt(spec))

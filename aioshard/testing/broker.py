@@ -1,17 +1,17 @@
 """An in-memory broker: topics, consumer groups and scripted failures, as plain calls."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 import zlib
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from aioshard.errors import CommitRefusedError, ConnectError, TransportError
-from aioshard.ports import Committed, GroupHasMembersError, Membership
+from aioshard.ports import Committed, GroupHasMembersError, Membership, Message
 from aioshard.records import Record, TopicPartition, is_subscribed
 
 
@@ -19,9 +19,6 @@ class UnknownPartitionError(TransportError, LookupError):
     """A topic or a partition does not exist."""
 
     retriable = False
-
-
-_offset_of = attrgetter("offset")
 
 
 class PartitionLog:
@@ -110,7 +107,9 @@ class PartitionLog:
 
     def read(self, position: int, below: int) -> list[Record]:
         """Return the records with `position <= offset < below`."""
-        first, last = (bisect_left(self._records, offset, key=_offset_of) for offset in (position, below))
+        first, last = (
+            bisect_left(self._records, offset, key=lambda record: record.offset) for offset in (position, below)
+        )
         return self._records[first:last]
 
 
@@ -427,9 +426,8 @@ class InMemoryBroker:
         """
         partitions = [log.topic_partition for log in self._topics[topic]]
         self._topics[topic] = [PartitionLog(partition, self.notify) for partition in partitions]
-        for group in self._groups.values():
-            if forget_commits:
-                group.commit_from_outside(dict.fromkeys(partitions))
+        for group in self._groups.values() if forget_commits else ():
+            group.commit_from_outside(dict.fromkeys(partitions))
         self.notify()
 
     def ensure_topic(self, name: str, *, at_least: int = 1) -> None:
@@ -491,15 +489,45 @@ class InMemoryBroker:
             headers: Pairs of name and content.
             timestamp: Seconds since the epoch; by default the broker's clock.
         """
+        log = self._log_for(topic, key, partition)
+        now = self._clock() if timestamp is None else timestamp
+        record = Record(*log.topic_partition, log.end, key, value, tuple(headers), now)
+        log.append(record)
+        return record
+
+    def _log_for(self, topic: str, key: bytes | None, partition: int | None) -> PartitionLog:
         self.ensure_topic(topic)
         if partition is None:
             turn = next(self._turns[topic]) if key is None else zlib.crc32(key)
             partition = turn % len(self._topics[topic])
-        log = self.log(topic, partition)
-        now = self._clock() if timestamp is None else timestamp
-        record = Record(topic, partition, log.end, key, value, tuple(headers), now)
-        log.append(record)
-        return record
+        return self.log(topic, partition)
+
+    @contextlib.contextmanager
+    def transaction(self, messages: Iterable[Message]) -> Iterator[None]:
+        """Append messages that are readable once the block has ended; if it raises, only gaps remain of them.
+
+        Raises:
+            TransportError: The error set with `fail_publishes` for a topic.
+        """
+        logs: dict[PartitionLog, None] = {}
+        is_committed = False
+        try:
+            for message in messages:
+                error, _ = self.publish_faults.get(message.topic, (None, True))
+                if error is not None:
+                    raise error
+                log = self._log_for(message.topic, message.key, message.partition)
+                if log not in logs:
+                    log.begin_transaction()
+                    logs[log] = None
+                place = message._asdict() | {"partition": log.topic_partition.partition}
+                self.publish(**place)
+            yield
+            is_committed = True
+        finally:
+            for log in logs:
+                log.end_transaction(commit=is_committed)
+            self.notify()
 
     def restore(self, records: Iterable[Record]) -> None:
         """Append records at their original offsets; missing offsets before them become a gap."""
@@ -555,9 +583,7 @@ class InMemoryBroker:
         Other partitions and commits are not affected, and published records are still stored.
         """
         name = self.existing_log(TopicPartition(topic, partition)).topic_partition
-        self.leaderless -= {name}
-        if not available:
-            self.leaderless.add(name)
+        self.leaderless = self.leaderless - {name} if available else self.leaderless | {name}
         self.notify()
 
     def fail_publishes(self, topic: str, error: TransportError | None, *, stored: bool = False) -> None:
@@ -583,8 +609,14 @@ class InMemoryBroker:
 
     # Client requests -------------------------------------------------------------------
 
-    def commit(self, group_id: str, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
-        """Answer a commit request.
+    def commit(
+        self,
+        group_id: str,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Iterable[Message] = (),
+    ) -> None:
+        """Answer a commit request; *messages* become readable with the offsets, or leave only gaps.
 
         Raises:
             CommitRefusedError: *membership* is not in force.
@@ -595,12 +627,12 @@ class InMemoryBroker:
         failure, applied = self._commit_failures.popleft() if self._commit_failures else (None, True)
         # Manually assigned partitions have no owner that the broker knows of.
         owned = all((group.owner(partition) or "") == membership.member_id for partition in offsets)
-        request = CommitRequest(group_id, membership, dict(offsets), applied=False, owned=owned)
-        self.commits.append(request)
-        if applied:
+        self.commits.append(CommitRequest(group_id, membership, dict(offsets), applied=False, owned=owned))
+        with self.transaction(messages):
+            if failure is not None and not applied:
+                raise failure
             group.commit(offsets, membership)
-            self.commits[-1] = request._replace(applied=True)
-        self.notify()
+            self.commits[-1] = self.commits[-1]._replace(applied=True)
         if failure is not None:
             raise failure
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -93,9 +93,14 @@ class TestClient:
         if self._exit is not None:
             raise StateError("this TestClient runs already: make another one, or enter it again after it has ended")
         async with contextlib.AsyncExitStack() as stack:
-            reset, interval = self.app.settings.auto_offset_reset, self.app.settings.commit_interval
-            changes = {"auto_offset_reset": reset or "earliest", "commit_interval": min(interval, _COMMIT_INTERVAL)}
-            stack.enter_context(changed_settings(self.app, **changes))
+            settings = self.app.settings
+            stack.enter_context(
+                changed_settings(
+                    self.app,
+                    auto_offset_reset=settings.auto_offset_reset or "earliest",
+                    commit_interval=min(settings.commit_interval, _COMMIT_INTERVAL),
+                )
+            )
             await stack.enter_async_context(
                 self.app.started(
                     self._make_transport,
@@ -205,9 +210,7 @@ class TestClient:
             UnknownPartitionError: The partition does not exist.
             StateError: The app uses manual assignment, so no rebalance moves its partitions.
         """
-        self._check_moves(topic, partition)
-        self.group.revoke(TopicPartition(topic, partition))
-        await self._rebalanced()
+        await self._rebalance(self.group.revoke, TopicPartition(topic, partition))
 
     async def assign(self, topic: str, partition: int) -> None:
         """Return a revoked partition to the app; return once the rebalance is complete.
@@ -216,9 +219,7 @@ class TestClient:
             UnknownPartitionError: The partition does not exist.
             StateError: The app uses manual assignment, so no rebalance moves its partitions.
         """
-        self._check_moves(topic, partition)
-        self.group.assign(TopicPartition(topic, partition))
-        await self._rebalanced()
+        await self._rebalance(self.group.assign, TopicPartition(topic, partition))
 
     def fail_next_commit(self, error: TransportError, *, applied: bool = False) -> None:
         """Answer the next commit with *error*; with *applied*, it is stored and only the acknowledgement is lost."""
@@ -226,15 +227,14 @@ class TestClient:
 
     # Inside ----------------------------------------------------------------------------
 
-    def _check_moves(self, topic: str, partition: int) -> None:
-        self.broker.existing_log(TopicPartition(topic, partition))
+    async def _rebalance(self, move: Callable[[TopicPartition], None], topic_partition: TopicPartition) -> None:
+        self.broker.existing_log(topic_partition)
         if self.app.settings.assign is not None:
             raise StateError(
-                f"partition {topic}/{partition} cannot be revoked or assigned: with assign no rebalance moves "
+                f"partition {topic_partition} cannot be revoked or assigned: with assign no rebalance moves "
                 "partitions; remove assign, or kill the client (transports[-1].kill())"
             )
-
-    async def _rebalanced(self) -> None:
+        move(topic_partition)
         await self.broker.until(lambda: bool(self.group.members) and not self.group.rebalancing)
 
     def _unsettled(self) -> list[str]:

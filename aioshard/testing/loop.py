@@ -1,13 +1,11 @@
 """An asyncio event loop with virtual time and a seeded order of steps, for fast and reproducible tests."""
 
 import asyncio
-import functools
 import itertools
 import math
 import os
 import random
 import selectors
-import sys
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -27,6 +25,12 @@ _BUSY_LIMIT = 300_000
 _THREAD_GLANCE = 0.01
 _THREAD_PATIENCE = 0.5
 _THREAD_LIMIT = 10.0
+
+
+_NO_SOCKETS = (
+    "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: run what needs them "
+    "with asyncio.run"
+)
 
 
 class DeadlockError(AioshardError):
@@ -96,14 +100,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         job.add_done_callback(self._executor_jobs.discard)
         return job
 
+    async def create_unix_connection(self, *_: Any, **__: Any) -> Any:
+        """Refuse the connection to a worker process; otherwise only the log would say why nothing arrives."""
+        raise StateError(_NO_SOCKETS)
+
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Shut down as asyncio does, but wait for the threads in real time and ignore *timeout*."""
         self._closing_executor += 1
         try:
-            if sys.version_info >= (3, 12):
-                await super().shutdown_default_executor(None)
-            else:
-                await super().shutdown_default_executor()
+            await super().shutdown_default_executor()
         finally:
             self._closing_executor -= 1
 
@@ -191,13 +196,10 @@ class _ReadyQueue(deque[asyncio.Handle]):
 
     def _permute(self, rng: random.Random) -> None:
         lanes: dict[int, deque[asyncio.Handle]] = defaultdict(deque)
-        turns: list[int] = []
         for _ in range(self._remaining):
             handle = super().popleft()
-            lane = self._lane(handle)
-            lanes[lane].append(handle)
-            turns.append(lane)
-        turns.sort()
+            lanes[self._lane(handle)].append(handle)
+        turns = [lane for lane in sorted(lanes) for _ in lanes[lane]]
         rng.shuffle(turns)
         self.extendleft([lanes[lane].popleft() for lane in turns][::-1])
 
@@ -210,10 +212,7 @@ class _ReadyQueue(deque[asyncio.Handle]):
         task = getattr(getattr(handle, "_callback", None), "__self__", None)
         if not isinstance(task, asyncio.Task):
             return 0
-        lane = self._lanes.get(task)
-        if lane is None:
-            lane = self._lanes[task] = next(self._ages)
-        return lane
+        return self._lanes.setdefault(task, next(self._ages))
 
 
 class _VirtualSelector(selectors.DefaultSelector):
@@ -229,10 +228,7 @@ class _VirtualSelector(selectors.DefaultSelector):
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         if self.sockets_refused:
-            raise StateError(
-                "a loop with virtual time has no sockets, pipes or subprocesses, because they take real time: "
-                "run what needs them with asyncio.run"
-            )
+            raise StateError(_NO_SOCKETS)
         return super().register(fileobj, events, data)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -311,8 +307,7 @@ def run(
         >>> run(an_hour())
         3600.0
     """
-    make_loop = functools.partial(VirtualTimeLoop, seed=seed, on_step=on_step, time_limit=time_limit)
-    runner = asyncio.Runner(loop_factory=make_loop)
+    runner = asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(seed=seed, on_step=on_step, time_limit=time_limit))
     random_state = random.getstate()
     if seed is not None:
         random.seed(seed)
@@ -325,8 +320,10 @@ def run(
         runner.close()
     except BaseException as error:
         if seed is not None:
-            hash_seed = os.environ.get("PYTHONHASHSEED", "random")
-            error.add_note(f"The order of steps is repeated with seed={seed} and PYTHONHASHSEED={hash_seed}.")
+            error.add_note(
+                f"The order of steps is repeated with seed={seed} and "
+                f"PYTHONHASHSEED={os.environ.get('PYTHONHASHSEED', 'random')}."
+            )
         raise
     finally:
         random.setstate(random_state)

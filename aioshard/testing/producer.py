@@ -63,8 +63,9 @@ class InMemoryProducer:
         """
         if self._closed:
             raise _closed()
-        previous = self._sending[-1] if self._sending else None
-        sending = asyncio.get_running_loop().create_task(self._send(message, previous), name="in-memory producer")
+        sending = asyncio.get_running_loop().create_task(
+            self._send(message, self._sending[-1] if self._sending else None), name="in-memory producer"
+        )
         self._sending.append(sending)
         sending.add_done_callback(self._forget)
         done, _ = await asyncio.wait([sending], timeout=self._timeout)

@@ -17,7 +17,7 @@ from aioshard.app import App
 from aioshard.engine.handler import Handler
 from aioshard.engine.stack import waiting_place
 from aioshard.errors import ClientLostError
-from aioshard.records import Record, TopicPartition
+from aioshard.records import Record
 from aioshard.serde.side_records import Coordinates
 from aioshard.testing.broker import InMemoryBroker
 from aioshard.testing.client import TestClient, changed_settings
@@ -46,8 +46,8 @@ class Interruption:
         self._report = report
 
     def adapt(self, handler: Handler) -> Handler:
-        """Return the handler with interruptible runs; one that runs in threads is returned unchanged."""
-        return handler.through(self._interruptible) if handler.is_async else handler
+        """Return the handler with interruptible runs; any other is returned unchanged."""
+        return handler.through(self._interruptible) if handler.run_in == "loop" else handler
 
     def _interruptible(self, attempt: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[object]]:
         async def run(given: T) -> object:
@@ -226,10 +226,9 @@ class _Replay(NamedTuple):
         if interruption is not None and interruption.place is None:
             return False
         # Stopping the app committed the completed records; undo that, because the crash came before.
-        resumes_at: dict[TopicPartition, int | None] = {}
-        for record in self.history[committed:]:
-            resumes_at.setdefault(record.topic_partition, record.offset)
-        broker.group(self.app.group_id).commit_from_outside(resumes_at)
+        broker.group(self.app.group_id).commit_from_outside(
+            {record.topic_partition: record.offset for record in reversed(self.history[committed:])}
+        )
         await self._run_app(broker, self.history[ran:], f"after {crash}")
         effects = await self._copied_effects()
         if effects != clean:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from aioshard.errors import ClientLostError, SideTopicError, TransportError
+from aioshard.kafka.errors import undecided
 from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker
 
@@ -111,10 +112,13 @@ class InMemorySideTopics:
 
         Raises:
             ConnectError: The broker is not available.
-            TransportError: The partition does not exist.
+            TransportError: The partition does not exist, or a transaction is open.
         """
         await self._ask()
-        return self._broker.existing_log(topic_partition).stable_end
+        log = self._broker.existing_log(topic_partition)
+        if log.stable_end < log.end:
+            raise undecided(topic_partition)
+        return log.end
 
     async def read(self, topic_partition: TopicPartition, offset: int) -> Sequence[Record]:
         """See `SideTopics.read`.

@@ -27,6 +27,7 @@ from aioshard.ports import (
     GroupListener,
     LogRange,
     Membership,
+    Message,
     Oversized,
     record_size,
 )
@@ -34,8 +35,6 @@ from aioshard.records import Record, TopicPartition
 from aioshard.testing.broker import InMemoryBroker, PartitionLog
 
 logger = logging.getLogger("aioshard.testing.transport")
-
-IsolationLevel = Literal["read_committed", "read_uncommitted"]
 
 _FAULT_INTERVAL = 1.0
 """Seconds after which a persistent fault is reported again; a client retries a failed fetch with backoff."""
@@ -90,7 +89,7 @@ class InMemoryTransport:
         broker: InMemoryBroker,
         group_id: str,
         *,
-        isolation_level: IsolationLevel = "read_committed",
+        isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed",
         latency: Latency | None = None,
         max_batch_records: int = 500,
         max_fetch_offsets: int | None = None,
@@ -167,8 +166,7 @@ class InMemoryTransport:
         self._topics, self._pattern = topics, pattern
         self._broker.watch(self._changed)
         self._member_id = self._group.join(topics, pattern)
-        name = f"in-memory client {self._member_id}"
-        self._task = asyncio.get_running_loop().create_task(self._follow_group(listener), name=name)
+        self._task = asyncio.create_task(self._follow_group(listener), name=f"in-memory client {self._member_id}")
 
     def _take_assigned(self, assign: Mapping[str, Sequence[int]], listener: GroupListener) -> None:
         for topic, numbers in assign.items():
@@ -472,7 +470,12 @@ class InMemoryTransport:
 
     # Requests --------------------------------------------------------------------------
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Sequence[Message] | None = None,
+    ) -> None:
         """See `Transport.commit`.
 
         Raises:
@@ -489,7 +492,7 @@ class InMemoryTransport:
         if self._crashed:
             raise CommitError("the commit was not acknowledged: the client has crashed")
         try:
-            self._broker.commit(self._group.group_id, offsets, membership)
+            self._broker.commit(self._group.group_id, offsets, membership, messages or ())
         except ConnectError as error:
             raise CommitError(f"the commit was not acknowledged: {error}") from error
         await self._take("commit reply")
@@ -504,7 +507,7 @@ class InMemoryTransport:
         """See `Transport.log_ranges`; raises `ConnectError` while the broker is not available."""
         await self._ask("log ranges")
         logs = {name: self._broker.log(*name) for name in partitions if name not in self._broker.leaderless}
-        return {name: LogRange(log.start, self._readable_end(log)) for name, log in logs.items()}
+        return {name: LogRange(log.start, self._readable_end(log), log.end) for name, log in logs.items()}
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`; raises `ConnectError` while the broker is not available."""
@@ -524,9 +527,6 @@ class InMemoryTransport:
         log = self._broker.log(*topic_partition)
         readable = log.read(log.start, self._readable_end(log))
         return next((record.offset for record in readable if record.timestamp >= timestamp), None)
-
-    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`; nothing is prefetched here."""
 
     async def _ask(self, operation: Operation) -> None:
         await self._take(operation)

@@ -18,34 +18,24 @@ import logging
 import time
 from typing import Self
 
-import anyio
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from aioshard.app import App
-from aioshard.errors import AioshardError, MissingExtraError, SettingsError
-
-try:
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route
-
-    from aioshard.web.server import SAFE
-except ImportError as error:
-    raise MissingExtraError("the dashboard", "web") from error
+from aioshard.errors import AioshardError, SettingsError
+from aioshard.web.server import SAFE
 
 logger = logging.getLogger("aioshard.web.audit")
 
 SHORTEST_TOKEN = 16
 """Minimum length of a token; a shorter one can be guessed."""
-LARGEST_BODY = 4096
-"""Maximum bytes of a request body."""
-_BODY_TIMEOUT = 5.0
 _THREADS = 4
 _MOST_REFUSED = 20
 _REFUSED_PERIOD = 60.0
 """At most this many refused requests are logged in this many seconds, so that nobody can flood the log."""
-_WHY = "requested by an operator on the dashboard"
 
 
 class RefusedError(Exception):
@@ -144,7 +134,7 @@ def perform(app: App, action: Action) -> str:
         RefusedError: The app refused it; carries the app's own message.
     """
     arguments, sentence = action.arguments(), _ACTIONS[action.action][1]
-    why = {"why": _WHY} if action.action in ("pause", "pause_handler") else {}
+    why = {"why": "requested by an operator on the dashboard"} if action.action in ("pause", "pause_handler") else {}
     try:
         if action.action != "check":
             getattr(app, action.action)(*arguments.values(), **why)
@@ -195,33 +185,8 @@ def _check_request(request: Request, token: str) -> None:
         raise RefusedError(401, "the token is missing: expected the header Authorization: Bearer TOKEN")
     if not hmac.compare_digest(secret.strip().encode("latin-1", "replace"), token.encode()):
         raise RefusedError(401, "the token is wrong: expected the one that the operator of the app has set")
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(415, "the body is not declared as JSON: expected Content-Type: application/json")
-
-
-async def _body(request: Request) -> bytes:
-    """Read the body, up to its maximum size.
-
-    Raises:
-        RefusedError: The body is too long, or does not arrive.
-    """
-    body = bytearray()
-    try:
-        with anyio.fail_after(_BODY_TIMEOUT):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > LARGEST_BODY:
-                    raise RefusedError(413, f"the body is larger than {LARGEST_BODY} bytes: no action is")
-    except TimeoutError:
-        raise RefusedError(408, f"the body did not arrive within {_BODY_TIMEOUT:g} s") from None
-    except ClientDisconnect:
-        raise RefusedError(400, "the connection was closed before the whole body had arrived") from None
-    return bytes(body)
-
-
-def _client(request: Request) -> str:
-    return "an unknown address" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
 def action_route(app: App, token: str) -> Route:
@@ -239,27 +204,25 @@ def action_route(app: App, token: str) -> Route:
     """Times of the refused requests that were logged last."""
 
     # The log has every request with its sender and result; the token never appears in it.
-    def log_refused(request: Request, action: Action | None, refusal: RefusedError) -> None:
-        now = time.monotonic()
-        if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
-            refused.append(now)
-            logger.warning(
-                "%s by %s was refused (%d): %s", action or "a request", _client(request), refusal.status, refusal
-            )
-
     async def act(request: Request) -> Response:
         action: Action | None = None
+        client = "an unknown address" if request.client is None else f"{request.client.host}:{request.client.port}"
         try:
             _check_request(request, expected)
-            action = parse(await _body(request))
+            action = parse(await request.body())  # only whoever has the token can send one
             sentence = await anyio.to_thread.run_sync(perform, app, action, limiter=limiter)
         except RefusedError as refusal:
-            log_refused(request, action, refusal)
+            now = time.monotonic()
+            if len(refused) < _MOST_REFUSED or now - refused[0] >= _REFUSED_PERIOD:
+                refused.append(now)
+                logger.warning("%s by %s was refused (%d): %s", action or "a request", client, refusal.status, refusal)
             headers = {**SAFE, "connection": "close"}  # the unread rest of its body must not be taken for a request
             if refusal.status == 401:  # noqa: PLR2004 - Unauthorized
                 headers["www-authenticate"] = "Bearer"
             return JSONResponse({"error": str(refusal)}, refusal.status, headers)
-        logger.warning("%s by %s: %s", action, _client(request), sentence)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        logger.warning("%s by %s: %s", action, client, sentence)
         return JSONResponse({"done": sentence}, headers=SAFE)
 
     return Route("/actions", act, methods=["POST"])

@@ -20,20 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
 from aioshard.app import App
-from aioshard.errors import MissingExtraError
-from aioshard.observe import PartitionDiagnosis, PartitionStatistics
+from aioshard.observe import PartitionStatistics
 from aioshard.web.actions import action_route
-
-try:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import BaseRoute, Route
-
-    from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
-except ImportError as error:
-    raise MissingExtraError("the dashboard", "web") from error
+from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads
 
 MOST_DIAGNOSED = 100
 """Maximum number of diagnosed partitions."""
@@ -81,21 +76,15 @@ def dashboard_routes(app: App, *, token: str | None = None) -> list[BaseRoute]:
     def data(_: Request) -> Response:
         return JSONResponse(snapshot(app, actions=token is not None), headers=SAFE)
 
-    routes = [_file(path, name, media_type) for path, (name, media_type) in _FILES.items()]
+    routes: list[BaseRoute] = [
+        Route(path, Response((_STATIC / name).read_bytes(), media_type=media_type, headers=SAFE), methods=["GET"])
+        for path, (name, media_type) in _FILES.items()
+    ]
     # In a thread: with a thousand partitions it takes long enough to block the event loop noticeably.
     routes += routes_in_threads({"/dashboard.json": data}, threads=1)
     if token is not None:
         routes.append(action_route(app, token))
     return routes
-
-
-def _file(path: str, name: str, media_type: str) -> BaseRoute:
-    content = (_STATIC / name).read_bytes()
-
-    async def answer(_: Request) -> Response:
-        return Response(content, media_type=media_type, headers=SAFE)
-
-    return Route(path, answer)
 
 
 def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
@@ -108,19 +97,15 @@ def snapshot(app: App, *, actions: bool = False) -> dict[str, Any]:
     statistics, diagnosis, workload = app.statistics(), app.diagnose(), app.workload()
     # `asdict` copies deeply, which takes most of the time with many partitions, and these are flat.
     partitions = [{name: getattr(partition, name) for name in _PARTITION_FIELDS} for partition in statistics.partitions]
-    others = dataclasses.replace(statistics, partitions=())
     delayed = sorted(
-        (partition for partition in diagnosis.partitions if partition.verdict in ("stuck", "waiting")), key=_worst_first
+        (partition for partition in diagnosis.partitions if partition.verdict in ("stuck", "waiting")),
+        key=lambda partition: (partition.verdict != "stuck", -(partition.since or 0.0)),  # the worst first
     )
     explained = dataclasses.replace(diagnosis, partitions=tuple(delayed[:MOST_DIAGNOSED]))
     return {
-        "statistics": {**others.asdict(), "partitions": partitions},
+        "statistics": {**dataclasses.replace(statistics, partitions=()).asdict(), "partitions": partitions},
         "diagnosis": {**explained.asdict(), "left_out": max(len(delayed) - MOST_DIAGNOSED, 0)},
         "workload": None if workload is None else workload.asdict(),
         "actions": actions,
         "at": time.time(),
     }
-
-
-def _worst_first(partition: PartitionDiagnosis) -> tuple[bool, float]:
-    return partition.verdict != "stuck", -(partition.since or 0.0)

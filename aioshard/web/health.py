@@ -14,33 +14,29 @@ that an operator should know about although the status is 200).
 
 import asyncio
 import contextlib
+import functools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from aioshard.app import App
-from aioshard.errors import MissingExtraError, NotDrainedError
-from aioshard.observe import Diagnosis, Statistics
+from aioshard.errors import NotDrainedError
+from aioshard.observe import AppState, Diagnosis, Statistics
 from aioshard.records import counted
-from aioshard.telemetry.metrics import AppCollector, encode
-
-try:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, PlainTextResponse, Response
-    from starlette.routing import BaseRoute, Route
-
-    from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads, serve_in_thread
-except ImportError as error:
-    raise MissingExtraError("the health server", "web") from error
+from aioshard.telemetry.metrics import AppCollector
+from aioshard.web.server import NOT_FOUND, SAFE, routes_in_threads, serve_in_thread
 
 _THREADS = 4
 """Number of responses computed at the same time: a slow scrape must not delay a probe."""
 _APP_WIDE = ("commit", "draining", "rebalancing")
 """Kinds of findings that concern all partitions, and are reported once."""
 _MAX_WAIT = 600.0
-_BROWSER_HEADERS = ("origin", "sec-fetch-site")
 
 
 # Content of the answers ----------------------------------------------------------------
@@ -73,18 +69,15 @@ def findings(statistics: Statistics, diagnosis: Diagnosis) -> list[str]:
     return sentences
 
 
-def _not_ready(statistics: Statistics) -> list[str]:
-    match statistics.state:
-        case "running":
-            return []
-        case "failed":
-            return list(statistics.restart_cures)
-        case "starting":
-            return ["the group has not been joined yet" + (f": {statistics.trouble}" if statistics.trouble else "")]
-        case "draining":
-            return ["the app is draining: it finishes running records and starts no others"]
-        case "stopped":
-            return ["the app is stopped"]
+def _not_ready(statistics: Statistics) -> Sequence[str]:
+    reasons: dict[AppState, Sequence[str]] = {
+        "running": [],
+        "failed": statistics.restart_cures,
+        "starting": ["the group has not been joined yet" + (f": {statistics.trouble}" if statistics.trouble else "")],
+        "draining": ["the app is draining: it finishes running records and starts no others"],
+        "stopped": ["the app is stopped"],
+    }
+    return reasons[statistics.state]
 
 
 # Routes -------------------------------------------------------------------------------
@@ -109,21 +102,20 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
         registry = CollectorRegistry()
         AppCollector(app, registry=registry)
 
-    def probe(statistics: Statistics, reasons: list[str]) -> Response:
+    def probe(reasons_of: Callable[[Statistics], Sequence[str]], _: Request) -> Response:
+        statistics = app.statistics()
+        reasons = reasons_of(statistics)
         status, code = ("unavailable", 503) if reasons else ("ok", 200)
-        body = {"status": status, "state": statistics.state, "reasons": reasons}
-        return JSONResponse({**body, "findings": findings(statistics, app.diagnose())}, code, SAFE)
-
-    def livez(_: Request) -> Response:
-        statistics = app.statistics()
-        return probe(statistics, list(statistics.restart_cures))
-
-    def readyz(_: Request) -> Response:
-        statistics = app.statistics()
-        return probe(statistics, _not_ready(statistics))
-
-    def statistics(_: Request) -> Response:
-        return JSONResponse(app.statistics().asdict(), headers=SAFE)
+        return JSONResponse(
+            {
+                "status": status,
+                "state": statistics.state,
+                "reasons": reasons,
+                "findings": findings(statistics, app.diagnose()),
+            },
+            code,
+            SAFE,
+        )
 
     def explain(request: Request) -> Response:
         default = "json" if "application/json" in request.headers.get("accept", "") else "text"
@@ -132,14 +124,14 @@ def health_routes(app: App, *, registry: CollectorRegistry | None = None) -> lis
         return PlainTextResponse(app.explain(), headers=SAFE)
 
     def metrics(request: Request) -> Response:
-        page, content_type = encode(registry, request.headers.get("accept", ""))
-        return Response(page, headers={**SAFE, "content-type": content_type})
+        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encoder(registry), headers={**SAFE, "content-type": content_type})
 
     return routes_in_threads(
         {
-            "/livez": livez,
-            "/readyz": readyz,
-            "/statistics.json": statistics,
+            "/livez": functools.partial(probe, lambda statistics: statistics.restart_cures),
+            "/readyz": functools.partial(probe, _not_ready),
+            "/statistics.json": lambda _: JSONResponse(app.statistics().asdict(), headers=SAFE),
             "/explain": explain,
             "/metrics": metrics,
         },
@@ -166,11 +158,14 @@ def drain_route(app: App, path: str = "/drain") -> Route:
     """
 
     def response(status: int, *reasons: str) -> Response:
-        text = "unavailable" if reasons else "ok"
-        return JSONResponse({"status": text, "state": app.statistics().state, "reasons": reasons}, status, SAFE)
+        return JSONResponse(
+            {"status": "unavailable" if reasons else "ok", "state": app.statistics().state, "reasons": reasons},
+            status,
+            SAFE,
+        )
 
     async def drain(request: Request) -> Response:
-        if request.method == "HEAD" or any(sign in request.headers for sign in _BROWSER_HEADERS):
+        if request.method == "HEAD" or any(sign in request.headers for sign in ("origin", "sec-fetch-site")):
             return response(403, "use GET or POST, from a hook or a command and not from a browser")
         text = request.query_params.get("wait", "0")
         try:

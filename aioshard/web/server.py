@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -9,22 +10,17 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 
-import anyio
 import anyio.to_thread
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
 from aioshard.engine.tasks import finish
-from aioshard.errors import AioshardError, MissingExtraError
-
-try:
-    import uvicorn
-    from starlette.exceptions import HTTPException
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import BaseRoute, Route
-    from starlette.types import ASGIApp
-except ImportError as error:
-    raise MissingExtraError("the health server", "web") from error
+from aioshard.errors import AioshardError
 
 logger = logging.getLogger("aioshard.web")
 
@@ -41,7 +37,6 @@ SAFE = {
 }
 """Headers of every response: it must not be cached, and pages of other sites must not get it."""
 
-_BACKLOG = 128
 _SHUTDOWN_TIMEOUT = 1
 """Seconds that requests in flight get when the server stops."""
 _THREAD_TIMEOUT = 5.0
@@ -73,13 +68,10 @@ def routes_in_threads(answers: Mapping[str, Callable[[Request], Response]], *, t
     """
     limiter = anyio.CapacityLimiter(threads)
 
-    def route(path: str, compute: Callable[[Request], Response]) -> Route:
-        async def answer(request: Request) -> Response:
-            return await anyio.to_thread.run_sync(compute, request, limiter=limiter)
+    async def answer(compute: Callable[[Request], Response], request: Request) -> Response:
+        return await anyio.to_thread.run_sync(compute, request, limiter=limiter)
 
-        return Route(path, answer)
-
-    return [route(path, compute) for path, compute in answers.items()]
+    return [Route(path, functools.partial(answer, compute)) for path, compute in answers.items()]
 
 
 @contextlib.asynccontextmanager
@@ -145,7 +137,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # Listen before the server runs, so that an early probe waits for its response.
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=128)
         # Connections inherit it: asyncio sets it only if the protocol is given explicitly, and without it a body that
         # follows its headers waits 40 ms for the peer.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

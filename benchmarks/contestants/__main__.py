@@ -14,10 +14,16 @@ from benchmarks.spec import Spec
 
 WHERE = {
     "aioshard": "ours:on_demand",
+    "aioshard, compiled": "ours:compiled",
     "aioshard, fixed shards": "ours:fixed_shards",
     "aioshard, journal": "ours:journaling",
     "aioshard, confluent": "ours:confluent",
+    "aioshard, at least once": "ours:at_least_once",
+    "aioshard, exactly once": "ours:exactly_once",
     "aioshard, static": "ours:static",
+    "aioshard, processes": "ours:processes",
+    "aioshard, batches in processes": "ours:batches_in_processes",
+    "aioshard, threads": "ours:threads",
     "aioshard, KIP-848": "ours:consumer_protocol",
     "bare loop, no Kafka": "bare:bare_loop",
     "plain loop": "handwritten:plain_loop",

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -48,7 +48,7 @@ def make_work(spec: Spec) -> Work:
             return _Hanging()
         case "journal":
             return _Journal(spec)
-        case "told" | "hash":
+        case "told" | "hash" | "compute":
             return _Watching(spec)
         case _:
             return _Noting(spec)
@@ -162,6 +162,10 @@ class _Watching:
         return max(self._expected - sum(len(marks) - marks.count(0) for marks in self._marks), 0)
 
     async def _handle(self, record: Any) -> None:
+        await self.around(record, self._act(record))
+
+    async def around(self, record: Any, run: Awaitable[object]) -> None:
+        """Await a run that computes elsewhere, and note the record."""
         if not self.first_started:
             self.first_started = time.perf_counter()
         self._running += 1
@@ -172,12 +176,19 @@ class _Watching:
         self._turns[key] = -place
         if before < 0 or before >= place:
             self.disordered += 1
-        await self._act(record)
+        await run
         self._turns[key] = place
         self._marks[record.partition][record.offset] += 1
         self._running -= 1
         self._count += 1
         self.last_ended = time.perf_counter()
+
+    async def around_batch(self, records: Sequence[Any], run: Awaitable[object]) -> None:
+        """The same for a batch, whose records are noted when it has ended."""
+        self.first_started = self.first_started or time.perf_counter()
+        await run
+        for record in records:
+            await self.around(record, asyncio.sleep(0))
 
 
 async def _sleep_as_told(record: Any) -> None:
@@ -185,9 +196,27 @@ async def _sleep_as_told(record: Any) -> None:
 
 
 async def _hash(record: Any) -> None:
+    hash_record(record)
+
+
+def hash_record(record: Any) -> None:
+    """Compute 500 × SHA-256."""
     value = record.value
     for _ in range(ROUNDS):
         value = sha256(value).digest()
+
+
+def hash_records(records: list[Any]) -> None:
+    """The same for each record of a batch."""
+    for record in records:
+        hash_record(record)
+
+
+def compute(record: Any, turns: int = 0) -> None:  # noqa: ARG001 - every record takes as long
+    """Compute in pure Python."""
+    total = 0
+    for number in range(turns):
+        total = (total * 31 + number) & 0xFFFF
 
 
 def _is_slow(partition: int, offset: int) -> bool:

@@ -1,6 +1,6 @@
 """A process that runs one job over a whole topic after the other, each a line on its standard input.
 
-`python -m benchmarks.contestants.history app|spark SPEC`: an app, or jobs of one Spark session. The answer to each job
+`python -m benchmarks.contestants.history app|MASTER SPEC`: an app, or jobs of one Spark session. The answer to each job
 is a line of JSON.
 """
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 APP = "benchmarks.contestants.history_app:app"
-CORES = 2
 ROWS_PER_BATCH = "spark.sql.execution.arrow.maxRecordsPerBatch"
 DEFAULT_ROWS = "10000"
 
@@ -34,7 +33,7 @@ Run = Callable[[Spec], Measurement]
 def main() -> None:
     """Answer jobs until there are no more."""
     kind, text = sys.argv[1:]
-    with run_app() if kind == "app" else run_on_spark(text) as run:
+    with run_app() if kind == "app" else run_on_spark(kind, text) as run:
         for line in sys.stdin:
             print(json.dumps(asdict(run(Spec.from_json(line)))), flush=True)
 
@@ -55,14 +54,14 @@ def run_app() -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def run_on_spark(text: str) -> Iterator[Run]:
+def run_on_spark(master: str, text: str) -> Iterator[Run]:
     """Jobs of one session."""
     from aioshard.spark.session import local_session, register  # noqa: PLC0415 - pyspark only where it is measured
 
     # The tasks are told by the environment, which they have from the session.
     os.environ[IN_ENVIRONMENT] = text
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # noqa: PTH109
-    spark = local_session(f"local[{CORES}]", "benchmarks")
+    spark = local_session(master, "benchmarks")
     register(spark)
 
     def run(spec: Spec) -> Measurement:
@@ -116,7 +115,11 @@ def _tree_seconds() -> float:
 
 
 def _fused(spark: "SparkSession", spec: Spec) -> "DataFrame":
-    return spark.read.format("aioshard").options(app=APP, bootstrap_servers=spec.bootstrap, topics=spec.topic).load()
+    from aioshard.spark.session import slots_of  # noqa: PLC0415 - as above
+
+    slots = str(slots_of(spark, 1))  # as a planned run does
+    options = {"app": APP, "bootstrap_servers": spec.bootstrap, "topics": spec.topic, "slots": slots}
+    return spark.read.format("aioshard").options(**options).load()
 
 
 def _raw(spark: "SparkSession", spec: Spec) -> "DataFrame":
@@ -145,6 +148,7 @@ def _gathered(rows: int) -> "Callable[[SparkSession, Spec], DataFrame]":
 
 _FRAMES: "dict[str, Callable[[SparkSession, Spec], DataFrame]]" = {
     "aioshard, fused": _fused,
+    "aioshard, fused, local[1]": _fused,
     "aioshard, mapInArrow": _mapped,
     "source alone": _raw,
     "gather per 1,000 rows": _gathered(1_000),

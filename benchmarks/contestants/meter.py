@@ -1,12 +1,14 @@
 """The clocks beside the handler."""
 
 import asyncio
+import contextlib
 import math
+import os
 import resource
 import signal
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -19,6 +21,7 @@ STALL_TIMEOUT = 60.0
 """Seconds without any progress after which a run is given up."""
 NEARLY_ALL = 0.99
 """Share of the records; a few that hang do not hold it up."""
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 class StalledError(RuntimeError):
@@ -50,10 +53,18 @@ class Meter:
         self._readings: list[Reading] = []
         self.over = asyncio.Event()
         """Set when `watch` has seen what it waited for."""
+        self._children_peak = 0
         self.dropped = 0
         """Rows that a journal did not keep."""
+        self.longest_pause = 0.0
+        """Most seconds from one start of a handler to the next, as far as noted."""
         self.first_of_all = 0.0
         """When the process started its first record, where another run came before; seconds."""
+
+    @property
+    def work(self) -> Any:
+        """Notes the records."""
+        return self._work
 
     @property
     def handler(self) -> Handler:
@@ -98,7 +109,9 @@ class Meter:
     def _look(self, process: psutil.Process | None = None) -> Reading:
         used = resource.getrusage(resource.RUSAGE_SELF)
         rss = process.memory_info().rss if process is not None else 0
-        cpu, work = used.ru_utime + used.ru_stime, self._work
+        cpu, memory = _children()
+        cpu, work = cpu + used.ru_utime + used.ru_stime, self._work
+        self._children_peak = max(self._children_peak, memory)
         reading = Reading(time.perf_counter(), cpu, work.count(), rss, work.last_ended)
         self._readings.append(reading)
         return reading
@@ -120,11 +133,12 @@ class Meter:
             repeated=work.repeated,
             missing=work.missing if whole else 0,
             rss=last.rss,
-            peak_rss=_peak_rss(),
+            peak_rss=_peak_rss() + self._children_peak,
             dropped=self.dropped,
             late_growth=self._late_growth(),
             disordered=work.disordered,
             peak_concurrency=work.peak_concurrency,
+            longest_pause=self.longest_pause,
             nearly_seconds=self._nearly().wall - work.first_started if timed else 0.0,
             start_seconds=(self.first_of_all or work.first_started) - self._spec.spawned_at if timed else 0.0,
         )
@@ -150,6 +164,17 @@ async def _terminated() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     await asked.wait()
+
+
+def _children() -> tuple[float, int]:
+    """CPU seconds and bytes of the worker processes."""
+    cpu, memory = 0, 0
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            cpu += int(fields[11]) + int(fields[12])
+            memory += int(fields[21]) * _PAGE
+    return cpu / _TICKS, memory
 
 
 def _peak_rss() -> int:

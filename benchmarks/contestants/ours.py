@@ -1,8 +1,16 @@
 """aioshard as its users run it."""
 
+import asyncio
+import functools
 import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
 
-from aioshard import App
+from aioshard import App, Batch, BatchContext, Context, Record
+from aioshard.engine import worker
+from aioshard.signals import Signals
+from benchmarks.contestants.handlers import compute, hash_record, hash_records
 from benchmarks.contestants.meter import Meter
 from benchmarks.spec import Spec
 
@@ -11,16 +19,20 @@ async def on_demand(spec: Spec, meter: Meter) -> None:
     """A shard per key, served by *concurrency* workers: the default."""
     app = _app(spec)
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
-    async with app:
-        await meter.watch()
+    await _run(app, meter)
+
+
+async def compiled(spec: Spec, meter: Meter) -> None:
+    """As the default, on the compiled package."""
+    assert not worker.__file__.endswith(".py"), worker.__file__
+    await on_demand(spec, meter)
 
 
 async def fixed_shards(spec: Spec, meter: Meter) -> None:
     """As many numbered shards with one worker each."""
     app = _app(spec)
     app.consume(spec.topic, shards=spec.concurrency)(meter.handler)
-    async with app:
-        await meter.watch()
+    await _run(app, meter)
 
 
 async def confluent(spec: Spec, meter: Meter) -> None:
@@ -28,8 +40,33 @@ async def confluent(spec: Spec, meter: Meter) -> None:
     app = _app(spec)
     app.configure(client="confluent")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
-    async with app:
-        await meter.watch()
+    await _run(app, meter)
+
+
+async def at_least_once(spec: Spec, meter: Meter) -> None:
+    """Handlers that publish."""
+    await _publishing(spec, meter, "at_least_once")
+
+
+async def exactly_once(spec: Spec, meter: Meter) -> None:
+    """Handlers that publish in the transactions of the commits."""
+    await _publishing(spec, meter, "exactly_once")
+
+
+async def _publishing(spec: Spec, meter: Meter, guarantee: str) -> None:
+    app = _app(spec)
+    app.configure(client="confluent", processing_guarantee=guarantee)
+    last = 0.0
+
+    @app.consume(spec.topic, concurrency=spec.concurrency)
+    async def publish(record: Record, context: Context) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        meter.longest_pause, last = max(meter.longest_pause, now - (last or now)), now
+        await meter.handler(record)
+        await context.publish(spec.output, record.value, key=record.key)
+
+    await _run(app, meter)
 
 
 async def consumer_protocol(spec: Spec, meter: Meter) -> None:
@@ -37,8 +74,7 @@ async def consumer_protocol(spec: Spec, meter: Meter) -> None:
     app = _app(spec)
     app.configure(client="confluent", group_protocol="consumer")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
-    async with app:
-        await meter.watch()
+    await _run(app, meter)
 
 
 async def static(spec: Spec, meter: Meter) -> None:
@@ -46,8 +82,7 @@ async def static(spec: Spec, meter: Meter) -> None:
     app = _app(spec)
     app.configure(group_instance_id=f"member-{spec.member}")
     app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
-    async with app:
-        await meter.watch()
+    await _run(app, meter)
 
 
 async def journaling(spec: Spec, meter: Meter) -> None:
@@ -56,11 +91,57 @@ async def journaling(spec: Spec, meter: Meter) -> None:
         app = _app(spec)
         app.configure(journal=directory)
         app.consume(spec.topic, concurrency=spec.concurrency)(meter.handler)
-        async with app:
-            await meter.watch()
+        await _run(app, meter)
         journal = app.statistics().journal
         assert journal is not None
         meter.dropped = journal.dropped
+
+
+async def _run(app: App, meter: Meter) -> None:
+    """As `aioshard run` and `App.run` do."""
+    serving = asyncio.create_task(app.serve_until_signal(Signals()), name="serve")
+    watching = asyncio.create_task(meter.watch(), name="watch")
+    await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
+    if watching.done():
+        app.stop()
+    else:
+        watching.cancel()
+    await serving
+    await watching
+
+
+async def processes(spec: Spec, meter: Meter) -> None:
+    """A plain function that computes, in worker processes."""
+    await _computing(spec, meter, "process")
+
+
+async def threads(spec: Spec, meter: Meter) -> None:
+    """The same function in threads."""
+    await _computing(spec, meter, "thread")
+
+
+async def _computing(spec: Spec, meter: Meter, run_in: Literal["process", "thread"]) -> None:
+    app = _app(spec)
+
+    @app.middleware
+    async def noted(record: Record, context: Context, call_next: Callable[..., Awaitable[object]]) -> None:
+        await meter.work.around(record, call_next(record, context))
+
+    function = hash_record if spec.work == "hash" else functools.partial(compute, turns=spec.turns)
+    app.consume(spec.topic, concurrency=spec.concurrency, run_in=run_in)(function)
+    await _run(app, meter)
+
+
+async def batches_in_processes(spec: Spec, meter: Meter) -> None:
+    """Batches that compute, in worker processes: one call for many records."""
+    app = _app(spec)
+
+    @app.middleware
+    async def noted(records: Any, context: BatchContext, call_next: Callable[..., Awaitable[object]]) -> None:
+        await meter.work.around_batch(records, call_next(records, context))
+
+    app.consume(spec.topic, batch=Batch(max_records=50, linger=0.005), run_in="process")(hash_records)
+    await _run(app, meter)
 
 
 def _app(spec: Spec) -> App:

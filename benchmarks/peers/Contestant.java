@@ -1,4 +1,5 @@
 import static io.confluent.parallelconsumer.ParallelConsumerOptions.CommitMode.PERIODIC_CONSUMER_ASYNCHRONOUS;
+import static io.confluent.parallelconsumer.ParallelConsumerOptions.CommitMode.PERIODIC_TRANSACTIONAL_PRODUCER;
 import static io.confluent.parallelconsumer.ParallelConsumerOptions.ProcessingOrder.KEY;
 
 import com.sun.management.OperatingSystemMXBean;
@@ -16,7 +17,10 @@ import java.util.Locale;
 import java.util.Map;
 import org.apache.kafka.clients.consumer.CooperativeStickyAssignor;
 import org.apache.kafka.clients.consumer.KafkaConsumer;
+import org.apache.kafka.clients.producer.KafkaProducer;
+import org.apache.kafka.clients.producer.ProducerRecord;
 import org.apache.kafka.common.serialization.ByteArrayDeserializer;
+import org.apache.kafka.common.serialization.ByteArraySerializer;
 
 /**
  * Confluent's Parallel Consumer with its pool of threads, as its README shows it: reads a topic, and prints what it
@@ -38,14 +42,24 @@ public final class Contestant {
     private Contestant(Told told) throws IOException {
         this.told = told;
         this.work = new Work(told);
-        ParallelConsumerOptions<byte[], byte[]> options = ParallelConsumerOptions.<byte[], byte[]>builder()
+        var options = ParallelConsumerOptions.<byte[], byte[]>builder()
                 .consumer(new KafkaConsumer<>(settings(told), new ByteArrayDeserializer(), new ByteArrayDeserializer()))
                 .ordering(KEY)
                 .commitMode(PERIODIC_CONSUMER_ASYNCHRONOUS)
                 .commitInterval(Duration.ofSeconds(1))
-                .maxConcurrency(told.number("concurrency"))
-                .build();
-        consumer = ParallelStreamProcessor.createEosStreamProcessor(options);
+                .maxConcurrency(told.number("concurrency"));
+        if (publishes()) {
+            Map<String, Object> producer =
+                    Map.of("bootstrap.servers", told.text("bootstrap"), "transactional.id", told.text("group"));
+            options.commitMode(PERIODIC_TRANSACTIONAL_PRODUCER)
+                    .commitInterval(Duration.ofMillis(100))
+                    .producer(new KafkaProducer<>(producer, new ByteArraySerializer(), new ByteArraySerializer()));
+        }
+        consumer = ParallelStreamProcessor.createEosStreamProcessor(options.build());
+    }
+
+    private boolean publishes() {
+        return told.text("contestant").endsWith("transactions");
     }
 
     /** As aioshard tells its own client, and otherwise the defaults. */
@@ -92,7 +106,15 @@ public final class Contestant {
 
     private void start() {
         consumer.subscribe(List.of(told.text("topic")));
-        consumer.poll(context -> work.handle(context.getSingleConsumerRecord()));
+        if (publishes()) {
+            consumer.pollAndProduce(context -> {
+                var record = context.getSingleConsumerRecord();
+                work.handle(record);
+                return new ProducerRecord<>(told.text("output"), record.key(), record.value());
+            });
+        } else {
+            consumer.poll(context -> work.handle(context.getSingleConsumerRecord()));
+        }
     }
 
     private void runToTheEnd() throws Exception {
@@ -170,6 +192,7 @@ public final class Contestant {
         found.put("peak_rss", status("VmHWM:"));
         found.put("disordered", work.disordered.get());
         found.put("peak_concurrency", work.peak.get());
+        found.put("longest_pause", work.longestPause.get() / 1e9);
         found.put("nearly_seconds", timed ? firstWith((int) Math.ceil(records * NEARLY_ALL)).wall - started : 0.0);
         found.put(
                 "start_seconds",

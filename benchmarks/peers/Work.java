@@ -31,6 +31,9 @@ final class Work {
     final AtomicInteger disordered = new AtomicInteger();
     final AtomicLong firstStarted = new AtomicLong();
     final AtomicLong lastEnded = new AtomicLong();
+    private final AtomicLong lastStarted = new AtomicLong();
+    /** Most nanoseconds from one start to the next; known with `sleep`. */
+    final AtomicLong longestPause = new AtomicLong();
 
     Work(Told told) throws IOException {
         kind = told.text("work");
@@ -51,6 +54,8 @@ final class Work {
         try {
             if (kind.equals("journal")) {
                 write(record);
+            } else if (kind.equals("sleep")) {
+                sleep(record);
             } else {
                 note(record);
             }
@@ -69,6 +74,19 @@ final class Work {
         } catch (IOException failure) {
             throw new UncheckedIOException(failure);
         }
+        done.incrementAndGet();
+    }
+
+    private void sleep(ConsumerRecord<byte[], byte[]> record) throws InterruptedException {
+        long now = System.nanoTime();
+        firstStarted.compareAndSet(0, now);
+        long before = lastStarted.getAndSet(now);
+        if (before != 0) {
+            longestPause.accumulateAndGet(now - before, Math::max);
+        }
+        Thread.sleep(pause);
+        marks[record.partition()].incrementAndGet((int) record.offset());
+        lastEnded.accumulateAndGet(System.nanoTime(), Math::max);
         done.incrementAndGet();
     }
 

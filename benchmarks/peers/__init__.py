@@ -12,13 +12,15 @@ from benchmarks.spec import Spec
 from tests.support.kafka_libs import PROJECT
 from tests.support.parallel_consumer_jars import ParallelConsumerUnavailableError, parallel_consumer_jars
 
-__all__ = ["HEAP", "PEERS", "ParallelConsumerUnavailableError", "command", "find_peers"]
+__all__ = ["HEAP", "PEERS", "TRANSACTIONAL", "ParallelConsumerUnavailableError", "command", "find_peers"]
 
 HEAP = "512m"
 """What the JVM may use for objects; its collector and everything else are left as they come."""
 
 PEERS = ("Parallel Consumer", "Parallel Consumer, cooperative")
 """By the name in the tables. The second one is told the assignor that only takes away what moves."""
+TRANSACTIONAL = "Parallel Consumer, transactions"
+"""The one that publishes to `Spec.output` in the transactions of its commits."""
 
 _SOURCES = Path(__file__).parent
 _CLASSES = PROJECT / "build" / "peers"

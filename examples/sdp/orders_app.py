@@ -7,7 +7,7 @@ from aioshard import App, DeadLetter, Record
 app = App("orders")
 
 
-@app.consume("orders", concurrency=64, on_failure=DeadLetter("orders.dead", budget=None))
+@app.consume("orders", concurrency=64, on_failure=DeadLetter("orders.dead", breaker=None))
 async def on_order(record: Record) -> dict[str, object]:
     """Price an order; what is returned becomes the column `result` of its outcome row, as JSON."""
     order = json.loads(record.value or b"")

@@ -12,7 +12,7 @@ from rich.console import Console
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
-from benchmarks.peers import PEERS, ParallelConsumerUnavailableError, find_peers
+from benchmarks.peers import PEERS, TRANSACTIONAL, ParallelConsumerUnavailableError, find_peers
 from benchmarks.spec import Measurement, Spec, Work
 from benchmarks.stage import ContestantFailedError, Stage, Topic
 from tests.support.provision import skip_or_fail
@@ -79,6 +79,20 @@ async def test_it_processes_each_record_once_and_in_order_after_a_warm_up_and_co
 
 async def test_it_computes_as_well(stage: Stage) -> None:
     assert well_done(await stage.run(told(stage, await filled(stage), "hash"), DEADLINE))
+
+
+async def test_it_publishes_each_message_in_the_transactions_of_its_commits(stage: Stage) -> None:
+    topic, output = await filled(stage), await stage.begin("peers-out", PARTITIONS, {})
+    spec = stage.spec(TRANSACTIONAL, topic, records=RECORDS, work="sleep", concurrency=CONCURRENCY, seconds=0.005)
+
+    measured = await stage.run(replace(spec, output=output), DEADLINE)
+
+    assert well_done(measured), measured
+    assert 0.001 < measured.longest_pause < measured.wall_seconds
+    assert await stage.cluster.committed(spec.group, topic.name) == dict(enumerate(topic.ends))
+    assert len(await stage.cluster.read(output)) == RECORDS
+    ends = await stage.cluster.end_offsets(output)
+    assert sum(ends.values()) > RECORDS, "no transaction left its marker"
 
 
 async def test_it_ends_in_order_at_sigterm(stage: Stage, tmp_path: Path) -> None:

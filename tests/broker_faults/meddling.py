@@ -176,7 +176,12 @@ class MeddledTransport:
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
         self.inner.seek(topic_partition, offset)
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: object = None,  # noqa: ARG002
+    ) -> None:
         meddler = self._meddler
         meddler.events.append(("commit", {name: due.offset for name, due in offsets.items()}, membership))
         refused = meddler.fail_commits.pop(0) if meddler.fail_commits else None
@@ -204,9 +209,6 @@ class MeddledTransport:
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         return await self.inner.offset_at(topic_partition, timestamp)
-
-    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        self.inner.adjust_prefetch(partitions, max_bytes)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -2,10 +2,9 @@
 
 import asyncio
 import bisect
-import statistics
 from collections.abc import Sequence
 
-from aioshard import Adaptive, RateLimit, Record
+from aioshard import RateLimit, Record
 from tests.broker_faults.support import Ledger, handler_of, messages, quick_app, until
 from tests.support.shared_kafka import SharedKafka
 
@@ -92,25 +91,3 @@ class BackEnd:
         for _ in range(self.servers - servers):
             await self._places.acquire()
         self.servers = servers
-
-
-async def test_an_adaptive_concurrency_follows_the_back_end(kafka: SharedKafka, topic: str, group: str) -> None:
-    """Within bounds that a busy machine leaves."""
-    await kafka.create_topic(topic, partitions=4)
-    await kafka.produce(topic, messages(16_000, keys=5_000))
-    app, back_end = quick_app(kafka, group), BackEnd(40)
-    app.consume(topic, concurrency=Adaptive(1, 256))(back_end.call)
-
-    async def usual(seconds: int) -> float:
-        seen = []
-        for _ in range(10 * seconds):
-            await asyncio.sleep(0.1)
-            seen.append(handler_of(app).concurrency)
-        return statistics.median(seen)
-
-    async with app:
-        await until(lambda: handler_of(app).concurrency >= 30, app.explain)
-        assert 25 <= await usual(3) <= 80
-        await back_end.shrink(8)
-        await until(lambda: handler_of(app).concurrency <= 16, app.explain)
-        assert 5 <= await usual(9) <= 20

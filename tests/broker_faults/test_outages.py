@@ -145,6 +145,40 @@ async def test_a_wrong_address_ends_the_start_in_time_and_names_it(group: str) -
     assert app.statistics().state in ("failed", "stopped")
 
 
+@on_both_clients
+@pytest.mark.parametrize(
+    "delay",
+    [
+        pytest.param(0.3, marks=pytest.mark.slow),
+        *(pytest.param(number / 5, marks=pytest.mark.chaos) for number in range(10)),
+    ],
+)
+async def test_two_members_start_while_the_broker_is_restarted(
+    own_kafka: KafkaBroker, topic: str, group: str, delay: float
+) -> None:
+    """The broker is away for longer than `start_timeout`: once it has answered, it is waited for."""
+    await own_kafka.create_topic(topic, partitions=4)
+    sent = messages(100)
+    apps = [quick_app(own_kafka, group, start_timeout=4) for _ in range(2)]
+    ledger = Ledger()
+
+    async def serve(app: App) -> None:
+        async with app:
+            await ledger.until_finished(sent)
+
+    for app in apps:
+        app.consume(topic)(ledger.handle)
+    async with asyncio.TaskGroup() as members:
+        for number, app in enumerate(apps):
+            members.create_task(serve(app), name=f"member {number}")
+        await until(lambda: all(app._engine is not None and app._engine._reached for app in apps))
+        await asyncio.sleep(delay)
+        await own_kafka.kill()
+        await asyncio.sleep(8.0)
+        await own_kafka.start()
+        await own_kafka.produce(topic, sent)
+
+
 async def test_an_app_may_start_before_its_broker_and_its_topic(tmp_path: Path, topic: str, group: str) -> None:
     """`start_timeout=None`: degraded and not ready at first, and all by itself well later."""
     broker = KafkaBroker(tmp_path)

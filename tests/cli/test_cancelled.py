@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from aioshard import App
-from aioshard.cli import demo
-from aioshard.cli.demo import Flight
+from aioshard.cli import brokers, demo
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.side_topics import TopicReader
 from aioshard.kafka.embedded import EmbeddedBroker
+from aioshard.ports import Message
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
 from tests.support.cancelling import cancel_at_each_await
@@ -35,15 +35,13 @@ def settings() -> Iterator[Settings]:
 
 
 async def publish(settings: Settings) -> None:
-    await demo._publish(
-        [Flight(b"N%d" % number, b'{"number": 0}') for number in range(3500)],
-        settings,
-    )
+    messages = [Message("flights", b'{"number": 0}', b"N%d" % number) for number in range(3500)]
+    await brokers.publish(settings, messages, "publishing", total=len(messages))
 
 
 async def ask(settings: Settings) -> Any:
-    async with KafkaAdmin(settings) as brokers:
-        return await brokers.bounds(PARTITIONS), await brokers.group_commits("delays", PARTITIONS)
+    async with KafkaAdmin(settings) as administration:
+        return await administration.bounds(PARTITIONS), await administration.group_commits("delays", PARTITIONS)
 
 
 async def read(settings: Settings) -> list[bytes | None]:

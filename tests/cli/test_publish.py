@@ -15,10 +15,10 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from confluent_kafka.admin import AclOperation
 
 from aioshard import Settings
-from aioshard.cli import brokers
-from aioshard.cli.brokers import Publisher
 from aioshard.cli.publish import BadLineError, JsonLines
 from aioshard.errors import AuthorizationError, ConnectError, TransportError
+from aioshard.kafka.aiokafka import producer
+from aioshard.kafka.aiokafka.producer import Publisher
 from aioshard.kafka.embedded import EmbeddedBroker
 from aioshard.ports import Message
 from tests.support.access import allow, create_scram_user
@@ -344,7 +344,7 @@ async def test_wrong_options_end_it_with_2(start: Start, tmp_path: Path, argumen
 async def test_a_broker_that_dies_ends_it_although_the_producer_would_try_for_ever(
     broker: EmbeddedBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(brokers, "_STALLED", 0.5)
+    monkeypatch.setattr(producer, "_PATIENCE", 0.5)
     async with Publisher(Settings(**broker.settings)) as publisher:
         await publisher.publish([Message(topic, b"v", b"k")])
         os.kill(broker.pid, signal.SIGKILL)

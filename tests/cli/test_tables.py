@@ -2,13 +2,11 @@
 
 import pytest
 
-from aioshard.cli.output import as_json_value, as_text, bytes_as_text, cut, moment_as_text, print_table
+from aioshard.cli.output import as_json_value, as_text, bytes_as_text, cut, moment_as_text, table
 
 
-def test_columns_are_aligned_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(("key", "n"), [("alice", "1"), ("b", "10")])
-
-    assert capsys.readouterr().out == "key    n\nalice  1\nb      10\n"
+def test_columns_are_aligned_where_nobody_looks() -> None:
+    assert table(("key", "n"), [("alice", "1"), ("b", "10")]) == ["key    n", "alice  1", "b      10"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ on_each_client = pytest.mark.parametrize("client", ["aiokafka", "cooperative"])
 async def asked_to_end_without_coordinator(scenario: Scenario, brokers: ThreeBrokers) -> tuple[Member, list[Rule]]:
     """A member that has finished records, has committed none of them, and is asked to end."""
     await scenario.create(PARTITIONS)
-    settings = {**SETTINGS, "bootstrap_servers": brokers.proxied_bootstrap, "commit_interval": 600}
+    rarely = {"commit_interval": 600, "commit_records": None}
+    settings = {**SETTINGS, "bootstrap_servers": brokers.proxied_bootstrap, **rarely}
     member = scenario.start("a", settings)
     await scenario.until_settled("a")
     await scenario.produce([(b"k%d" % (number % 40), None) for number in range(RECORDS)])

@@ -99,6 +99,12 @@ def checked(program: str, *arguments: object) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_the_release_workflow_is_one() -> None:
+    checked(
+        "check-jsonschema", "--builtin-schema", "vendor.github-workflows", PROJECT / ".github/workflows/release.yml"
+    )
+
+
 def test_the_compose_file_is_one() -> None:
     checked("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
 

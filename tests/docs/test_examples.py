@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import psycopg
@@ -254,6 +255,26 @@ async def test_inbox_postgresql_has_the_effects_of_each_order_once(
     with psycopg.connect(postgresql_url) as connection:
         found = connection.execute("SELECT id, spent, address FROM customers ORDER BY id").fetchall()
     assert found == [("alice", 8, "new street"), ("ben", 4, "square")]
+
+
+async def test_orders_to_invoices_has_one_invoice_or_one_dead_letter_for_each_order() -> None:
+    """Processes that are killed are in tests/guarantees."""
+    example = load("orders_to_invoices")
+    orders: list[dict[str, Any]] = [
+        {"id": f"{number}", "customer": "alice", "amount": number % 10} for number in range(50)
+    ]
+
+    async with TestClient(example.app) as client:
+        for order in orders:
+            await client.publish("orders", order, key=f"customer {order['id']}")
+        await client.settle()
+        client.group.rebalance()
+        await client.settle()
+        invoices = [json.loads(record.value or b"")["order"] for record in client.records("invoices")]
+        letters = [json.loads(record.value or b"")["id"] for record in client.records("orders.dlt")]
+
+    assert sorted(invoices) == sorted(order["id"] for order in orders if order["amount"])
+    assert sorted(letters) == sorted(order["id"] for order in orders if not order["amount"])
 
 
 def test_fixed_shards_keep_a_cache_each() -> None:

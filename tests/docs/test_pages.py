@@ -21,7 +21,7 @@ from tests.docs.pages import PAGES, Link, anchors, blocks, links
 from tests.docs.tables import DOCS, GENERATED, PROJECT, marks, named_tests
 
 README = PROJECT / "README.md"
-GUARANTEES = [f"I{number}" for number in range(1, 13)]
+GUARANTEES = [f"I{number}" for number in range(1, 14)]
 
 
 @cache

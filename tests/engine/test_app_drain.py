@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 from aioshard import App, Context, Record
 from aioshard.engine.tasks import outlast
 from aioshard.errors import NotDrainedError, StateError
+from aioshard.loops import tuned_gc
+from aioshard.signals import Signals
 from aioshard.testing import InMemoryBroker, InMemoryTransport, TestClient, run
 from tests.engine.running import engine_of, publish, until
 
@@ -315,6 +318,48 @@ def test_serve_goes_on_after_a_drain_until_it_is_stopped() -> None:
             await serving
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("serve", "settings", "tuned"),
+    [
+        (lambda app: app.serve_until_signal(Signals()), {}, True),
+        (lambda app: app.serve_until_signal(Signals()), {"tune_gc": False}, False),
+        (App.serve, {}, False),
+    ],
+    ids=["process-of-its-own", "refused", "process-of-a-host"],
+)
+def test_garbage_is_collected_more_rarely_in_a_process_of_its_own(
+    serve: Callable[[App], Any], settings: dict[str, Any], tuned: bool
+) -> None:
+    slow = Slow(**settings)
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+
+    async def test() -> None:
+        async with slow.client as client:
+            serving = asyncio.create_task(serve(slow.app))
+            await publish(client, 1)
+            await until(lambda: slow.started)
+            assert (gc.get_threshold()[0] > before[0]) is tuned
+            assert (gc.get_freeze_count() > frozen) is tuned
+            slow.app.stop()
+            await serving
+
+    run(test())
+    assert gc.get_threshold() == before
+    assert not tuned or gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("thresholds", [(0, 10, 10), (100_000, 20, 20)], ids=["off", "higher"])
+def test_thresholds_that_the_user_has_set_are_kept(thresholds: tuple[int, int, int]) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(*thresholds)
+    try:
+        with tuned_gc():
+            assert gc.get_threshold() == thresholds
+        assert gc.get_threshold() == thresholds
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_failure_is_in_the_log_though_nobody_serves_the_app(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,3 +59,57 @@ def test_nothing_overtakes_what_failed_behind_a_record_that_takes_a_recovery() -
             shards.end(following)
 
     run(test())
+
+
+def test_batches_of_epochs_are_apart_however_their_records_arrive() -> None:
+    """With exactly-once processing; the same key may be in both partitions, and records may have failed before."""
+
+    async def test() -> None:
+        shards = BatchShards(Batch(max_records=8, linger=0.0), attempts=5, per_epoch=True)
+        _, first = make_epoch(["a", "k", None, "b"])
+        _, second = make_epoch(["c", "k", None, "d"], partition=1)
+        mixed = [delivery for pair in zip(first, second, strict=True) for delivery in pair]
+        await shards.put(mixed)
+        batches = [shards.take_batch(), shards.take_batch()]
+        assert [batch.deliveries for batch in batches if batch] == [first, [second[0], *second[2:]]]
+        assert shards.take_batch() is None, "its key runs in the other partition"
+
+        for batch in batches:
+            assert batch is not None
+            for delivery in batch.deliveries:
+                start(delivery).starts = delivery.failures = 1
+            for delivery in shards.end(batch, batch.deliveries):
+                shards.again(delivery)
+        again = []
+        while (following := shards.take_batch()) is not None:
+            again.append(following)
+            for delivery in following.deliveries:
+                assert delivery.epoch is following.deliveries[0].epoch
+            shards.end(following)
+        assert sum(len(batch.deliveries) for batch in again) == len(mixed)
+
+    run(test())
+
+
+def test_a_record_that_waits_behind_its_key_joins_no_batch_of_another_epoch() -> None:
+    async def test() -> None:
+        shards = BatchShards(Batch(max_records=8, linger=0.0), attempts=5, per_epoch=True)
+        _, (one,) = make_epoch(["k"])
+        _, (other,) = make_epoch(["k"], partition=1)
+        await shards.put([one, other])
+        batch = shards.take_batch()
+        assert batch is not None
+        assert batch.deliveries == [one]
+        (head,) = shards.end(batch, [one])
+        shards.again(head)
+
+        batch = shards.take_batch()
+
+        assert batch is not None
+        assert batch.deliveries == [one]
+        shards.end(batch)
+        following = shards.take_batch()
+        assert following is not None
+        assert following.deliveries == [other]
+
+    run(test())

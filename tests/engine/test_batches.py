@@ -329,7 +329,7 @@ def test_a_named_record_whose_attempts_are_used_up_is_diverted_and_what_follows_
         handle,
         batch=Batch(max_records=4, linger=0.01),
         retry=Retry(attempts=1),
-        on_failure=DeadLetter("clicks.dlt", budget=None),
+        on_failure=DeadLetter("clicks.dlt", breaker=None),
     )
 
     async def test() -> None:

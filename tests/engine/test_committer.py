@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from aioshard.engine.committer import Committer
 from aioshard.engine.epoch import Delivery
 from aioshard.engine.partition import Partition
 from aioshard.errors import CommitError, CommitRefusedError, MetadataRefusedError
-from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership
+from aioshard.ports import NOT_A_MEMBER, Committed, FetchedBatch, Membership, Message
 from aioshard.records import Record, TopicPartition
 from aioshard.testing import run
 from tests.engine.deliveries import make_partition
@@ -32,6 +32,7 @@ class Client:
         self.member = MEMBER
         self.sent: list[tuple[float, dict[int, int], Membership]] = []
         self.commits: list[Mapping[TopicPartition, Committed]] = []
+        self.messages: list[list[Message]] = []
         self.answers: list[BaseException] = []
         self.takes = 0.0
         self.under_way = 0
@@ -40,10 +41,16 @@ class Client:
     def membership(self) -> Membership:
         return self.member
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Sequence[Message] | None = None,
+    ) -> None:
         now = asyncio.get_running_loop().time()
         self.sent.append((now, {tp.partition: due.offset for tp, due in offsets.items()}, membership))
         self.commits.append(offsets)
+        self.messages.append(list(messages or ()))
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -57,9 +64,14 @@ class Client:
 class Desk:
     """A committer at work, and partitions whose records the test completes."""
 
-    def __init__(self, interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        interval: float = 1.0,
+        records: int | None = None,
+        aborted: Callable[[Collection[Partition], str], object] | None = None,
+    ) -> None:
         self.client = Client()
-        self.committer = Committer(interval, 5.0, asyncio.get_running_loop().time)
+        self.committer = Committer(interval, 5.0, asyncio.get_running_loop().time, records=records, aborted=aborted)
         self.buffer = Buffer(Usage(1000, 10**6), lambda: None)
         self.task = asyncio.create_task(self.committer.run(self.client), name="committer")  # type: ignore[arg-type]
 
@@ -124,6 +136,103 @@ async def test_only_the_completed_prefix_is_committed(desk: Desk) -> None:
     assert desk.offsets == [{0: 0}, {0: 3}]
     assert desk.noted[-1] == []
     assert epoch.acknowledged == 3
+
+
+def with_early_commits(test: Any) -> Any:
+    """Run an async test with a desk that commits every 100 s, or after 10 records."""
+
+    def wrapped() -> None:
+        async def live() -> None:
+            desk = Desk(interval=100.0, records=10)
+            await asyncio.sleep(1.0)
+            await test(desk)
+            await desk.close()
+
+        run(live())
+
+    wrapped.__name__ = test.__name__
+    return wrapped
+
+
+@with_early_commits
+async def test_the_first_completions_of_an_epoch_are_committed_at_once(desk: Desk) -> None:
+    for partition in (0, 1):
+        epoch, deliveries = desk.epoch(partition)
+        epoch.complete(deliveries[0])
+        await asyncio.sleep(0.1)
+        epoch.complete(deliveries[1])
+        await asyncio.sleep(20.0)
+    assert desk.offsets == [{0: 1}, {0: 2, 1: 1}], "the second record of each waits"
+
+
+@with_early_commits
+async def test_enough_completions_are_committed_before_the_interval_has_passed(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=30)
+    for delivery in deliveries[:10]:
+        epoch.complete(delivery)
+    await asyncio.sleep(1.0)
+    assert desk.offsets == [{0: 10}]
+
+    for delivery in deliveries[10:19]:
+        epoch.complete(delivery)
+    await asyncio.sleep(1.0)
+    assert desk.offsets == [{0: 10}]
+    epoch.complete(deliveries[19])
+    await asyncio.sleep(1.0)
+
+    assert desk.offsets == [{0: 10}, {0: 20}]
+
+
+@with_early_commits
+async def test_completions_beyond_a_stuck_record_are_enough_too(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=30)
+    for delivery in deliveries[1:20]:
+        epoch.complete(delivery)
+    await asyncio.sleep(1.0)
+    assert (desk.offsets, desk.noted) == ([{0: 0}], [[Run(1, 20)]])
+
+
+@with_early_commits
+async def test_early_commits_keep_a_pause(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=1000)
+    for delivery in deliveries:
+        epoch.complete(delivery)
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(1.0)
+
+    times = [time for time, _, _ in desk.client.sent]
+    assert desk.offsets[-1][0] > 990, "the last ones wait"
+    assert len(times) > 20
+    assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.03
+
+
+@with_early_commits
+async def test_texts_that_take_long_to_build_are_not_built_early(desk: Desk) -> None:
+    epoch, deliveries = desk.epoch(records=30)
+    epoch.finished_ahead = runs_of(random.Random(1).sample(range(40, 20_000), 5_000))
+    epoch.complete(deliveries[0])
+    await asyncio.sleep(1.0)
+    assert len(desk.offsets) == 1
+    for delivery in deliveries[1:]:
+        epoch.complete(delivery)
+    await asyncio.sleep(90.0)
+    assert len(desk.offsets) == 1
+    await asyncio.sleep(20.0)
+
+    assert desk.offsets[1:] == [{0: 30}]
+
+
+@with_early_commits
+async def test_after_a_refusal_the_interval_passes_first(desk: Desk) -> None:
+    desk.client.answers = [CommitError("not now")]
+    epoch, deliveries = desk.epoch(records=30)
+    for delivery in deliveries:
+        epoch.complete(delivery)
+    await asyncio.sleep(90.0)
+    assert len(desk.client.sent) == 1
+    await asyncio.sleep(20.0)
+
+    assert epoch.acknowledged == 30
 
 
 @with_desk
@@ -535,3 +644,242 @@ async def test_requests_that_brokers_would_refuse_whole_are_sent_in_parts(desk: 
     assert {partition for commit in desk.offsets for partition in commit} == set(range(128))
     assert all(epoch.acknowledged == 1 for epoch in epochs)
     assert desk.client.most_under_way == 1
+
+
+# Transactions -----------------------------------------------------------------------------
+
+
+class ExactlyOnceDesk(Desk):
+    """Commits in transactions. A partition in one that fails begins again, and all its records complete at once."""
+
+    def __init__(self, interval: float) -> None:
+        super().__init__(interval, aborted=self.begin_again)
+        self.failed: list[tuple[set[int], str]] = []
+        self.current: dict[int, Partition] = {}
+
+    def begin_again(self, partitions: Collection[Partition], why: str) -> None:
+        self.failed.append(({partition.topic_partition.partition for partition in partitions}, why))
+        for partition in partitions:
+            self.committer.disown(partition)
+            partition.end()
+            self.begin(partition.topic_partition.partition)
+
+    def begin(self, partition: int, *, text: int = 0) -> Partition:
+        """Own a partition whose only record has completed and published; *text* makes its metadata long."""
+        epoch, (delivery,) = self.epoch(partition, records=1)
+        if text:
+            epoch.finished_ahead = runs_of(random.Random(partition).sample(range(2, 60_000), text))
+        epoch.complete(delivery)
+        epoch.send_later([Message("out", b"%d" % partition)])
+        self.current[partition] = epoch
+        return epoch
+
+    @property
+    def published(self) -> list[list[bytes | None]]:
+        return [[message.value for message in messages] for messages in self.client.messages]
+
+    @property
+    def times(self) -> list[float]:
+        return [time for time, _, _ in self.client.sent]
+
+
+def in_transactions(test: Callable[[ExactlyOnceDesk], Any], interval: float) -> None:
+    """Run a test with transactions under virtual time."""
+
+    async def live() -> None:
+        desk = ExactlyOnceDesk(interval)
+        await asyncio.sleep(0)
+        await test(desk)
+        await desk.close()
+
+    run(live())
+
+
+def test_messages_alone_make_a_transaction_due() -> None:
+    """A parked record that runs again publishes, and its offset was committed long ago."""
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        epoch = desk.begin(0)
+        assert await desk.committer.flush([epoch], 5.0)
+        await asyncio.sleep(5.0)
+        epoch.send_later([Message("out", b"replayed")])
+        assert await desk.committer.flush([epoch], 5.0)
+        assert (desk.offsets, desk.published) == ([{0: 1}, {0: 1}], [[b"0"], [b"replayed"]])
+        epoch.send_later([Message("out", b"again")])
+        await asyncio.sleep(1.5)
+        assert desk.published[2:] == [[b"again"]]
+
+    in_transactions(test, 1.0)
+
+
+def test_a_transaction_takes_the_messages_of_its_moment_and_keeps_their_bytes_until_it_ends() -> None:
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.client.takes = 1.0
+        epoch = desk.begin(0)
+        held = desk.buffer.bytes
+        flushed = asyncio.create_task(desk.committer.flush([epoch], 5.0))
+        await asyncio.sleep(0.5)
+        epoch.send_later([Message("out", b"x")])
+        assert desk.buffer.bytes == 2 * held
+        await asyncio.sleep(0.6)
+        assert desk.buffer.bytes == held
+        assert await flushed
+        assert (desk.published, desk.buffer.bytes) == ([[b"0"], [b"x"]], 0)
+
+    in_transactions(test, 100.0)
+
+
+def test_transactions_that_fail_in_a_row_come_less_and_less_often() -> None:
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.client.answers = [CommitError("no")] * 8
+        desk.begin(0)
+        await asyncio.sleep(60.0)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(desk.times)]
+        assert gaps == pytest.approx([0.3, 0.5, 0.9, 1.7, 3.3, 5.1, 5.1, 5.1])
+        assert desk.failed == [({0}, "its transaction failed: no")] * 8
+        assert desk.current[0].acknowledged == 1
+        desk.client.answers = [CommitError("no")]
+        desk.begin(1)
+        await asyncio.sleep(60.0)
+        assert desk.times[-1] - desk.times[-2] == pytest.approx(0.3), "one that succeeds begins the count anew"
+
+    in_transactions(test, 0.1)
+
+
+def test_a_flush_does_not_wait_after_transactions_that_failed() -> None:
+    """The group waits for it."""
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.client.answers = [CommitError("no")] * 7
+        desk.begin(0)
+        await until(lambda: len(desk.failed) == 7)
+        began = asyncio.get_running_loop().time()
+        assert await desk.committer.flush([desk.current[0]], 5.0)
+        assert asyncio.get_running_loop().time() - began < 0.2
+
+    in_transactions(test, 0.1)
+
+
+def test_outputs_that_fill_the_buffer_do_not_shorten_the_wait_after_a_failure() -> None:
+    """They fill it all the time while transactions fail: that must not make more of them."""
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.begin(0)
+        await asyncio.sleep(10.0)
+        desk.begin(1)
+        await asyncio.sleep(1.0)
+        desk.committer.hurry()
+        await asyncio.sleep(0.1)
+        assert desk.times == pytest.approx([0.0, 11.0], abs=0.05), "without a failure, it does not wait"
+        desk.client.answers = [CommitError("no")] * 4
+        desk.begin(2)
+        desk.committer.hurry()
+        await asyncio.sleep(0.1)
+        for _ in range(2_000):
+            desk.committer.hurry()
+            await asyncio.sleep(0.1)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(desk.times[2:])]
+        assert gaps == pytest.approx([30.2, 30.4, 30.8, 31.6])
+
+    in_transactions(test, 30.0)
+
+
+def test_a_transaction_whose_text_was_refused_is_followed_by_a_shorter_one() -> None:
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.client.answers = [MetadataRefusedError("too long")]
+        desk.buffer.bounds = Usage(10**9, 10**9)
+        desk.begin(0, text=6_000)
+        await until(lambda: desk.failed)
+        (partition,) = desk.current.values()
+        partition.finished_ahead = runs_of(random.Random(0).sample(range(2, 60_000), 6_000))
+        await until(lambda: partition.acknowledged == 1)
+        first, second = (len(due.metadata) for commit in desk.client.commits for due in commit.values())
+        assert 0 < second <= first // 2
+        assert desk.committer.metadata_limit == first // 2
+        assert desk.committer.failure_durations.counts().count == 1
+
+    in_transactions(test, 1.0)
+
+
+def test_partitions_that_do_not_fit_come_in_the_next_transaction_with_their_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 1_000)
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        for number in range(20):
+            desk.begin(number)
+        assert await desk.committer.flush(list(desk.current.values()), 30.0)
+        assert 2 < len(desk.offsets) < 6
+        for offsets, messages in zip(desk.offsets, desk.published, strict=True):
+            assert messages == [b"%d" % partition for partition in offsets]
+            assert len(offsets) * (len("orders") + 100) <= 1_000
+        assert sorted(partition for offsets in desk.offsets for partition in offsets) == list(range(20))
+        assert desk.buffer.bytes == 0
+
+    in_transactions(test, 1.0)
+
+
+def test_a_partition_that_fits_in_no_request_is_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 10)
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        for number in range(3):
+            desk.begin(number)
+        assert await desk.committer.flush(list(desk.current.values()), 30.0)
+        assert (desk.offsets, desk.published) == ([{0: 1}, {1: 1}, {2: 1}], [[b"0"], [b"1"], [b"2"]])
+
+    in_transactions(test, 1.0)
+
+
+def test_only_the_partitions_of_a_transaction_that_failed_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshard.engine.committer._MOST_BYTES", 10)
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        first, second = desk.begin(0), desk.begin(1)
+        desk.client.answers = [CommitError("the coordinator has moved")]
+        assert await desk.committer.flush([second], 30.0)
+        assert desk.failed == [({0}, "its transaction failed: the coordinator has moved")]
+        assert first is not desk.current[0]
+        assert second is desk.current[1]
+        statistics = desk.committer.transactions()
+        assert statistics is not None
+        assert (statistics.fenced, statistics.open_seconds) == (0, None)
+
+    in_transactions(test, 1.0)
+
+
+def test_a_refused_transaction_is_sent_again_in_order_and_its_bytes_stay_counted() -> None:
+    """Messages of the same key would otherwise change places."""
+
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.client.takes, desk.client.answers = 1.0, [CommitRefusedError("the group has moved on")]
+        epoch = desk.begin(0)
+        held = desk.buffer.bytes
+        await asyncio.sleep(0.5)
+        epoch.send_later([Message("out", b"x")])
+        await asyncio.sleep(0.6)
+        assert (desk.buffer.bytes, desk.failed) == (2 * held, [])
+        statistics = desk.committer.transactions()
+        assert statistics is not None
+        assert (statistics.fenced, statistics.messages) == (1, 0)
+        assert await desk.committer.flush([epoch], 5.0)
+        assert (desk.published, desk.buffer.bytes) == ([[b"0"], [b"0", b"x"]], 0)
+
+    in_transactions(test, 100.0)
+
+
+def test_a_transaction_that_is_not_answered_in_time_has_failed() -> None:
+    async def test(desk: ExactlyOnceDesk) -> None:
+        desk.client.takes = 60.0
+        desk.begin(0)
+        await asyncio.sleep(2.0)
+        statistics = desk.committer.transactions()
+        assert statistics is not None
+        assert statistics.open_seconds == pytest.approx(2.0, abs=0.2)
+        await asyncio.sleep(3.5)
+        ((partitions, why),) = desk.failed
+        assert partitions == {0}
+        assert "commit_timeout" in why
+
+    in_transactions(test, 0.1)

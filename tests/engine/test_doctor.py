@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import App, Batch, Budget, Context, DeadLetter, Park, Record, Retry, TopicPartition
+from aioshard import App, Batch, CircuitBreaker, Context, DeadLetter, Park, Record, Retry, TopicPartition
 from aioshard.engine.snapshot import HandlerSnapshot
 from aioshard.errors import ConnectError, MessageTooLargeError, TransportError
 from aioshard.observe import IncompleteRecord, PartitionDiagnosis
@@ -349,11 +349,11 @@ def test_a_dead_letter_that_is_not_acknowledged() -> None:
     run(test())
 
 
-def test_a_budget_that_is_spent() -> None:
+def test_a_circuit_breaker_that_is_open() -> None:
     app = make_app()
     down = True
 
-    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt", budget=Budget(burst=2)))
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("orders.dlt", breaker=CircuitBreaker(minimum=3)))
     async def handle(_: Record) -> None:
         if down:
             raise ConnectionError("the ledger is away")
@@ -369,7 +369,7 @@ def test_a_budget_that_is_spent() -> None:
             assert finding.kind == "paused"
             assert finding.since == pytest.approx(10.0, abs=1.1)
             assert re.match(
-                r"paused for (9|10)\.\d s: the dead-letter budget of handler handle is exhausted", finding.sentence
+                r"paused for (9|10)\.\d s: the circuit breaker of handler handle is open: 3 records", finding.sentence
             )
             assert "failed with ConnectionError: the ledger is away" in str(finding.what_to_do)
             assert partition.head is not None
@@ -773,6 +773,32 @@ def test_a_partition_of_which_nothing_comes() -> None:
             assert "no record has arrived for" in partition.sentence
             assert "although its log ends at 10 and there is room" in partition.sentence
             assert partition_of(app, 1).findings == ()
+
+    run(test())
+
+
+def test_records_of_an_open_transaction() -> None:
+    app = make_app(auto_offset_reset="earliest")
+    broker = InMemoryBroker(partitions=2, clock=lambda: 0.0)
+
+    @app.consume("orders")
+    async def handle(record: Record) -> None: ...
+
+    async def test() -> None:
+        log = broker.log("orders", 0)
+        broker.publish("orders", b"x", partition=0)
+        log.begin_transaction()
+        for _ in range(3):
+            broker.publish("orders", b"x", partition=0)
+        async with app.started(lambda: InMemoryTransport(broker, "doctor")):
+            await asyncio.sleep(40.0)
+            (finding,) = partition_of(app).findings
+            assert (finding.kind, app.statistics().partitions[0].held_back) == ("transaction", 3)
+            assert finding.since == pytest.approx(30.0, abs=2.0)
+            assert partition_of(app, 1).findings == ()
+            log.end_transaction(commit=True)
+            await asyncio.sleep(20.0)
+            assert (partition_of(app).findings, app.statistics().partitions[0].held_back) == ((), 0)
 
     run(test())
 

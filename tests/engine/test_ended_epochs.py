@@ -4,9 +4,16 @@ import asyncio
 import gc
 
 from aioshard import App, Record
+from aioshard.core.flow import Usage
+from aioshard.engine.buffer import Buffer
+from aioshard.engine.counts import TopicCounts
 from aioshard.engine.epoch import Delivery
+from aioshard.engine.parking import ParkedPartition
+from aioshard.engine.partition import ObservedPartition
+from aioshard.ports import Message
+from aioshard.records import TopicPartition
 from aioshard.testing import InMemoryBroker, InMemoryTransport, run
-from tests.engine.deliveries import add, make_epoch
+from tests.engine.deliveries import add, make_buffer, make_epoch, make_feed
 
 
 def test_a_run_that_outlives_its_epoch_keeps_nothing_but_its_own_record_in_memory() -> None:
@@ -62,3 +69,80 @@ def test_only_what_had_started_counts_as_run_again() -> None:
         True,
         False,
     ]
+
+
+def test_messages_of_an_ended_epoch_leave_the_buffer_once() -> None:
+    """Its transaction ends after it, and must not make room that another partition uses."""
+    buffer = make_buffer()
+    epoch, _ = make_epoch([], buffer=buffer)
+    other, _ = make_epoch([], partition=1, buffer=buffer)
+    for one in (epoch, other):
+        one.send_later([Message("out", b"x" * 100)])
+    held, in_transaction = other.unsent_bytes, epoch.unsent_bytes
+    epoch.take_unsent()
+    epoch.send_later([Message("out", b"y" * 100)])
+    assert (buffer.bytes, buffer.unsent) == (3 * held, 3 * held)
+
+    epoch.end()
+
+    assert (buffer.bytes, buffer.unsent, epoch.unsent, epoch.unsent_bytes) == (held, held, [], 0)
+    epoch.sent(in_transaction)
+    assert (buffer.bytes, buffer.unsent, epoch.unsent_bytes) == (held, held, 0)
+    other.take_unsent()
+    other.sent(held)
+    assert (buffer.bytes, buffer.unsent, buffer.records) == (0, 0, 0)
+
+
+def test_an_ended_epoch_takes_no_messages_back() -> None:
+    epoch, _ = make_epoch([])
+    epoch.send_later([Message("out", b"")])
+    messages, _ = epoch.take_unsent()
+    epoch.end()
+    epoch.put_back(messages)
+    assert epoch.unsent == []
+
+
+def test_a_run_that_outlives_its_epoch_publishes_nothing() -> None:
+    """Its record runs again in the next epoch, and publishes there."""
+    buffer = make_buffer()
+    epoch = ObservedPartition(
+        TopicPartition("orders", 0), 1, 0, buffer=buffer, counts=TopicCounts(), feed=make_feed(), clock=lambda: 0.0
+    )
+    epoch.completed = None
+    epoch.open()
+    first, second = add(epoch, ["a", "b"])
+    first.outgoing = second.outgoing = [Message("out", b"")]
+    assert epoch.complete(first)
+    assert len(epoch.unsent) == 1
+    epoch.end()
+    assert not epoch.complete(second)
+    assert (epoch.unsent, buffer.bytes) == ([], 0)
+
+
+def test_a_replay_of_an_ended_partition_publishes_nothing() -> None:
+    buffer = make_buffer()
+    source, _ = make_epoch([], buffer=buffer)
+    replays = ParkedPartition(source, "parked", 1, buffer=buffer, identity=lambda _: None, exactly_once=True)
+    replays.open()
+    deliveries = add(replays, ["a", "b"])
+    for delivery in deliveries:
+        delivery.outgoing = [Message("out", b"")]
+    assert replays.complete(deliveries[0])
+    assert len(source.unsent) == 1
+    replays.end()
+    assert not replays.complete(deliveries[1])
+    assert len(source.unsent) == 1
+
+
+def test_messages_that_take_a_quarter_of_the_buffer_ask_for_a_transaction_and_their_end_makes_room() -> None:
+    asked: list[str] = []
+    buffer = Buffer(Usage(10, 400), lambda: asked.append("room"))
+    buffer.hurry = lambda: asked.append("hurry")
+    buffer.hold(100)
+    assert asked == []
+    buffer.hold(1)
+    assert asked == ["hurry"]
+    buffer.let_go(100)
+    assert (asked, buffer.bytes, buffer.unsent) == (["hurry", "room"], 1, 1)
+    buffer.hold(99)
+    assert asked == ["hurry", "room"], "what has ended does not count"

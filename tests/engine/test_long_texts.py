@@ -59,7 +59,12 @@ async def test_others_run_while_texts_are_made() -> None:
         def membership(self) -> Membership:
             return Membership("member-1", 4)
 
-        async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None: ...
+        async def commit(
+            self,
+            offsets: Mapping[TopicPartition, Committed],
+            membership: Membership,
+            messages: object = None,
+        ) -> None: ...
 
     committer = Committer(1.0, 5.0, lambda: 0.0)
     client: Any = Client()

@@ -53,11 +53,20 @@ def stored(message: Message, at: int) -> Record:
     return Record("parked", 0, at, message.key, message.value, tuple(message.headers), 0.0)
 
 
-def lot(*before: Record, start: int = 100, generation: int = 7) -> tuple[ParkedPartition, list[Message]]:
+def lot(
+    *before: Record, start: int = 100, generation: int = 7, exactly_once: bool = False
+) -> tuple[ParkedPartition, list[Message]]:
     """The parked records of a partition that became ours; *before* is what was in its side topic."""
     buffer = Buffer(Usage(1_000, 1 << 20), lambda: None)
     epoch = Epoch(ORDERS, 1, start, buffer)
-    made = ParkedPartition(epoch, STORED_IN.topic, generation, buffer=buffer, identity=lambda record: record.key)
+    made = ParkedPartition(
+        epoch,
+        STORED_IN.topic,
+        generation,
+        buffer=buffer,
+        identity=lambda record: record.key,
+        exactly_once=exactly_once,
+    )
     for record in before:
         made.restore(record)
     made.finish_restoring(newest=generation)
@@ -202,6 +211,14 @@ def test_a_park_that_was_stored_and_not_acknowledged_is_taken_out_when_its_recor
     assert made.outgoing() == [], "it failed, and is going to be tried again"
     made.source.complete(delivery)
     assert [answer.key for answer in made.outgoing()] == [b"orders/0/100@7"]
+    assert made.outgoing() == []
+
+
+def test_with_exactly_once_nothing_outside_of_its_transaction_takes_a_record_out() -> None:
+    """The reader may be late: the tombstone of the record is in a transaction that has not ended."""
+    made, _ = lot(exactly_once=True)
+    made.read(parked(3, 0, 7))
+    made.read(parked(4, 1, 6))  # parked again by the next owner, if we are not the owner any more
     assert made.outgoing() == []
 
 

@@ -108,7 +108,9 @@ def test_in_a_batch_only_the_record_itself_fails(bad: set[int], linger: float) -
     world = World()
     attempts: set[int] = set()
 
-    @world.app.consume("orders", batch=Batch(max_records=10, linger=linger), on_failure=DeadLetter("orders.dlt"))
+    policy = DeadLetter("orders.dlt", breaker=None)
+
+    @world.app.consume("orders", batch=Batch(max_records=10, linger=linger), on_failure=policy)
     async def handle(orders: list[Order], context: BatchContext) -> None:
         attempts.add(context.attempt)
         assert orders

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
-from aioshard import App, Budget, Context, DeadLetter, Record, Retry
+from aioshard import App, CircuitBreaker, Context, DeadLetter, Record, Retry
 from aioshard.errors import MessageError, MessageTooLargeError, StateError
 from aioshard.serde.payloads import message
 from aioshard.serde.side_records import read_dead_letter
@@ -143,10 +143,10 @@ def test_a_dead_letter_in_flight_is_waited_for_at_a_revoke() -> None:
     run(test())
 
 
-# Budget -----------------------------------------------------------------------------------
+# The circuit breaker -----------------------------------------------------------------------------------
 
 
-def test_an_outage_diverts_at_most_the_burst_and_ends_by_itself() -> None:
+def test_an_outage_diverts_few_records_and_ends_by_itself() -> None:
     app = App("recourse", commit_interval=0.1)
     down = True
     done: list[int] = []
@@ -155,7 +155,7 @@ def test_an_outage_diverts_at_most_the_burst_and_ends_by_itself() -> None:
         "orders",
         concurrency=16,
         retry=Retry(attempts=3, initial=0.05, maximum=0.2),
-        on_failure=DeadLetter("orders.dlt", budget=Budget(per_success=0.01, burst=5)),
+        on_failure=DeadLetter("orders.dlt", breaker=CircuitBreaker(minimum=6)),
     )
     async def handle(record: Record) -> None:
         await asyncio.sleep(0.005)
@@ -171,8 +171,8 @@ def test_an_outage_diverts_at_most_the_burst_and_ends_by_itself() -> None:
             await asyncio.sleep(30.0)
             assert len(client.records("orders.dlt")) == 5
             statistics = app.statistics()
-            assert all("budget of handler handle is exhausted" in (p.paused or "") for p in statistics.partitions)
-            assert "budget" in app.explain()
+            assert all("circuit breaker of handler handle is open" in (p.paused or "") for p in statistics.partitions)
+            assert "ConnectionError: the back end is down" in app.explain()
             down = False
             began = asyncio.get_running_loop().time()
             await client.settle(timeout=60.0)
@@ -189,7 +189,7 @@ def test_a_partition_probes_with_one_record_at_a_time() -> None:
     at_once: list[int] = []
     running = 0
 
-    @app.consume("orders", retry=ONCE, concurrency=32, on_failure=DeadLetter("d", budget=Budget(burst=1)))
+    @app.consume("orders", retry=ONCE, concurrency=32, on_failure=DeadLetter("d", breaker=CircuitBreaker(minimum=2)))
     async def handle(record: Record) -> None:
         nonlocal running
         running += 1
@@ -215,43 +215,83 @@ def test_a_partition_probes_with_one_record_at_a_time() -> None:
     run(test())
 
 
-def test_poison_alone_does_not_stop_a_partition_whose_other_records_succeed() -> None:
+@pytest.mark.parametrize("every", [50, 20, 5])
+def test_poison_among_good_records_flows_to_the_dead_letters(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Its retries end long after the good records, which are quick: then nothing but failures ends."""
     app = App("recourse")
-    runs: dict[bytes | None, list[int]] = defaultdict(list)
     done: set[int] = set()
 
-    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d", budget=Budget(per_success=0.05, burst=2)))
+    @app.consume("orders", retry=Retry(attempts=3, initial=1.0), on_failure=DeadLetter("d"))
     async def handle(record: Record) -> None:
-        runs[record.key].append(record.offset)
-        if record.key == b"poison":
+        if record.offset % every == 0:
             raise ValueError(record.offset)
         done.add(record.offset)
 
     async def test() -> None:
         async with TestClient(app) as client:
-            for number in range(400):
-                key = b"poison" if number % 40 == 0 else f"k{number % 7}".encode()
-                await client.publish("orders", b"", key=key, partition=0)
-            await until(lambda: len(done) == 390)
-            assert len(client.records("d")) < 10
-            await asyncio.sleep(100.0)
-            for number in range(400):  # they are fetched although the partition is paused: nothing else could pay
-                await client.publish("orders", b"", key=f"k{number % 7}", partition=0)
-                await asyncio.sleep(0.1)
-            await client.settle(timeout=300.0)
-            assert len(client.records("d")) == 10
+            began = asyncio.get_running_loop().time()
+            for number in range(1_000):
+                await client.publish("orders", b"", key=str(number), partition=0)
+            await client.settle(timeout=30.0)
+            assert asyncio.get_running_loop().time() - began < 6.0
+            assert (len(done), len(client.records("d"))) == (1_000 - 1_000 // every, 1_000 // every)
 
     run(test())
-    for key, offsets in runs.items():
-        assert list(dict.fromkeys(offsets)) == sorted(set(offsets)), key
+    assert not [record for record in caplog.records if getattr(record, "event", "") == "breaker_opened"]
 
 
-def test_a_partition_that_is_paused_by_its_budget_survives_rebalances() -> None:
+def test_a_wrong_schema_opens_the_circuit_breaker_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    app = App("recourse")
+
+    @app.consume("orders", on_failure=DeadLetter("d"))
+    async def handle(number: int) -> None: ...
+
+    async def test() -> None:
+        async with TestClient(app) as client:
+            for number in range(500):
+                await client.publish("orders", b"text", key=str(number), partition=number % 4)
+            await asyncio.sleep(60.0)
+            assert len(client.records("d")) == 19
+            paused = app.statistics().partitions[0].paused or ""
+            assert "20 records failed" in paused
+            assert "20 of them with DecodeError" in paused
+            app.stop()
+
+    run(test())
+    told = [getattr(record, "event", "") for record in caplog.records if record.levelname == "WARNING"]
+    assert told.count("breaker_opened") == 1
+
+
+def test_one_success_closes_the_circuit_breaker_for_all_partitions(caplog: pytest.LogCaptureFixture) -> None:
+    app = App("recourse")
+    down = True
+
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d"))
+    async def handle(record: Record) -> None:
+        if down:
+            raise ConnectionError(record.offset)
+
+    async def test() -> None:
+        nonlocal down
+        async with TestClient(app) as client:
+            for number in range(400):
+                await client.publish("orders", b"", key=str(number), partition=number % 4)
+            await asyncio.sleep(30.0)
+            down = False
+            await client.settle(timeout=15.0)
+            assert len(client.records("d")) == 19
+
+    run(test())
+    told = [getattr(record, "event", "") for record in caplog.records]
+    assert (told.count("breaker_opened"), told.count("breaker_closed")) == (1, 1)
+
+
+def test_a_partition_that_is_paused_by_a_circuit_breaker_survives_rebalances() -> None:
     app = App("recourse", drain_timeout=2.0)
     down = True
     done: Counter[int] = Counter()
 
-    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d", budget=Budget(burst=1)))
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d", breaker=CircuitBreaker(minimum=2)))
     async def handle(record: Record) -> None:
         if down:
             raise ConnectionError
@@ -265,7 +305,7 @@ def test_a_partition_that_is_paused_by_its_budget_survives_rebalances() -> None:
             for _ in range(3):
                 client.group.rebalance()
                 await asyncio.sleep(3.0)
-                assert "budget" in (app.statistics().partitions[0].paused or "")
+                assert "circuit breaker" in (app.statistics().partitions[0].paused or "")
             down = False
             await client.settle(timeout=30.0)
             assert len(client.records("d")) == 1

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from aioshard import App, Budget, DeadLetter, Park, RateLimit, Record, Retry
+from aioshard import App, CircuitBreaker, DeadLetter, Park, RateLimit, Record, Retry
 from aioshard.errors import TransportError
 from aioshard.testing import InMemoryBroker, TestClient, run
 from tests.engine.running import until
@@ -10,7 +10,7 @@ from tests.engine.running import until
 ONCE = Retry(attempts=1)
 
 
-def test_a_record_without_a_shard_key_never_runs_also_when_the_budget_is_spent() -> None:
+def test_a_record_without_a_shard_key_never_runs_also_when_the_circuit_breaker_is_open() -> None:
     app = App("recourse", commit_interval=0.1)
     ran: list[int] = []
 
@@ -19,7 +19,7 @@ def test_a_record_without_a_shard_key_never_runs_also_when_the_budget_is_spent()
             raise KeyError("no tenant")
         return record.key
 
-    policy = DeadLetter("d", budget=Budget(per_success=0.5, burst=1))
+    policy = DeadLetter("d", breaker=CircuitBreaker(minimum=1))
 
     @app.consume("orders", shard_by=shard_by, retry=ONCE, on_failure=policy)
     async def handle(record: Record) -> None:
@@ -27,19 +27,20 @@ def test_a_record_without_a_shard_key_never_runs_also_when_the_budget_is_spent()
 
     async def test() -> None:
         async with TestClient(app) as client:
-            for _ in range(10):
+            for _ in range(3):
                 await client.publish("orders", b"", key=b"k", partition=0)
-            for _ in range(10):  # each success pays for a half, and no more than one can be saved up
-                await asyncio.sleep(20.0)
+            await asyncio.sleep(60.0)
+            assert (ran, len(client.records("d"))) == ([], 0)
+            for _ in range(7):  # one of them is tried, and succeeds
                 await client.publish("orders", b"", key=b"k", partition=0)
             await client.settle(timeout=20.0)
             assert len(client.records("d")) == 3
 
     run(test())
-    assert ran == list(range(3, 20))
+    assert ran == list(range(3, 10))
 
 
-def test_a_record_without_a_shard_key_is_paid_for_once_however_often_its_dead_letter_fails() -> None:
+def test_a_record_without_a_shard_key_has_one_dead_letter_however_often_that_fails() -> None:
     app = App("recourse", commit_interval=0.1)
 
     def shard_by(record: Record) -> bytes | None:
@@ -47,7 +48,7 @@ def test_a_record_without_a_shard_key_is_paid_for_once_however_often_its_dead_le
             raise KeyError("no tenant")
         return record.key
 
-    policy = DeadLetter("d", budget=Budget(per_success=0.5, burst=1))
+    policy = DeadLetter("d")
 
     @app.consume("orders", shard_by=shard_by, retry=ONCE, on_failure=policy)
     async def handle(record: Record) -> None:
@@ -55,11 +56,8 @@ def test_a_record_without_a_shard_key_is_paid_for_once_however_often_its_dead_le
 
     async def test() -> None:
         async with TestClient(app) as client:
-            for _ in range(2):
-                await client.publish("orders", b"", key=b"k", partition=0)
-            await until(lambda: len(client.records("d")) == 1)
             client.broker.fail_publishes("d", TransportError("no"))
-            for _ in range(2):
+            for _ in range(4):
                 await client.publish("orders", b"", key=b"k", partition=0)
             await asyncio.sleep(60.0)
             client.broker.fail_publishes("d", None)
@@ -74,7 +72,7 @@ def test_a_probe_does_not_run_in_a_partition_that_the_application_has_paused_too
     ran: list[int] = []
     down = True
 
-    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d", budget=Budget(per_success=0.01, burst=1)))
+    @app.consume("orders", retry=ONCE, on_failure=DeadLetter("d", breaker=CircuitBreaker(minimum=2)))
     async def handle(record: Record) -> None:
         ran.append(record.offset)
         if down:
@@ -85,7 +83,7 @@ def test_a_probe_does_not_run_in_a_partition_that_the_application_has_paused_too
         async with TestClient(app) as client:
             for number in range(10):
                 await client.publish("orders", b"", key=f"{number}", partition=0)
-            await until(lambda: "budget" in app.explain())
+            await until(lambda: "circuit breaker" in app.explain())
             app.pause("orders", 0)
             await asyncio.sleep(0.1)
             before = list(ran)

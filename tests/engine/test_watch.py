@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from aioshard import App, Record, Retry
-from aioshard.engine.epoch import Epoch, Gate
+from aioshard.engine.epoch import Gate
+from aioshard.engine.partition import Partition
 from aioshard.engine.trouble import Trouble
 from aioshard.engine.watch import Watch
 from aioshard.testing import TestClient, run
-from tests.engine.deliveries import add, make_epoch
+from tests.engine.deliveries import add, make_partition
 
 # In a running app
 
@@ -119,7 +120,7 @@ class Clock:
         return self.now
 
 
-def make_watch(*epochs: Epoch, behind: int = 0) -> Watch:
+def make_watch(*epochs: Partition, behind: int = 0) -> Watch:
     """A watch of these epochs, with `stuck_after` of 100 s."""
     feed = SimpleNamespace(shards_of=lambda _: SimpleNamespace(behind=lambda _: behind))
     clock = Clock()
@@ -158,14 +159,14 @@ def look(watch: Watch, after: float) -> None:
 def test_what_waits_in_the_shard_of_the_oldest_record_counts_as_held_up(
     caplog: pytest.LogCaptureFixture, behind: int, told: int
 ) -> None:
-    epoch, _ = make_epoch(["k"] * 100)
+    epoch, _ = make_partition(["k"] * 100)
 
     assert reports(make_watch(epoch, behind=behind), caplog) == ["almost everything waits for one record"] * told
 
 
 @pytest.mark.parametrize(("done", "told"), [(179, 0), (181, 1)])
 def test_more_than_nine_tenths_are_almost_everything(caplog: pytest.LogCaptureFixture, done: int, told: int) -> None:
-    epoch, deliveries = make_epoch(range(200))
+    epoch, deliveries = make_partition(range(200))
     for delivery in deliveries[-done:]:
         epoch.complete(delivery)
 
@@ -173,7 +174,7 @@ def test_more_than_nine_tenths_are_almost_everything(caplog: pytest.LogCaptureFi
 
 
 def test_a_small_window_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    epoch, deliveries = make_epoch(range(99))
+    epoch, deliveries = make_partition(range(99))
     for delivery in deliveries[1:]:
         epoch.complete(delivery)
 
@@ -181,7 +182,7 @@ def test_a_small_window_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_partition_that_is_paused_waits_for_no_record(caplog: pytest.LogCaptureFixture) -> None:
-    epoch, deliveries = make_epoch(range(200))
+    epoch, deliveries = make_partition(range(200))
     for delivery in deliveries[1:]:
         epoch.complete(delivery)
     epoch.pause("application", "asked for")
@@ -191,7 +192,7 @@ def test_a_partition_that_is_paused_waits_for_no_record(caplog: pytest.LogCaptur
 
 
 def test_an_oldest_record_that_changes_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
-    epoch, deliveries = make_epoch(range(400))
+    epoch, deliveries = make_partition(range(400))
     for delivery in deliveries[20:]:
         epoch.complete(delivery)
     watch = make_watch(epoch)
@@ -202,7 +203,7 @@ def test_an_oldest_record_that_changes_holds_nothing_up(caplog: pytest.LogCaptur
 
 
 def test_an_episode_has_one_line_when_it_begins_and_one_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    epoch, deliveries = make_epoch(range(200))
+    epoch, deliveries = make_partition(range(200))
     for delivery in deliveries[2:]:
         epoch.complete(delivery)
     watch = make_watch(epoch)
@@ -221,7 +222,7 @@ def test_an_episode_has_one_line_when_it_begins_and_one_when_it_is_over(caplog: 
 
 
 def test_an_epoch_that_ended_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    epoch, _ = make_epoch(["k"])
+    epoch, _ = make_partition(["k"])
     watch = make_watch(epoch)
     assert reports(watch, caplog, checks=10) == ["stuck"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from aioshard import Budget, DeadLetter, Park, Record
+from aioshard import CircuitBreaker, DeadLetter, Park, Record
 from aioshard.core.on_failure import OnFailure
 
 VARIABLE = "GUARANTEES_MEMBER"
@@ -29,9 +29,9 @@ Recourse = Any
 """`on_failure` as JSON has it: "halt", "skip", or what `dead_letter` and `parking` make; see `Behaviour.policy`."""
 
 
-def dead_letter(topic: str, *, per_success: float = 1.0, burst: int | None = None) -> Recourse:
-    """`on_failure=DeadLetter(topic)`; with a budget where *burst* is given, else without."""
-    return {"dead letters": topic, "budget": None if burst is None else {"per_success": per_success, "burst": burst}}
+def dead_letter(topic: str, *, window: int | None = None) -> Recourse:
+    """`on_failure=DeadLetter(topic)`; with a circuit breaker where *window* is given, else without."""
+    return {"dead letters": topic, "breaker": None if window is None else {"window": window}}
 
 
 def parking(topic: str, *, delay: float, attempts: int | None = None) -> Recourse:
@@ -47,7 +47,7 @@ class Behaviour:
         directory: Where it reports, and where files tell it things: `release` ends every hanging run, `down` makes
             every run fail while it is there, `healed` heals every key and `healed-<key>` one.
         process: Its name in the reports.
-        form: The handler: a coroutine with or without context, or a function in a thread.
+        form: The handler: a coroutine with or without context, or a function in a thread or in a worker process.
         base: Seconds that every run takes.
         spread: Seconds that half of the runs take in addition, at most; see `duration`.
         hangs: How it hangs: until it is cancelled, or beyond (in a thread it always is beyond).
@@ -70,7 +70,7 @@ class Behaviour:
     group: str
     topic: str
     settings: Mapping[str, Any]
-    form: Literal["context", "record", "thread"] = "context"
+    form: Literal["context", "record", "thread", "process"] = "context"
     concurrency: int = 64
     base: float = 0.0
     spread: float = 0.0
@@ -106,8 +106,8 @@ class Behaviour:
     def policy(self) -> OnFailure:
         """The handler's `on_failure`."""
         match self.on_failure:
-            case {"dead letters": topic, "budget": budget}:
-                return DeadLetter(topic, budget=None if budget is None else Budget(**budget))
+            case {"dead letters": topic, "breaker": breaker}:
+                return DeadLetter(topic, breaker=None if breaker is None else CircuitBreaker(**breaker))
             case {"parked": topic, "delay": delay, "attempts": attempts}:
                 return Park(topic, delay=delay, attempts=attempts)
             case "halt":

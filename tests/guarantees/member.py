@@ -6,6 +6,7 @@ What it does is chosen by the environment; see `behaviour`. It reports each step
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -181,6 +182,7 @@ def _consume(app: App, behaviour: Behaviour) -> None:
         "context": handlers.with_context,
         "record": handlers.with_record,
         "thread": handlers.in_thread,
+        "process": in_process,
     }
     app.consume(
         behaviour.topic,
@@ -190,6 +192,7 @@ def _consume(app: App, behaviour: Behaviour) -> None:
         timeout=behaviour.timeout,
         retry=retry,
         on_failure=behaviour.policy,
+        run_in="process" if behaviour.form == "process" else None,
     )(forms[behaviour.form])
 
 
@@ -256,6 +259,25 @@ class _Handlers:
                 run.counts = _hang_in_thread(self._behaviour, context)
             elif (seconds := self._behaviour.duration(record)) > 0:
                 time.sleep(seconds)
+
+    def in_process(self, record: Record) -> None:
+        with self._reported(record, None):
+            if (seconds := self._behaviour.duration(record)) > 0:
+                time.sleep(seconds)
+            if self._behaviour.hangs_at(record):
+                while True:
+                    pass
+
+
+def in_process(record: Record) -> None:
+    """The handler in a worker process, which imports this module and finds the same environment."""
+    _handlers_here().in_process(record)
+
+
+@functools.cache
+def _handlers_here() -> _Handlers:
+    behaviour = Behaviour.from_json(os.environ[VARIABLE])
+    return _Handlers(behaviour, Recorder(Path(behaviour.directory), behaviour.process), Retry(**behaviour.retry))
 
 
 async def _hang(behaviour: Behaviour) -> bool:

@@ -41,6 +41,11 @@ class Member:
             )
 
     @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._popen.pid
+
+    @property
     def alive(self) -> bool:
         """Whether the process has not ended."""
         return self._popen.poll() is None

@@ -16,7 +16,14 @@ def start_load(scenario: Scenario) -> None:
 
 @pytest.mark.parametrize(
     ("client", "form"),
-    [("aiokafka", "context"), ("aiokafka", "record"), ("cooperative", "context"), ("KIP-848", "context")],
+    [
+        ("aiokafka", "context"),
+        ("aiokafka", "record"),
+        ("aiokafka", "process"),
+        ("cooperative", "context"),
+        ("cooperative", "process"),
+        ("KIP-848", "context"),
+    ],
 )
 async def test_one_of_three_members_stops_under_load(scenario: Scenario, form: str) -> None:
     await scenario.create(partitions=8)

@@ -137,16 +137,17 @@ async def test_a_broker_that_is_gone_with_dead_letters_in_flight_loses_none(
         pytest.param(30.0, marks=[pytest.mark.chaos, pytest.mark.timeout(400)], id="30 s"),
     ],
 )
-async def test_a_back_end_that_is_down_diverts_no_more_than_the_burst_and_all_goes_on_by_itself(
+async def test_a_back_end_that_is_down_diverts_no_more_than_a_window_and_all_goes_on_by_itself(
     scenario: Scenario, seconds: float
 ) -> None:
-    burst = 50
+    window, concurrency = 100, 16
+    most = 2 * (window + concurrency)
     await scenario.create(PARTITIONS, recourse="letters")
     behaviour: dict[str, Any] = {
-        "on_failure": dead_letter(scenario.side_topic, per_success=0.01, burst=burst),
+        "on_failure": dead_letter(scenario.side_topic, window=window),
         "retry": {"attempts": 3, "initial": 0.05, "maximum": 0.2},
         "base": 0.05,
-        "concurrency": 16,
+        "concurrency": concurrency,
     }
     members = [scenario.start(name, explains=True, **behaviour) for name in "ab"]
     await scenario.until_settled("a", "b")
@@ -157,20 +158,20 @@ async def test_a_back_end_that_is_down_diverts_no_more_than_the_burst_and_all_go
     scenario.tell("down")
     down = time.monotonic()
     await scenario.until(
-        lambda: all("budget" in str(found["paused"]) for m in members for found in m.partitions.values()),
-        "every partition is paused by its budget",
+        lambda: all("circuit breaker" in str(found["paused"]) for m in members for found in m.partitions.values()),
+        "every partition is paused by the circuit breaker",
         60,
     )
-    assert all("budget of handler with_context is exhausted" in member.explanation for member in members)
+    assert all("circuit breaker of handler with_context is open" in member.explanation for member in members)
     await pass_time(scenario, down + seconds - time.monotonic())
     during = len(await scenario.side_records())
-    assert 0 < during <= len(members) * burst
+    assert 0 < during <= most
     scenario.tell("down", holds=False)
     up, done = time.monotonic(), len(scenario.observations.finished)
     await scenario.until_finished(done + 1, timeout=60)
     scenario.notes["first success after"] = f"{time.monotonic() - up:.1f} s"
     await scenario.until(
-        lambda: all(found["paused"] is None or "budget" not in found["paused"] for found in partitions(scenario)),
+        lambda: not any("circuit breaker" in str(found["paused"]) for found in partitions(scenario)),
         "no partition is paused any more",
         60,
     )
@@ -181,7 +182,7 @@ async def test_a_back_end_that_is_down_diverts_no_more_than_the_burst_and_all_go
     assert after > before / 2, f"{before:.0f} a second before, {after:.0f} after"
     await scenario.stop_feeding()
     places = {place for place, _ in places_of_letters(await scenario.side_records())}
-    assert len(places) <= len(members) * burst
+    assert len(places) <= most
     scenario.failing |= places  # nobody waits for them to finish
     assert places.isdisjoint(scenario.observations.refresh().finished)
     await exact(scenario, places)

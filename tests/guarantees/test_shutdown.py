@@ -15,7 +15,8 @@ CLEAN = (NothingLost(), KeyOrder(), OneAtATimePerKey(), NeverAhead(), LagZero())
 @pytest.mark.parametrize("form", ["context", "record", "thread"])
 async def test_sigterm_finishes_what_was_started_and_commits_it(scenario: Scenario, form: str) -> None:
     await scenario.create(partitions=4)
-    first = scenario.start("a", {"commit_interval": 600}, form=form, concurrency=32, base=0.05, spread=0.4)
+    rarely = {"commit_interval": 600, "commit_records": None}
+    first = scenario.start("a", rarely, form=form, concurrency=32, base=0.05, spread=0.4)
     await scenario.until_settled("a")
     await scenario.produce([(b"k%d" % (number % 40), None) for number in range(400)])
     await scenario.until_finished(40)

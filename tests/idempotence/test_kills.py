@@ -64,7 +64,7 @@ async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
 
 async def test_kill_9_between_the_commit_of_the_database_and_that_of_the_offset(orders: Group) -> None:
     await orders.produce(400)
-    with orders.start(commit_interval=600) as first:
+    with orders.start(commit_interval=600, commit_records=None) as first:
         await until(lambda: len(orders.store.inbox()) >= 150)
         first.kill()
     committed = await orders.kafka.committed(orders.group, orders.topic)

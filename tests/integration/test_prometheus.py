@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
-from aioshard.telemetry.metrics import AppCollector, encode
+from aioshard.telemetry.metrics import AppCollector
 from tests.support.prometheus import Prometheus, PrometheusUnavailableError, hurried, programs, promtool
 from tests.support.provision import skip_or_fail
 from tests.support.running import PROJECT, Running
@@ -60,7 +60,7 @@ def test_each_alert_has_a_test() -> None:
 def test_the_page_follows_the_rules_of_prometheus() -> None:
     registry = CollectorRegistry()
     AppCollector(Told(STATISTICS), registry=registry)
-    promtool("check", "metrics", page=encode(registry)[0])
+    promtool("check", "metrics", page=generate_latest(registry))
 
 
 async def test_alerts_fire_panels_show_something_and_the_lag_of_what_is_paused_grows(

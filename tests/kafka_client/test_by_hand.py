@@ -249,7 +249,8 @@ async def test_a_last_commit_that_is_refused_is_told_to_who_stopped_it(
 ) -> None:
     await kafka.create_topic(topic, 1)
     await fill(kafka, topic, 1, 1)
-    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, commit_interval=1000)
+    rarely = {"commit_interval": 1000, "commit_records": None}
+    hand = ByHand(kafka.bootstrap, group, topic, {topic: [0]}, client=client, **rarely)
     member = ByHand(kafka.bootstrap, group, topic, None)
     serving = asyncio.create_task(hand.app.serve())
     await hand.until_processed(1)
@@ -358,7 +359,7 @@ class Answering(Internals):
     def coordinator(self) -> Any:
         return self
 
-    async def find_coordinator(self) -> None: ...
+    async def ensure_coordinator_known(self) -> None: ...
 
     def request_rejoin(self) -> None: ...
 

@@ -140,6 +140,23 @@ async def test_keys_go_where_java_puts_them(kafka: SharedKafka, topic: str, prod
     assert len(placed) == len(keys)
 
 
+async def test_messages_without_a_key_spread_evenly(kafka: SharedKafka, topic: str, producer: KafkaProducer) -> None:
+    other = f"{topic}-other"
+    for name in (topic, other):
+        await kafka.create_topic(name, 32)
+
+    async def publish() -> None:
+        for _ in range(50):
+            await producer.publish(Message(topic, b"v"))
+            await producer.publish(Message(other, b"v"))
+
+    await asyncio.gather(*(publish() for _ in range(64)))
+
+    ends = (await kafka.end_offsets(topic)).values()
+    assert (len(ends), sum(ends)) == (32, 3_200)
+    assert max(ends) <= 1.3 * 100
+
+
 async def test_those_who_come_first_share_one_connection_attempt(
     kafka: SharedKafka, topic: str, producer: KafkaProducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,11 +316,11 @@ async def test_an_open_transaction_ends_the_log_for_those_who_read_committed(
 
         assert await reader.poll(timeout=0.3) == []
         assert reader.transport.end_offset(at) == 3
-        assert (await reader.transport.log_ranges([at]))[at] == (0, 3)
+        assert (await reader.transport.log_ranges([at]))[at] == (0, 3, 4)
         await producer.commit_transaction()
         await reader.read_to({at: 5})
     assert reader.offsets(at) == [0, 1, 2, 3]
-    assert (await reader.transport.log_ranges([at]))[at] == (0, 5)
+    assert (await reader.transport.log_ranges([at]))[at] == (0, 5, 5)
 
 
 async def test_positions_pass_what_compaction_removed(kafka: SharedKafka, topic: str, member: Join) -> None:
@@ -406,7 +406,6 @@ async def test_what_is_not_ours_is_no_ones_concern(kafka: SharedKafka, topic: st
         reader.transport.pause([foreign])
         reader.transport.resume([foreign])
         reader.transport.seek(foreign, 3)
-        reader.transport.adjust_prefetch(8, 1 << 20)
         reader.transport.wake()
         assert reader.transport.position(foreign) is None
         assert reader.transport.end_offset(foreign) is None
@@ -416,27 +415,74 @@ async def test_what_is_not_ours_is_no_ones_concern(kafka: SharedKafka, topic: st
             await reader.join(topic)
 
 
-async def test_prefetch_is_bounded_for_all_partitions_together(kafka: SharedKafka, topic: str, member: Join) -> None:
-    await kafka.create_topic(topic, partitions=4)
-    for partition in [0, 1, 2, 3] * 10:
-        await kafka.produce(topic, [(None, bytes(1000))] * 20, partition=partition)
-    reader = member()
-    reader.at_assign = lambda _partitions, _membership: None
-    (partitions, _) = await reader.join(topic)
-    reader.transport.adjust_prefetch(4, 256 * 1024)
-    for at in partitions:
-        reader.transport.seek(at, 0)
-    reader.transport.resume(partitions)
+async def test_prefetch_is_bounded_and_leaves_room_for_every_partition(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    bound = 512 * 1024
+    await kafka.create_topic(topic, partitions=8)
+    for partition in range(8):
+        await kafka.produce(topic, [(None, bytes(1000))] * 500, partition=partition, batch_bytes=10_000)
+    reader = member(max_buffered_bytes=2 * bound)
+    await reader.join(topic)
     buffered = reader.transport._internals.buffered  # type: ignore[union-attr]
-    await reader.poll_until(lambda: len(buffered) == 4, lambda _: NOTHING)
+
+    await reader.poll_until(lambda: len(buffered) == 8, lambda _: NOTHING)
 
     fetched = [entry._partition_records._records.size_in_bytes() for entry in buffered.values()]
+    assert sum(fetched) <= bound
+    assert max(fetched) > bound // 8, "the first partitions use what is free"
 
-    assert all(0 < size <= 64 * 1024 for size in fetched), fetched
-    reader.transport.adjust_prefetch(10_000, 1)
-    assert reader.transport._internals.fetcher._max_partition_fetch_bytes == 16 * 1024  # type: ignore[union-attr]
-    reader.transport.adjust_prefetch(1, 1 << 40)
-    assert reader.transport._internals.fetcher._max_partition_fetch_bytes == 1024 * 1024  # type: ignore[union-attr]
+
+async def test_a_fetch_brings_large_batches_of_many_partitions(kafka: SharedKafka, topic: str, member: Join) -> None:
+    """With an equal share of the bound for each partition, none of these batches fits, and a fetch brings only one."""
+    await kafka.create_topic(topic, partitions=64)
+    for partition in range(64):
+        await kafka.produce(topic, [(None, bytes(1000))] * 100, partition=partition)
+    reader = member(max_buffered_bytes=8 * 1024 * 1024)
+    await reader.join(topic)
+    fetcher = reader.transport._internals.fetcher  # type: ignore[union-attr]
+    send, fetches = fetcher._proc_fetch_request, 0
+
+    async def count(*request: object) -> object:
+        nonlocal fetches
+        fetches += 1
+        return await send(*request)
+
+    fetcher._proc_fetch_request = count
+
+    await reader.read_to(await ends_of(kafka, topic))
+
+    assert fetches < 32
+
+
+async def test_drained_partitions_make_the_fetcher_check_its_partitions_rarely(
+    kafka: SharedKafka, topic: str, member: Join
+) -> None:
+    """Each check visits every partition."""
+    await kafka.create_topic(topic, partitions=500)
+    await kafka.produce(topic, [(None, bytes(10))] * 1000)
+    reader = member()
+    await reader.join(topic)
+    fetcher = reader.transport._internals.fetcher  # type: ignore[union-attr]
+    plan, checks = fetcher._get_actions_per_node, 0
+
+    def count(assignment: object) -> object:
+        nonlocal checks
+        checks += 1
+        return plan(assignment)
+
+    fetcher._get_actions_per_node = count
+
+    async def let_the_fetcher_run() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    while sum(map(len, reader.records.values())) < 1000:
+        await reader.poll(lambda _: Allowance(5, 10_000))
+        await let_the_fetcher_run()
+
+    assert len(reader.batches) >= 500
+    assert checks < 50, "each poll has drained a partition"
 
 
 async def test_a_drained_partition_does_not_wait_for_its_idle_neighbours(
@@ -446,9 +492,8 @@ async def test_a_drained_partition_does_not_wait_for_its_idle_neighbours(
     await kafka.create_topic(topic, partitions=8)
     for _ in range(20):
         await kafka.produce(topic, [(None, bytes(1000)) for _ in range(1000)], partition=0)
-    reader = member(fetch_max_wait=20)
+    reader = member(fetch_max_wait=20, max_buffered_bytes=1024 * 1024)
     await reader.join(topic)
-    reader.transport.adjust_prefetch(1, 256 * 1024)
 
     started = time.monotonic()
     await reader.read_to({TopicPartition(topic, 0): 20_000}, everything)

@@ -346,7 +346,7 @@ class BatchShardsMachine(RuleBasedStateMachine):
         """As long as a partition drains, whatever may start is ready: no linger, only a free worker is waited for."""
         if self.shards._drains and len(self.running) < WORKERS:
             self.take()
-            assert self.shards._ready_level() is not None or not self.shards._forming
+            assert self.shards._ready() is not None or not self.shards._forming
 
     @invariant()
     def an_occupied_key_has_an_owner(self) -> None:

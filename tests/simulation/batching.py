@@ -17,7 +17,7 @@ class BatchProcess(Process):
     world: "BatchWorld"
 
     def _app(self) -> App:
-        app = App(GROUP, **SETTINGS | {"auto_offset_reset": self.world.reset})
+        app = App(GROUP, **SETTINGS | {"auto_offset_reset": self.world.reset} | dict(self.world.settings))
         options: dict[str, Any] = {"shards": 5} if self.world.fixed_shards else {"concurrency": 4}
         options |= self.world.consume_options()
 

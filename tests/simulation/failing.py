@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from aioshard import Budget, DeadLetter, Park, Record, Retry
+from aioshard import CircuitBreaker, Context, DeadLetter, Park, Record, Retry
 from aioshard.core.on_failure import OnFailure
 from aioshard.errors import StateError, TransportError
 from aioshard.records import TopicPartition
@@ -17,8 +17,8 @@ TIMEOUT = 1.5
 POLICIES: dict[str, OnFailure] = {
     "halt": "halt",
     "skip": "skip",
-    "dead letter": DeadLetter(SIDE, budget=None),
-    "budget": DeadLetter(SIDE, budget=Budget(per_success=0.05, burst=2)),
+    "dead letter": DeadLetter(SIDE, breaker=None),
+    "breaker": DeadLetter(SIDE, breaker=CircuitBreaker(failure_rate=0.2, window=10, minimum=2)),
     "park": Park(SIDE, delay=1.0),
     "park for good": Park(SIDE, delay=0.5, attempts=1),
 }
@@ -44,11 +44,11 @@ class FailingWorld(World):
             "timeout": TIMEOUT,
         }
 
-    async def handle(self, process: Process, record: Record) -> None:
+    async def handle(self, process: Process, record: Record, context: Context) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            await super().handle(process, record)
+            await super().handle(process, record, context)
         except BaseException as error:
             if isinstance(error, Exception) or clock() - began >= TIMEOUT:
                 self.failed.add((record.topic_partition, record.offset))
@@ -85,7 +85,7 @@ class FailingWorld(World):
         place = (topic_partition, offset)
         if self.policy == "skip":
             return place in self.failed
-        if self.policy in {"dead letter", "budget"}:
+        if self.policy in {"dead letter", "breaker"}:
             self.read_side()
             return place in self.ever_sent
         return False

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aioshard import Adaptive, RateLimit
+from aioshard import RateLimit
 from aioshard.engine.control import set_concurrency
 from tests.simulation.world import World, live
 
@@ -24,14 +24,12 @@ class FlowWorld(World):
         options = super().consume_options()
         if self.kind in (1, 2, 3, 5):
             options["rate_limit"] = RateLimit(100.0 if self.kind == 2 else 400.0, burst=5)
-        if self.kind == 4:
-            options["concurrency"] = Adaptive(1, 16)
         return options
 
     async def something_happens(self) -> None:
         await super().something_happens()
         for process in self.living:
-            if process.engine is not None and self.kind < 4 and self.rng.random() < 0.5:
+            if process.engine is not None and self.kind < 5 and self.rng.random() < 0.5:
                 (handler,) = process.engine.handlers
                 set_concurrency(process.engine, handler.spec.name, self.rng.choice([1, 1, 2, 3, 8, 30]))
 

@@ -28,7 +28,7 @@ QUICK = {
 }
 
 _HEAD = """
-from aioshard import App, Budget, DeadLetter, Park, Record
+from aioshard import App, CircuitBreaker, DeadLetter, Park, Record
 
 app = App({group!r}, bootstrap_servers={bootstrap!r}, **{settings!r})
 seen = []

@@ -24,7 +24,7 @@ HANDLERS = """
 import asyncio, pathlib, uuid
 from aioshard import Retry
 
-@app.consume({topic!r}, shard_by={shard_by}, retry=Retry(attempts=1), on_failure=DeadLetter({dead!r}, budget=None))
+@app.consume({topic!r}, shard_by={shard_by}, retry=Retry(attempts=1), on_failure=DeadLetter({dead!r}, breaker=None))
 async def handle(record: Record):
     await asyncio.sleep(0.002)
     (pathlib.Path({calls!r}) / uuid.uuid4().hex).touch()

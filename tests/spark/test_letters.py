@@ -15,11 +15,11 @@ import pytest
 
 from aioshard import spark as history
 from aioshard.errors import NotVerifiedError, PlanError, TransportError
-from aioshard.kafka.aiokafka.producer import KafkaProducer
+from aioshard.kafka.aiokafka.producer import KafkaProducer, waves
 from aioshard.ports import Message
 from aioshard.records import Record
 from aioshard.serde.side_records import MESSAGE_ID, dead_letter, read_dead_letter
-from aioshard.spark.handovers import send_letters, verified_ends, waves
+from aioshard.spark.handovers import send_letters, verified_ends
 from aioshard.spark.work import blocking
 from tests.spark.apps import write_app
 from tests.spark.runs import HistoryRun
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)  # a session of Spark starts in it, and th
 HANDLER = """
 from aioshard import Retry
 
-@app.consume({topic!r}, retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter({letters!r}, budget=None))
+@app.consume({topic!r}, retry=Retry(attempts=2, initial=0.01), on_failure=DeadLetter({letters!r}, breaker=None))
 async def handle(record: Record) -> None:
     seen.append((record.partition, record.offset))
     if record.value == b"bad":
@@ -227,15 +227,17 @@ async def test_the_command_of_the_hand_over_sends_them_first(sending: Sending) -
 async def test_what_is_not_acknowledged_is_an_error_and_not_noted(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = KafkaProducer.publish
+    send = KafkaProducer.send
 
-    async def refuse(producer: KafkaProducer, message: Message) -> int:
-        if (MESSAGE_ID, f"{sending.run.topic}/0/9".encode()) in message.headers:
-            raise TransportError("refused")
-        return await publish(producer, message)
+    def refuse(producer: KafkaProducer, message: Message) -> asyncio.Future[int]:
+        if (MESSAGE_ID, f"{sending.run.topic}/0/9".encode()) not in message.headers:
+            return send(producer, message)
+        refused: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        refused.set_exception(TransportError("refused"))
+        return refused
 
     with monkeypatch.context() as patched:
-        patched.setattr(KafkaProducer, "publish", refuse)
+        patched.setattr(KafkaProducer, "send", refuse)
         with pytest.raises(TransportError, match="refused"):
             await sending.send()
     assert sending.noted()["batches"] == [0]

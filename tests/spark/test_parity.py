@@ -22,7 +22,7 @@ HANDLERS = """
 import asyncio
 from aioshard import Context, Retry
 
-@app.consume({topic!r}, retry=Retry(attempts=3, initial=0.01), on_failure=DeadLetter({letters!r}, budget=None))
+@app.consume({topic!r}, retry=Retry(attempts=3, initial=0.01), on_failure=DeadLetter({letters!r}, breaker=None))
 async def handle(record: Record, context: Context) -> object:
     number = int(record.value)
     if number % 23 == 0:

@@ -192,7 +192,7 @@ async def test_failures_of_handlers_and_of_sharding_functions_end_as_they_do_liv
             topic, [(None, b"%d" % n) for n in range(partition, 10, 2)], partition, headers=[("h", b"1"), ("n", None)]
         )
     source = "from aioshard import Context\n" + FAILING
-    run = begin(source.format(topic=topic, on_failure=f'DeadLetter("{topic}.dead", budget=None)'))
+    run = begin(source.format(topic=topic, on_failure=f'DeadLetter("{topic}.dead", breaker=None)'))
     await run.plan()
 
     report = await run.drain()

@@ -1,5 +1,6 @@
 """The data source by itself: found by name, its options, records as they are, rows of handlers."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioshard.records import Record
+from aioshard.spark.source import OUTCOME_COLUMNS, AioshardSource
 from tests.spark.apps import write_app
 from tests.support.kafka_libs import PROJECT
 from tests.support.shared_kafka import SharedKafka
@@ -49,6 +51,33 @@ def test_it_is_found_by_name_and_says_what_is_missing() -> None:
 
     assert done.returncode != 0
     assert "format('aioshard') needs the option plan" in done.stderr
+
+
+@pytest.mark.parametrize(("slots", "tasks"), [(None, 9), (1, 4), (2, 8), (3, 9)])
+async def test_there_are_four_tasks_per_slot_unless_there_are_fewer_partitions(
+    kafka: SharedKafka,
+    topic: str,
+    group: str,
+    spark_modules: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slots: int | None,
+    tasks: int,
+) -> None:
+    await kafka.create_topic(topic, 9)
+    await kafka.produce(topic, [(b"k%d" % n, b"") for n in range(200)])
+    source = f"""
+@app.consume({topic!r})
+async def handle(record: Record) -> None:
+    pass
+"""
+    app = write_app(spark_modules, monkeypatch, kafka, group, handlers=source)
+    options = {"app": app.target} if slots is None else {"app": app.target, "slots": str(slots)}
+
+    reader = await asyncio.to_thread(lambda: AioshardSource(options).reader(OUTCOME_COLUMNS))
+
+    found = [getattr(task, "ranges") for task in reader.partitions()]  # noqa: B009 - Spark's type does not have it
+    assert len(found) == tasks
+    assert sorted(partition.partition for ranges in found for partition in ranges) == list(range(9))
 
 
 @pytest.mark.parametrize("tasks", [1, 4, 16])

@@ -116,11 +116,14 @@ class KafkaCluster:
         messages: Sequence[Message],
         partition: int | None = None,
         headers: Sequence[tuple[str, bytes | None]] = (),
+        *,
+        batch_bytes: int = BATCH_BYTES,
+        deadline: float = DEADLINE,
     ) -> list[tuple[int, int]]:
         """Appends records, in order per partition, and waits until the broker has them all.
 
         Without *partition* a key goes where Java's and aiokafka's default partitioner send it, and records
-        without a key go round the partitions.
+        without a key go round the partitions. No batch is larger than *batch_bytes*.
 
         Returns:
             Partition and offset of each message, in the order given.
@@ -129,9 +132,10 @@ class KafkaCluster:
             bootstrap_servers=self.reachable,
             acks="all",
             enable_idempotence=self.replication > 1,  # a leader that dies before it answers has the records already
-            max_batch_size=BATCH_BYTES,
+            max_batch_size=batch_bytes,
+            request_timeout_ms=round(1000 * deadline),
         )
-        async with asyncio.timeout(DEADLINE), producer:
+        async with asyncio.timeout(deadline), producer:
             return await _send(producer, topic, messages, partition, headers)
 
     async def produce_transaction(
@@ -291,7 +295,8 @@ async def _send(
             lane = _partition_for_key(key, partitions, partitions)
         lanes.setdefault(lane, []).append(index)
     positions: list[tuple[int, int]] = [(-1, -1)] * len(messages)
-    for lane, indexes in lanes.items():
+
+    async def send(lane: int, indexes: list[int]) -> None:
         sent: list[tuple[asyncio.Future[Any], list[int]]] = []
         for batch, inside in _batches(producer, messages, indexes, list(headers)):
             sent.append((await producer.send_batch(batch, topic, partition=lane), inside))
@@ -299,6 +304,8 @@ async def _send(
             base = (await acknowledged).offset
             for distance, index in enumerate(inside):
                 positions[index] = (lane, base + distance)
+
+    await asyncio.gather(*(send(lane, indexes) for lane, indexes in lanes.items()))
     return positions
 
 

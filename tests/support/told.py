@@ -1,7 +1,13 @@
 """What an app tells of itself, made by hand: for tests of what shows it."""
 
 from aioshard import App
-from aioshard.observe import Diagnosis, HandlerStatistics, PartitionStatistics, Statistics
+from aioshard.observe import (
+    Diagnosis,
+    HandlerStatistics,
+    PartitionStatistics,
+    Statistics,
+    TransactionStatistics,
+)
 
 PARTITION = PartitionStatistics(
     topic="orders",
@@ -18,6 +24,7 @@ PARTITION = PartitionStatistics(
     buffered_bytes=9_000,
     paused=None,
     oldest_incomplete_age=2.5,
+    held_back=7,
 )
 HANDLER = HandlerStatistics(
     name="on_order",
@@ -48,6 +55,7 @@ STATISTICS = Statistics(
     trouble=None,
     partitions=(PARTITION,),
     handlers=(HANDLER,),
+    transactions=TransactionStatistics(fenced=8, messages=80, open_seconds=0.5),
 )
 DIAGNOSIS = Diagnosis(state="running", findings=(), partitions=(), outliving=())
 

@@ -474,8 +474,8 @@ async def test_log_ranges_partitions_and_ends_are_those_of_the_log(harness: Harn
     await take(client, 2)
 
     assert await client.log_ranges([harness.one, harness.two]) == {
-        harness.one: LogRange(0, 2),
-        harness.two: LogRange(0, 0),
+        harness.one: LogRange(0, 2, 2),
+        harness.two: LogRange(0, 0, 0),
     }
     assert await client.partitions(harness.one.topic) == {0, 1}
     assert await client.partitions(f"{harness.one.topic}-nowhere") == frozenset()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import pydantic
 import pytest
 
-from aioshard import Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
+from aioshard import App, Batch, BatchContext, Context, DeadLetter, Handlers, Park, Record
 from aioshard.errors import DecodeError, HandlerError
 
 
@@ -36,29 +37,29 @@ class Callback:
 
 
 @pytest.mark.parametrize(
-    ("function", "takes_context", "is_async"),
+    ("function", "takes_context", "run_in"),
     [
-        (on_record, False, True),
-        (with_context, True, True),
-        (without_annotations, True, True),
-        (with_an_object_of_its_own, False, True),
-        (with_a_context_by_default, True, True),
-        (in_a_thread, False, False),
-        (Callback(), False, True),
-        (functools.partial(with_a_context_by_default, context=None), False, True),
+        (on_record, False, "loop"),
+        (with_context, True, "loop"),
+        (without_annotations, True, "loop"),
+        (with_an_object_of_its_own, False, "loop"),
+        (with_a_context_by_default, True, "loop"),
+        (in_a_thread, False, "thread"),
+        (Callback(), False, "loop"),
+        (functools.partial(with_a_context_by_default, context=None), False, "loop"),
     ],
     # An object's own text has its address in it, which differs between the processes of a parallel run.
     ids=["record", "context", "bare", "own object", "context by default", "thread", "callable object", "partial"],
 )
 def test_a_handler_is_called_as_its_signature_asks(
-    function: Callable[..., Any], *, takes_context: bool, is_async: bool
+    function: Callable[..., Any], run_in: str, *, takes_context: bool
 ) -> None:
     handlers = Handlers()
 
     assert handlers.consume("orders")(function) is function
 
     (registration,) = handlers
-    assert (registration.takes_context, registration.is_async) == (takes_context, is_async)
+    assert (registration.takes_context, registration.run_in) == (takes_context, run_in)
 
 
 @dataclasses.dataclass
@@ -274,25 +275,25 @@ def batches_in_a_thread(records: list[Record]) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("function", "takes_context", "is_async"),
+    ("function", "takes_context", "run_in"),
     [
-        (on_records, False, True),
-        (on_a_sequence, True, True),
-        (on_a_bare_list, True, True),
-        (with_a_cache_of_its_own, False, True),
-        (without_annotations, True, True),
-        (batches_in_a_thread, False, False),
+        (on_records, False, "loop"),
+        (on_a_sequence, True, "loop"),
+        (on_a_bare_list, True, "loop"),
+        (with_a_cache_of_its_own, False, "loop"),
+        (without_annotations, True, "loop"),
+        (batches_in_a_thread, False, "thread"),
     ],
 )
 def test_a_batch_handler_is_called_as_its_signature_asks(
-    function: Callable[..., Any], *, takes_context: bool, is_async: bool
+    function: Callable[..., Any], run_in: str, *, takes_context: bool
 ) -> None:
     handlers = Handlers()
 
     handlers.consume("orders", batch=Batch())(function)
 
     (registration,) = handlers
-    assert (registration.takes_context, registration.is_async) == (takes_context, is_async)
+    assert (registration.takes_context, registration.run_in) == (takes_context, run_in)
     assert registration.batch == Batch()
 
 
@@ -505,3 +506,112 @@ def test_a_key_is_one_shard_within_its_topic_only() -> None:
     keys = {shard_key(Record(topic, 0, 0, b"customer-1", None, (), 0.0)) for topic in ("orders", "returns")}
 
     assert len(keys) == 2
+
+
+# Where handlers run ---------------------------------------------------------------------
+
+
+def computes(record: Record) -> None: ...
+
+
+def decodes_plainly(record: Record) -> bytes | None:
+    return record.value
+
+
+async def decodes_later(record: Record) -> bytes | None:
+    return record.value
+
+
+def _local_function() -> Callable[[Record], None]:
+    def local(record: Record) -> None: ...
+
+    return local
+
+
+def _takes_local_type() -> Callable[..., None]:
+    @dataclasses.dataclass
+    class Local:
+        total: int
+
+    def takes_local(order: Local) -> None: ...
+
+    takes_local.__qualname__ = "takes_local"
+    return takes_local
+
+
+class Locked:
+    """An object that pickle refuses."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, record: Record) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "sentence"),
+    [
+        (computes, {"run_in": "cpu"}, "was given run_in='cpu': expected 'thread' or 'process'"),
+        (computes, {"run_in": "loop"}, "handler 'computes' is a plain 'def' and was given run_in='loop'"),
+        (on_record, {"run_in": "thread"}, "handler 'on_record' is an 'async def' and was given run_in='thread'"),
+        (on_record, {"run_in": "process"}, "handler 'on_record' is an 'async def' and was given run_in='process'"),
+        (computes, {"run_in": "process", "decode": decodes_later}, "decode=… is an async function"),
+        (
+            lambda _: None,
+            {"run_in": "process"},
+            "handler '<lambda>' was given run_in='process' and cannot be sent",
+        ),
+        (_local_function(), {"run_in": "process"}, "define the function, its payload's type and decode=… by 'def'"),
+        (_takes_local_type(), {"run_in": "process"}, "handler 'takes_local' was given run_in='process' and cannot be"),
+        (computes, {"run_in": "process", "decode": lambda record: record.value}, "cannot be sent to a worker process"),
+        (Locked(), {"run_in": "process"}, "cannot pickle '_thread.lock' object"),
+        (functools.partial(Locked()), {"run_in": "process"}, "cannot pickle '_thread.lock' object"),
+    ],
+    ids=[
+        *("unknown", "def in loop", "async in thread", "async in process", "async decode", "lambda", "local function"),
+        *("local type", "lambda decodes", "object", "partial"),
+    ],
+)
+def test_a_place_where_a_handler_cannot_run_is_refused(function: Any, options: Any, sentence: str) -> None:
+    handlers = Handlers()
+
+    with pytest.raises(HandlerError) as refused:
+        handlers.consume("orders", **options)(function)
+
+    assert sentence in str(refused.value)
+    assert list(handlers) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "run_in", "expected"),
+    [
+        (on_record, None, "loop"),
+        (on_record, "loop", "loop"),
+        (computes, None, "thread"),
+        (computes, "thread", "thread"),
+        (computes, "process", "process"),
+    ],
+)
+def test_a_handler_runs_where_its_kind_or_run_in_says(function: Any, run_in: Any, expected: str) -> None:
+    handlers = Handlers()
+    handlers.consume("orders", run_in=run_in, decode=None if run_in is None else decodes_plainly)(function)
+
+    (registration,) = handlers
+    assert registration.run_in == expected
+
+
+def hidden(record: Record) -> None: ...
+
+
+def test_a_function_whose_name_means_another_one_is_refused_by_the_check() -> None:
+    """Another decorator has replaced it since: a worker process would import that one."""
+    app = App("billing")
+    app.consume("orders", run_in="process")(hidden)
+    replaced = globals()["hidden"]
+    try:
+        globals()["hidden"] = computes
+        with pytest.raises(HandlerError, match=r"handler 'hidden' .* it's not the same object"):
+            app.check()
+    finally:
+        globals()["hidden"] = replaced
+    app.check()

@@ -30,6 +30,9 @@ class Coordinator:
         self._coordinator_dead_fut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
+    async def ensure_coordinator_known(self) -> None:
+        """It always is."""
+
     async def _do_heartbeat(self) -> bool:
         return await self.answer
 

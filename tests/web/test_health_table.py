@@ -179,7 +179,12 @@ class Silent(InMemoryTransport):
             await self._hang()
         return await super().poll(*given)
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: object = None,  # noqa: ARG002
+    ) -> None:
         if Silent.hangs == "commit":
             await self._hang()
         await super().commit(offsets, membership)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from io import BytesIO
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from aiokafka import errors as kafka
@@ -36,12 +35,12 @@ from aioshard.kafka.aiokafka.answers import (
     topic_leaders,
     topic_settings,
 )
-from aioshard.kafka.aiokafka.client import BareClient
+from aioshard.kafka.aiokafka.client import END, START, BareClient
 from aioshard.kafka.aiokafka.connections import connected
 from aioshard.kafka.aiokafka.internals import RETENTION_MS
 from aioshard.kafka.aiokafka.options import client_options
 from aioshard.kafka.errors import CLUSTER_DENIED, GROUP_CHANGED, TOPIC_DENIED, denied, named, request_error
-from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, RemoveMember
+from aioshard.kafka.group_protocol import DescribeConsumerGroup, DescribeGroup, FetchStableOffsets, RemoveMember
 from aioshard.ports import Committed, LogRange
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -53,7 +52,6 @@ _PATIENCE = 30.0
 _PAUSE = 0.2
 _COMMIT_TIMEOUT = 5.0
 _CREATE_TIMEOUT_MS = 30_000
-_EARLIEST, _LATEST = -2, -1
 _ISOLATION = {"read_uncommitted": 0, "read_committed": 1}
 _NO_SUCH_GROUP, _NOT_SERVED = 69, 35
 """Errors for a group of the classic protocol, and for brokers that do not have the KIP-848 protocol enabled."""
@@ -155,9 +153,7 @@ class KafkaAdmin:
         self._client = await connected(self._settings, self._options, BareClient)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Close all connections."""
         await self._client.tear_down()
 
@@ -180,9 +176,14 @@ class KafkaAdmin:
 
     async def topic_settings(self, topic: str, names: Collection[str]) -> dict[str, str]:
         """Return settings of a topic; the broker's default where the topic does not override it."""
-        request = DescribeConfigsRequest([(ConfigResourceType.TOPIC, topic, sorted(names))])
         try:
-            return await self._ask(f"return the settings of topic {topic!r}", request, topic_settings, topic, names)
+            return await self._ask(
+                f"return the settings of topic {topic!r}",
+                DescribeConfigsRequest([(ConfigResourceType.TOPIC, topic, sorted(names))]),
+                topic_settings,
+                topic,
+                names,
+            )
         except AuthorizationError as error:
             raise AuthorizationError(
                 f"the brokers do not allow this user to see the settings of topic {topic!r}: grant DESCRIBE_CONFIGS "
@@ -253,17 +254,21 @@ class KafkaAdmin:
 
     async def _leaders(self, topic: str) -> dict[int, int]:
         """Return the leader of each partition, -1 without one; empty if the topic does not exist."""
-        request = MetadataRequest([topic], allow_auto_topic_creation=False)
-        return await self._ask(f"return the partitions of topic {topic!r}", request, topic_leaders, topic)
+        return await self._ask(
+            f"return the partitions of topic {topic!r}",
+            MetadataRequest([topic], allow_auto_topic_creation=False),
+            topic_leaders,
+            topic,
+        )
 
     # Logs -----------------------------------------------------------------------------
 
     async def bounds(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, LogBounds]:
         """Fetch the current bounds of each partition's log."""
         # In this order, so that each bound is at or after the ones requested before it.
-        starts = await self._offsets(dict.fromkeys(partitions, _EARLIEST), "read_uncommitted")
-        stable = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_committed")
-        ends = await self._offsets(dict.fromkeys(partitions, _LATEST), "read_uncommitted")
+        starts = await self._offsets(dict.fromkeys(partitions, START), "read_uncommitted")
+        stable = await self._offsets(dict.fromkeys(partitions, END), "read_committed")
+        ends = await self._offsets(dict.fromkeys(partitions, END), "read_uncommitted")
         return {partition: LogBounds(starts[partition], stable[partition], ends[partition]) for partition in partitions}
 
     async def offsets_at(
@@ -324,7 +329,7 @@ class KafkaAdmin:
     async def _kip848_group(self, group_id: str) -> Group | None:
         """Describe a KIP-848 group; None if it is not one, or the brokers do not support KIP-848."""
         try:
-            answer = await self._ask_coordinator(group_id, DescribeConsumerGroup(group_id))
+            answer = await self._send(DescribeConsumerGroup(group_id), group_id)
         except (kafka.IncompatibleBrokerVersion, NotImplementedError):
             return None
         group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
@@ -350,7 +355,7 @@ class KafkaAdmin:
         return Group(group["group_state"].lower(), "consumer", group["assignor_name"] or "", tuple(members))
 
     async def _classic_group(self, group_id: str) -> Group:
-        answer = await self._ask_coordinator(group_id, DescribeGroup(group_id))
+        answer = await self._send(DescribeGroup(group_id), group_id)
         group = only_part(answer.to_object()["groups"], f"group {group_id!r}")
         raise_for(group["error_code"])
         members = sorted(
@@ -371,27 +376,32 @@ class KafkaAdmin:
         Returns:
             Whether the group had it.
         """
-        what = f"remove member {member_id or instance_id!r} of group {group_id!r}"
-        request = RemoveMember(group_id, member_id=member_id, instance_id=instance_id)
-        return await self._ask(what, request, removed_member, group_id=group_id)
+        return await self._ask(
+            f"remove member {member_id or instance_id!r} of group {group_id!r}",
+            RemoveMember(group_id, member_id=member_id, instance_id=instance_id),
+            removed_member,
+            group_id=group_id,
+        )
 
     # Offsets of a group ---------------------------------------------------------------
 
     async def group_commits(
         self, group_id: str, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed | None]:
-        """Return the group's committed offset of each of *partitions*, or None."""
-        commits = await self.all_commits(group_id, partitions) if partitions else {}
+        """Return the group's committed offset of each of *partitions*, or None; wait for open transactions to end."""
+        request = FetchStableOffsets(group_id, by_topic({partition: partition.partition for partition in partitions}))
+        commits = await self._commits(group_id, request, partitions) if partitions else {}
         return {partition: commits.get(partition) for partition in partitions}
 
-    async def all_commits(
-        self, group_id: str, partitions: Collection[TopicPartition] | None = None
+    async def all_commits(self, group_id: str) -> dict[TopicPartition, Committed]:
+        """Return all committed offsets of a group; an open transaction may still change them."""
+        return await self._commits(group_id, OffsetFetchRequest(group_id, None), ())
+
+    async def _commits(
+        self, group_id: str, request: Any, partitions: Collection[TopicPartition]
     ) -> dict[TopicPartition, Committed]:
-        """Return all committed offsets of a group, or all of *partitions*."""
         what = f"return the committed offsets of group {group_id!r}"
-        wanted = partitions and by_topic({partition: partition.partition for partition in partitions})
-        request = OffsetFetchRequest(group_id, wanted)
-        return await self._ask(what, request, stored_offsets, partitions or (), group_id=group_id)
+        return await self._ask(what, request, stored_offsets, partitions, group_id=group_id)
 
     async def commit_without_member(
         self, group_id: str, offsets: Mapping[TopicPartition, Committed], *, retry: bool = False
@@ -419,7 +429,7 @@ class KafkaAdmin:
                 {partition: (partition.partition, *committed) for partition, committed in offsets.items()}
             )
             request = OffsetCommitRequest(group_id, -1, "", RETENTION_MS, commits)
-            refused = refused_offsets(await self._ask_coordinator(group_id, request), offsets)
+            refused = refused_offsets(await self._send(request, group_id), offsets)
             for error in refused.values():
                 if retry and error.retriable:
                     raise error
@@ -446,15 +456,16 @@ class KafkaAdmin:
         """Send a request to any broker, or to the coordinator of a group; *parse* gets the answer and *details*."""
 
         async def ask() -> T:
-            if group_id:
-                return parse(await self._ask_coordinator(group_id, request), *details)
-            return parse(await self._client.send(self._client.get_random_node(), request), *details)
+            return parse(await self._send(request, group_id), *details)
 
         return await self._patiently(ask, what, group_id)
 
-    async def _ask_coordinator(self, group_id: str, request: Any) -> Any:
-        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group_id)
-        return await self._client.send(node, request)
+    async def _send(self, request: Any, group_id: str = "") -> Any:
+        client = self._client
+        node = (
+            await client.coordinator_lookup(CoordinationType.GROUP, group_id) if group_id else client.get_random_node()
+        )
+        return await client.send(node, request)
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]], what: str, group_id: str = "") -> T:
         """Send a request with *ask*, and retry transient errors; *what* is for the error message."""
@@ -485,12 +496,8 @@ def _not_stored(error: BaseException, group_id: str, refused: Collection[TopicPa
 
 def _assigned(content: bytes | None) -> tuple[TopicPartition, ...]:
     """Decode a classic member's partitions; empty if the member is not a consumer, or the group rebalances."""
-    if not content:
-        return ()
     try:
-        assignment = ConsumerProtocolMemberAssignment.decode(BytesIO(content))
-        return tuple(
-            sorted(TopicPartition(topic, number) for topic, numbers in assignment.assignment for number in numbers)
-        )
-    except (ValueError, TypeError, UnicodeDecodeError):
+        topics = ConsumerProtocolMemberAssignment.decode(BytesIO(content or b"")).assignment
+        return tuple(sorted(TopicPartition(topic, number) for topic, numbers in topics for number in numbers))
+    except (ValueError, TypeError):  # nothing, or something else
         return ()

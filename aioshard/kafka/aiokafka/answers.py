@@ -1,7 +1,6 @@
 """Parse broker responses, and translate aiokafka's errors."""
 
-import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiokafka import errors as kafka
@@ -13,7 +12,14 @@ from aioshard.records import TopicPartition
 
 _PASSES = frozenset({2, 9, 13, 51, 70, 71, 72, 74, 75, 78, 80, 83, 88, 89, 100, 103, 106})
 """Error codes that Kafka calls retriable, but aiokafka treats as final or does not know."""
-_INVALID_RECORD = 87
+_EXPLAINED = {
+    87: ("INVALID_RECORD", "The record itself is not taken; a topic that is compacted takes none without a key"),
+    88: (
+        "UNSTABLE_OFFSET_COMMIT",
+        "A transaction of the group is still open; it ends at transaction_timeout at the latest",
+    ),
+}
+"""Names and texts for error codes that aiokafka does not explain."""
 _DENIED = {"GroupAuth": GROUP_DENIED, "TopicAuth": TOPIC_DENIED, "ClusterAuth": CLUSTER_DENIED}
 """aiokafka wraps unexpected refusals in a KafkaError that contains only their repr."""
 
@@ -24,9 +30,8 @@ def error_for(code: int, *what: str) -> kafka.KafkaError:
     error.retriable = error.retriable or code in _PASSES
     if code not in kafka.kafka_errors:
         error.errno, error.message, error.description = code, f"ERROR {code}", "the client has no name for it"
-    if code == _INVALID_RECORD:
-        error.message = "INVALID_RECORD"
-        error.description = "The record itself is not taken; a topic that is compacted takes none without a key"
+    if code in _EXPLAINED:
+        error.message, error.description = _EXPLAINED[code]
     return error
 
 
@@ -42,7 +47,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, kafka.BrokerResponseError):
         description = getattr(error, "description", "").split(".")[0].strip()
         return f"{getattr(error, 'message', type(error).__name__)}: {description or text}"
-    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return text or "no answer in time"
     return text or type(error).__name__
 
@@ -104,11 +109,20 @@ def _refuse_missing(asked: Collection[TopicPartition], answered: Collection[Topi
         raise IncompleteAnswerError(f"the {what} of {min(missing)} is missing in the answer")
 
 
+def _parts(answer: Any) -> Iterator[tuple[TopicPartition, list[Any]]]:
+    """Return each partition of a response, with what the response says about it."""
+    return (
+        (TopicPartition(topic, number), part[: len(part) - len(tags)])
+        for topic, parts, *tags in answer.topics
+        for number, *part in parts
+    )
+
+
 # Offsets of a group ---------------------------------------------------------------------
 
 
 def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
-    """Parse an OffsetFetch response, versions 1 to 3: the committed offsets, without partitions that have none.
+    """Parse an OffsetFetch response, versions 1 to 3 and 7: the committed offsets, without partitions that have none.
 
     A broker that does not coordinate the group reports it at the top level of the response and lists no partitions.
 
@@ -118,12 +132,9 @@ def stored_offsets(answer: Any, asked: Collection[TopicPartition]) -> dict[Topic
     """
     raise_for(getattr(answer, "error_code", 0))  # missing in version 1
     commits = {}
-    for topic, partitions in answer.topics:
-        for partition, offset, metadata, code in partitions:
-            raise_for(code)
-            commits[TopicPartition(topic, partition)] = Committed(
-                offset, (metadata or "").removesuffix("\0")
-            )  # librdkafka sends C strings
+    for topic_partition, (offset, *_epoch, metadata, code) in _parts(answer):
+        raise_for(code)
+        commits[topic_partition] = Committed(offset, (metadata or "").removesuffix("\0"))  # librdkafka sends C strings
     _refuse_missing(asked, commits, "committed offset")
     return {topic_partition: committed for topic_partition, committed in commits.items() if committed.offset >= 0}
 
@@ -137,22 +148,19 @@ def refused_offsets(answer: Any, sent: Collection[TopicPartition]) -> dict[Topic
         topic_partition: IncompleteAnswerError(f"the acknowledgement of {topic_partition} is missing in the answer")
         for topic_partition in sorted(sent)
     }
-    for topic, partitions in answer.topics:
-        for partition, code in partitions:
-            topic_partition = TopicPartition(topic, partition)
-            if code:
-                refused[topic_partition] = error_for(code, topic)
-            else:
-                refused.pop(topic_partition, None)
+    for topic_partition, (code,) in _parts(answer):
+        if code:
+            refused[topic_partition] = error_for(code, topic_partition.topic)
+        else:
+            refused.pop(topic_partition, None)
     return dict(sorted(refused.items(), key=lambda item: getattr(item[1], "errno", 0) in _ABSENT))
 
 
 def produced(answer: Any) -> dict[TopicPartition, tuple[int, kafka.KafkaError | None]]:
     """Parse a Produce response, up to version 7: the offset of each stored batch, or the error of the others."""
     return {
-        TopicPartition(topic, partition): (offset, error_for(code, topic) if code else None)
-        for topic, partitions in answer.topics
-        for partition, code, offset, *_ in partitions
+        topic_partition: (offset, error_for(code, topic_partition.topic) if code else None)
+        for topic_partition, (code, offset, *_) in _parts(answer)
     }
 
 
@@ -180,12 +188,11 @@ def led_offsets(answer: Any) -> dict[TopicPartition, int]:
         KafkaError: A partition has an error that is not retriable.
     """
     offsets = {}
-    for topic, partitions in answer.topics:
-        for partition, code, _, offset in partitions:
-            if not code:
-                offsets[TopicPartition(topic, partition)] = int(offset)
-            elif not (error := error_for(code, f"{topic}/{partition}")).retriable:
-                raise error
+    for topic_partition, (code, _, offset) in _parts(answer):
+        if not code:
+            offsets[topic_partition] = int(offset)
+        elif not (error := error_for(code, str(topic_partition))).retriable:
+            raise error
     return offsets
 
 

@@ -24,6 +24,9 @@ _IDLE_WAIT_MS = 500
 """Kafka's default of `fetch.max.wait.ms`."""
 _ACTIVE = 1.0
 """Seconds after a take during which we expect to take more from the same partition."""
+_NUDGE_INTERVAL = 1e-4
+"""Least seconds per partition between two checks of the fetcher, each of which costs 10 µs or more per partition."""
+_LONGEST_NUDGE_INTERVAL = 0.1
 _FAULT_INTERVAL = 1.0
 """Seconds until an unreadable partition is tried, and reported, again."""
 
@@ -77,6 +80,8 @@ class FetchBuffer:
         self._assignment: Any = None
         self._partitions: dict[TopicPartition, _Partition] = {}
         self._retries: set[asyncio.TimerHandle] = set()
+        self._nudge_at = 0.0
+        """When the fetcher checks, or last checked, what it may fetch because we asked for it; loop time."""
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
@@ -120,8 +125,7 @@ class FetchBuffer:
         partition = self._partitions.get(topic_partition)
         if partition is None:
             return None
-        end: int | None = partition.state.lso if self._read_committed else partition.state.highwater
-        return end
+        return partition.state.lso if self._read_committed else partition.state.highwater  # type: ignore[no-any-return]
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """Stop fetching and returning these partitions."""
@@ -160,7 +164,7 @@ class FetchBuffer:
         """
         poll_result = PollResult(asyncio.get_running_loop().time())
         assignment = self._assignment
-        if assignment is None or not assignment.active or self._internals.rebalancing:
+        if assignment is None or not assignment.active or self._internals.subscription.reassignment_in_progress:
             return poll_result
         internals = self._internals
         for key, result in list(internals.buffered.items()):
@@ -241,13 +245,19 @@ class FetchBuffer:
     def _hold_fetches(self, *, left_over: bool = False, idle: bool = False) -> None:
         """Set how long brokers may hold a fetch that has nothing to return; see `fetch_wait`."""
         usual: int = self._internals.consumer._fetch_max_wait_ms
-        wait = fetch_wait(usual, len(self._partitions), left_over=left_over, idle=idle)
-        self._internals.fetcher._fetch_max_wait_ms = wait
+        self._internals.fetcher._fetch_max_wait_ms = fetch_wait(
+            usual, len(self._partitions), left_over=left_over, idle=idle
+        )
 
     def _nudge_fetcher(self) -> None:
-        """Make the fetcher check again which partitions it may fetch."""
-        fetcher = self._internals.fetcher
-        fetcher._notify(fetcher._wait_consume_future)
+        """Make the fetcher check which partitions it may fetch, now or soon: the more partitions, the rarer."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._nudge_at <= now:
+            pause = min(_NUDGE_INTERVAL * len(self._partitions), _LONGEST_NUDGE_INTERVAL)
+            self._nudge_at = max(self._nudge_at + pause, now)
+            fetcher = self._internals.fetcher
+            loop.call_at(self._nudge_at, lambda: fetcher._notify(fetcher._wait_consume_future))
 
     def _release_broker(self, result: Any) -> None:
         """Let the client fetch other partitions of the same broker although nobody takes *result*."""

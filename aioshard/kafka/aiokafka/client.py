@@ -67,7 +67,6 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
         self.updated_at = 0.0
         """When a broker last answered a look-up, by `time.monotonic`."""
         self._creates_topics = creates_topics
-        self._counts: dict[str, int] = {}
         refuse_useless_connections(self)
 
     async def begin(self) -> bool:
@@ -100,10 +99,7 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
 
     def partition_count(self, topic: str) -> int:
         """Return the last known number of partitions; 0 if unknown."""
-        count = self._counts.get(topic)
-        if count is None:
-            count = self._counts[topic] = len(self.cluster.partitions_for_topic(topic) or ())
-        return count
+        return len(self.cluster.partitions_for_topic(topic) or ())
 
     async def look_up(self, *topics: str) -> bool:
         """Look up topics now, and in every later look-up; return whether the brokers answered."""
@@ -129,7 +125,6 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
             if not answer.brokers:
                 return False
             cluster_metadata.update_metadata(answer)
-            self._counts.clear()
             self.updated_at = time.monotonic()
             return True
         cluster_metadata.failed_update(None)
@@ -137,14 +132,16 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
 
     # Offsets and records ----------------------------------------------------------------
 
-    async def log_offset(self, node: int, topic_partition: TopicPartition, which: int) -> int:
-        """Fetch the `START` or the `END` (the last stable offset) of a partition's log.
+    async def log_offset(
+        self, node: int, topic_partition: TopicPartition, which: int, isolation: int = READ_COMMITTED
+    ) -> int:
+        """Fetch the `START` or the `END` of a partition's log, by default up to the last stable offset.
 
         Raises:
             KafkaError: The broker did not answer.
         """
         topic, partition = topic_partition
-        request = OffsetRequest(-1, READ_COMMITTED, [(topic, [(partition, which)])])
+        request = OffsetRequest(-1, isolation, [(topic, [(partition, which)])])
         # On a separate connection: on the other one, the request would wait for the fetch in progress.
         answer = await self.send(node, request, group=ConnectionGroup.COORDINATION)
         return log_offsets(answer, [topic_partition])[topic_partition]
@@ -178,8 +175,9 @@ class BareClient(AIOKafkaClient):  # type: ignore[misc]
         for (topic, partition), offset in offsets.items():
             wanted.setdefault(topic, []).append((partition, offset, _MOST_BYTES))
         request = FetchRequest(round(wait * 1000), 1, _MOST_BYTES, isolation, list(wanted.items()))
-        group = ConnectionGroup.COORDINATION if aside else ConnectionGroup.DEFAULT
-        answer = await self.send(node, request, group=group)
+        answer = await self.send(
+            node, request, group=ConnectionGroup.COORDINATION if aside else ConnectionGroup.DEFAULT
+        )
         raise_for(getattr(answer, "error_code", 0))  # from version 7 on
         parts = {
             TopicPartition(topic, partition): rest
@@ -224,11 +222,8 @@ def _decoded(
     if not memory.has_next():
         if not data:
             return Fetched([], max(offset, end) if certain else offset, end)
-        if not certain:
-            return Fetched([], offset, end)
-        return Fetched(
-            [], offset, end, TransportError(f"the record at offset {offset} of {topic_partition} is incomplete")
-        )
+        incomplete = TransportError(f"the record at offset {offset} of {topic_partition} is incomplete")
+        return Fetched([], offset, end, incomplete if certain else None)
     part = PartitionRecords(topic_partition, memory, aborted, offset, None, None, True, isolation)  # noqa: FBT003 - aiokafka's
     chunk = Chunk(topic_partition, FetchResult(topic_partition, assignment=None, partition_records=part, backoff=0))
     decoded = chunk.take(_EVERYTHING, _EVERYTHING, alone=True)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from aiokafka import errors as kafka
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason, collect_hosts, create_conn
-from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
@@ -22,6 +21,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from aioshard.errors import AuthenticationError, ConnectError, SettingsError, TransportError
 from aioshard.kafka.aiokafka.answers import reason
+from aioshard.kafka.group_protocol import FetchStableOffsets
 from aioshard.settings import Settings
 
 logger = logging.getLogger("aioshard.kafka.aiokafka.connections")
@@ -66,21 +66,19 @@ async def connected(settings: Settings, options: Mapping[str, Any], make: Callab
     """
     # The client itself would try the servers in turn, with its full time-out for each.
     server = await find_broker(settings, options)
-    try:
-        client = make({**options, "bootstrap_servers": server})
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
     answered = False
     try:
-        async with asyncio.timeout(START_TIMEOUT):
-            answered = await client.begin()
-    except (RuntimeError, TimeoutError) as error:  # a KafkaError, or uvloop's error for a connection that was lost
-        logger.debug("connecting failed: %s", reason(error))
-    except BaseException as error:
-        await client.tear_down()
-        if isinstance(error, ValueError | TypeError):
-            raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
-        raise
+        client = make({**options, "bootstrap_servers": server})
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                answered = await client.begin()
+        except (RuntimeError, TimeoutError) as error:  # a KafkaError, or uvloop's error for a connection that was lost
+            logger.debug("connecting failed: %s", reason(error))
+        except BaseException:
+            await client.tear_down()
+            raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
     if not answered:
         advertised = [(broker.host, broker.port) for broker in client.cluster.brokers()]
         await client.tear_down()
@@ -141,8 +139,7 @@ _Answer = tuple[str, Exception | None]
 
 
 def _refusal(failures: Collection[_Answer], settings: Settings) -> AuthenticationError | None:
-    refusals = (_authentication_error(error, address, settings) for address, error in failures)
-    return next((refusal for refusal in refusals if refusal is not None), None)
+    return next(filter(None, (_authentication_error(error, address, settings) for address, error in failures)), None)
 
 
 def _describe_failures(failures: Collection[_Answer], settings: Settings) -> str:
@@ -193,7 +190,7 @@ def _describe_failure(error: Exception | None, settings: Settings) -> str:
     if isinstance(error, ssl.SSLError):
         failed = (error.reason or str(error)).replace("_", " ").lower()
         return f"TLS failed ({failed}); security_protocol is {settings.security_protocol}"
-    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return f"no answer within {CONNECT_TIMEOUT:g} s"
     if isinstance(error, kafka.KafkaConnectionError | ConnectionResetError | EOFError):
         message = (
@@ -216,6 +213,7 @@ def silence_client() -> None:
 
 
 _ANSWERED_AT_ONCE = (
+    FetchStableOffsets,
     FindCoordinatorRequest,
     HeartbeatRequest,
     LeaveGroupRequest,
@@ -319,7 +317,7 @@ def _sending_in_time(connection: Any, patience: float) -> Callable[..., Awaitabl
             raise  # Also RuntimeErrors: the broker does not support the request, for example.
         except RuntimeError as error:
             connection.close(reason=CloseReason.CONNECTION_BROKEN)
-            raise KafkaConnectionError(f"the connection is lost: {error}") from error
+            raise kafka.KafkaConnectionError(f"the connection is lost: {error}") from error
         return in_time(answer) if isinstance(request, _ANSWERED_AT_ONCE) else answer
 
     return send
@@ -334,9 +332,6 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
     Cancels and closes everything before the first await, so that nothing stays behind even after a second
     cancellation. Takes at most twice `CLOSE_GRACE`.
     """
-    ending = [task for task in (client._sync_task, *tasks) if task is not None]
-    for task in ending:
-        task.cancel()
     closing = []
     for connection in list(client._conns.values()):
         transport = connection._writer and connection._writer.transport
@@ -346,7 +341,7 @@ async def close_client(client: Any, tasks: Iterable[asyncio.Task[Any] | None]) -
     client._conns.clear()
     if client._md_update_fut is not None and not client._md_update_fut.done():
         client._md_update_fut.set_result(False)  # Nobody else will set it; its waiters would wait forever.
-    await end_tasks(ending)
+    await end_tasks(task for task in (client._sync_task, *tasks) if task is not None)
     if closing:
         await asyncio.wait([closed for closed, _ in closing], timeout=CLOSE_GRACE)
     for closed, transport in closing:

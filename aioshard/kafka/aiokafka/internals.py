@@ -19,12 +19,14 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 from aiokafka.client import ConnectionGroup, CoordinationType
 from aiokafka.conn import CloseReason
+from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED, FetchResult
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 from aiokafka.protocol.group import LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest, OffsetResetStrategy
 
+from aioshard.core.flow import fetch_limits
 from aioshard.errors import ClientLostError
 from aioshard.kafka.aiokafka.answers import (
     IncompleteAnswerError,
@@ -149,6 +151,30 @@ class Internals:
         self.coordinator.request_rejoin()
         self._lost()
 
+    # Fetches --------------------------------------------------------------------------
+
+    def bound_prefetch(self, most: int) -> None:
+        """Limit the bytes that are fetched and not yet taken to *most*; call this once, before we join."""
+        fetcher = self.fetcher
+        plan = fetcher._get_actions_per_node
+        granted: dict[int, int] = {}
+
+        def plan_within_bound(assignment: Any) -> Any:
+            in_flight = fetcher._in_flight
+            used = sum(granted.get(node, 0) for node in in_flight)
+            for result in self.buffered.values():
+                if type(result) is FetchResult:  # its size includes records already taken
+                    used += result._partition_records._records.size_in_bytes()
+            partitions = len(assignment.tps)
+            requests = min(len(self.cluster.brokers()) - len(in_flight), partitions)
+            limits = fetch_limits(most, used, partitions, max(requests, 1))
+            fetcher._fetch_max_bytes, fetcher._max_partition_fetch_bytes = limits
+            actions = plan(assignment)
+            granted.update((node, limits.response) for node, _ in actions[0])
+            return actions
+
+        fetcher._get_actions_per_node = plan_within_bound
+
     # State ----------------------------------------------------------------------------
 
     @property
@@ -182,11 +208,6 @@ class Internals:
     def buffered(self) -> dict[Any, Any]:
         """Fetched and not yet taken: a `FetchResult` or `FetchError` per partition."""
         return self.fetcher._records  # type: ignore[no-any-return]
-
-    @property
-    def rebalancing(self) -> bool:
-        """Whether partitions are being revoked or assigned."""
-        return bool(self.subscription.reassignment_in_progress)
 
     def assignment(self) -> Any:
         """The current assignment, or None; a new object after each rebalance."""
@@ -236,15 +257,13 @@ class Internals:
 
     def subscribed_partitions(self) -> list[TopicPartition]:
         """Return all known partitions of the subscribed topics."""
-        numbers_of = self.client.cluster.partitions_for_topic
-        topics = sorted(self.consumer.subscription())
-        return [TopicPartition(topic, number) for topic in topics for number in sorted(numbers_of(topic) or ())]
+        return [
+            TopicPartition(topic, number)
+            for topic in self.consumer.subscription()
+            for number in self.cluster.partitions_for_topic(topic) or ()
+        ]
 
     # Broker requests ------------------------------------------------------------------
-
-    async def find_coordinator(self) -> None:
-        """Wait until the group's coordinator is known and connected; has no deadline."""
-        await self.coordinator.ensure_coordinator_known()
 
     async def look_up_group(self) -> None:
         """Look up the group's coordinator once; raises if the group is not authorized."""
@@ -279,10 +298,11 @@ class Internals:
         raise error
 
     async def committed_once(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed]:
-        """Fetch committed offsets with one request; partitions without one are left out.
+        """Fetch committed offsets once the coordinator is known, with one request; leave out partitions without one.
 
         aiokafka's own method overlooks a response with a top-level error (see `stored_offsets`).
         """
+        await self.coordinator.ensure_coordinator_known()
         await self._wait_for_commits()
         request = OffsetFetchRequest(
             self.group_id, by_topic({partition: partition.partition for partition in partitions})
@@ -376,20 +396,24 @@ class Internals:
     ) -> dict[TopicPartition, LogRange]:
         try:
             async with asyncio.timeout(patience):
-                # In this order, so that no end is older than its start.
-                starts = await self._offsets_at(leader, partitions, OffsetResetStrategy.EARLIEST)
-                ends = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST)
+                # In this order, so that no end is older than its start, and no newest offset older than its end.
+                isolation = self.fetcher._isolation_level
+                starts = await self._offsets_at(leader, partitions, OffsetResetStrategy.EARLIEST, isolation)
+                newest = ends = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST, isolation)
+                if isolation == READ_COMMITTED:
+                    newest = await self._offsets_at(leader, partitions, OffsetResetStrategy.LATEST, READ_UNCOMMITTED)
         except (kafka.KafkaError, TimeoutError) as error:
             if not getattr(error, "retriable", True):
                 raise
             return {}
-        return {partition: LogRange(starts[partition], ends[partition]) for partition in starts.keys() & ends.keys()}
+        answered = starts.keys() & ends.keys() & newest.keys()
+        return {name: LogRange(starts[name], ends[name], newest[name]) for name in answered}
 
     async def _offsets_at(
-        self, leader: int, partitions: Collection[TopicPartition], timestamp: int
+        self, leader: int, partitions: Collection[TopicPartition], timestamp: int, isolation: int
     ) -> dict[TopicPartition, int]:
         requested = by_topic({partition: (partition.partition, timestamp) for partition in partitions})
-        return led_offsets(await self.client.send(leader, OffsetRequest(-1, self.fetcher._isolation_level, requested)))
+        return led_offsets(await self.client.send(leader, OffsetRequest(-1, isolation, requested)))
 
     async def look_up_topic(self, topic: str) -> frozenset[int]:
         """Fetch the current partitions of a topic; does not subscribe to metadata updates or create the topic."""

@@ -12,22 +12,11 @@ from aioshard.errors import SettingsError
 from aioshard.kafka.assignors import ConsumerAssignor
 from aioshard.settings import Settings
 
-_LEAST_PREFETCH = 16 * 1024
-_MOST_PREFETCH = 1024 * 1024
 _NEVER_MS = 10**15
 """Disables a rule of the client: it leaves the group if nobody calls `getmany` for this long, and we never call it."""
 
 _REQUEST_TIMEOUT_MS = 30_000
 """Milliseconds without a response after which a broker counts as gone; Kafka's own default."""
-
-
-def partition_share(partitions: int, max_bytes: int) -> int:
-    """Return the maximum bytes per partition in a fetch, for *max_bytes* over all partitions.
-
-    At least 16 KiB, because smaller fetches cost more than they save, and at most 1 MiB. A broker returns at
-    least one batch, of any size.
-    """
-    return min(max(max_bytes // max(partitions, 1), _LEAST_PREFETCH), _MOST_PREFETCH)
 
 
 def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
@@ -36,7 +25,6 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
     Raises:
         SettingsError: Certificates or keys cannot be used, or the SASL mechanism needs a missing package.
     """
-    half = settings.max_buffered_bytes // 2
     return {
         "bootstrap_servers": settings.require_bootstrap_servers(),
         "client_id": settings.client_id or "aioshard",
@@ -47,14 +35,11 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
         "request_timeout_ms": _REQUEST_TIMEOUT_MS,
         "isolation_level": settings.isolation_level,
         "max_poll_interval_ms": _NEVER_MS,
-        "rebalance_timeout_ms": _milliseconds(settings.rebalance_timeout),
-        "session_timeout_ms": _milliseconds(settings.session_timeout),
-        "heartbeat_interval_ms": _milliseconds(settings.heartbeat_interval),
-        "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
-        "fetch_max_wait_ms": _milliseconds(settings.fetch_max_wait),
-        # While a response is decoded it is in memory twice, in addition to the rest of the previous response.
-        "fetch_max_bytes": max(half // 2, 1),
-        "max_partition_fetch_bytes": partition_share(1, half),
+        "rebalance_timeout_ms": milliseconds(settings.rebalance_timeout),
+        "session_timeout_ms": milliseconds(settings.session_timeout),
+        "heartbeat_interval_ms": milliseconds(settings.heartbeat_interval),
+        "metadata_max_age_ms": milliseconds(settings.metadata_max_age),
+        "fetch_max_wait_ms": milliseconds(settings.fetch_max_wait),
         "partition_assignment_strategy": (
             ConsumerAssignor(settings.assignor, settings.reassignment_delay, settings.group_instance_id),
         ),
@@ -77,15 +62,16 @@ def client_options(settings: Settings, *, request_timeout: float) -> dict[str, A
     return {
         "bootstrap_servers": settings.require_bootstrap_servers(),
         "client_id": settings.client_id or "aioshard",
-        "metadata_max_age_ms": _milliseconds(settings.metadata_max_age),
-        "request_timeout_ms": _milliseconds(request_timeout),
+        "metadata_max_age_ms": milliseconds(settings.metadata_max_age),
+        "request_timeout_ms": milliseconds(request_timeout),
         **security_options(settings),
         # Consumer options, such as fetch_min_bytes, have no meaning here.
         **{name: value for name, value in settings.client_options.items() if name in accepted},
     }
 
 
-def _milliseconds(seconds: float) -> int:
+def milliseconds(seconds: float) -> int:
+    """Return whole milliseconds, at least one."""
     return max(round(seconds * 1000), 1)
 
 
@@ -97,21 +83,22 @@ def security_options(settings: Settings) -> dict[str, Any]:
     Raises:
         SettingsError: A file is invalid, its password is wrong, or a package is missing.
     """
-    options: dict[str, Any] = {"security_protocol": settings.security_protocol}
-    if settings.security_protocol.endswith("SSL"):
-        options["ssl_context"] = settings.client_options.get("ssl_context") or _tls_context(settings)
     if settings.sasl_mechanism is not None:
         logging.getLogger("aiokafka.conn").addFilter(_hide_credentials)
-        options["sasl_mechanism"] = settings.sasl_mechanism
-        if settings.sasl_mechanism == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
-            raise SettingsError(
-                "sasl_mechanism='GSSAPI' needs the package gssapi, which is not installed: install it with  "
-                "pip install gssapi"
-            )
-    if settings.sasl_username is not None and settings.sasl_password is not None:
-        options["sasl_plain_username"] = settings.sasl_username
-        options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
-    return options
+    if settings.sasl_mechanism == "GSSAPI" and importlib.util.find_spec("gssapi") is None:
+        raise SettingsError(
+            "sasl_mechanism='GSSAPI' needs the package gssapi, which is not installed: install it with  "
+            "pip install gssapi"
+        )
+    password, uses_tls = settings.sasl_password, settings.security_protocol.endswith("SSL")
+    context = settings.client_options.get("ssl_context")
+    return {
+        "security_protocol": settings.security_protocol,
+        "ssl_context": (context or _tls_context(settings)) if uses_tls else None,
+        "sasl_mechanism": settings.sasl_mechanism,
+        "sasl_plain_username": settings.sasl_username,
+        "sasl_plain_password": None if password is None else password.get_secret_value(),
+    }
 
 
 def _tls_context(settings: Settings) -> ssl.SSLContext:
@@ -123,14 +110,10 @@ def _tls_context(settings: Settings) -> ssl.SSLContext:
         ) from None
     context.check_hostname = settings.ssl_check_hostname
     if settings.ssl_certfile is not None:
-        password = settings.ssl_password
-
-        def key_password() -> str:
-            # Without this, OpenSSL asks for the password on the terminal and the process hangs.
-            return "" if password is None else password.get_secret_value()
-
+        # Without a password, OpenSSL would ask for one on the terminal, and the process would hang.
+        password = "" if settings.ssl_password is None else settings.ssl_password.get_secret_value()
         try:
-            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=key_password)
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password)
         except (ssl.SSLError, OSError, ValueError) as error:
             key = settings.ssl_keyfile or settings.ssl_certfile
             raise SettingsError(

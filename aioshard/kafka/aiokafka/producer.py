@@ -5,12 +5,14 @@ retries a batch forever that nobody waits for.
 """
 
 import asyncio
+import contextlib
 import copy
 import functools
+import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,8 +52,6 @@ _QUIET = 5.0
 """Seconds that a message may wait before `trouble` reports it."""
 _TOPIC_TIMEOUT = 5.0
 """Seconds to wait until an unknown topic appears."""
-_SAME_PARTITION = 100
-"""Messages without a key that go to the same partition in a row, so that they share batches."""
 _REMEMBERED_KEYS = 10_000
 
 _DUPLICATE = 46
@@ -175,7 +175,8 @@ class KafkaProducer:
         """The partitions whose batch must be sent again."""
         self._missing: dict[str, float] = {}
         """When the brokers first reported that a topic does not exist."""
-        self._keyless = 0
+        self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        """Numbers of the messages without a key, by topic: they take turns over its partitions."""
         self._scheduled = False
         self._requests: set[int] = set()
         """The brokers with a request in flight."""
@@ -240,8 +241,12 @@ class KafkaProducer:
             raise _closed_error()
         call, size = _Call(message), _size(message)
         if size > _MOST_REQUEST_BYTES:
-            what = f"a message of {size} bytes for topic {message.topic!r} does not fit into one request of at most "
-            call.fail(MessageTooLargeError(f"{what}{_MOST_REQUEST_BYTES} bytes: publish smaller messages"))
+            call.fail(
+                MessageTooLargeError(
+                    f"a message of {size} bytes for topic {message.topic!r} does not fit into one request of at most "
+                    f"{_MOST_REQUEST_BYTES} bytes: publish smaller messages"
+                )
+            )
             return call
         self._topics.setdefault(message.topic, deque()).append(call)
         self._schedule()
@@ -284,7 +289,7 @@ class KafkaProducer:
         """Move messages to the queues of their partitions; return whether some have no partition yet."""
         for topic, calls in list(self._topics.items()):
             if client is not None:
-                self._assign_partitions(client, calls)
+                self._assign_partitions(client, topic, calls)
             _drop_given_up(calls)
             if not calls:
                 del self._topics[topic]
@@ -298,13 +303,13 @@ class KafkaProducer:
         _drop_given_up(partition.waiting)
         return bool(partition.batch or partition.waiting)
 
-    def _assign_partitions(self, client: BareClient, calls: deque[_Call]) -> None:
+    def _assign_partitions(self, client: BareClient, topic: str, calls: deque[_Call]) -> None:
         """Move messages of a topic to the queues of their partitions, up to one whose partition is unknown."""
+        count = client.partition_count(topic)
         led: Sequence[int] = ()
         while calls:
             call = calls[0]
-            topic, number, key = call.message.topic, call.message.partition, call.message.key
-            count = client.partition_count(topic)
+            number, key = call.message.partition, call.message.key
             if not count or (number is not None and number >= count and client.updated_at < call.since):
                 return
             calls.popleft()
@@ -312,11 +317,14 @@ class KafkaProducer:
                 number = _hash(key) % count
             elif number is None:
                 led = led or sorted(client.cluster.available_partitions_for_topic(topic) or range(count))
-                self._keyless += 1
-                number = led[self._keyless // _SAME_PARTITION % len(led)]
+                number = led[next(self._turns[topic]) % len(led)]
             elif not 0 <= number < count:
-                what = f"topic {topic!r} has partitions 0 to {count - 1} and not {number}: add partitions to it"
-                call.fail(TransportError(what, retriable=False))
+                call.fail(
+                    TransportError(
+                        f"topic {topic!r} has partitions 0 to {count - 1} and not {number}: add partitions to it",
+                        retriable=False,
+                    )
+                )
                 continue
             name = TopicPartition(topic, number)
             partition = self._partitions.get(name)
@@ -394,10 +402,9 @@ class KafkaProducer:
         now = time.monotonic()
         for topic in topics:
             if not client.partition_count(topic):
-                missing_since = self._missing.setdefault(topic, now)
                 if client.may_not_see(topic):
                     error = publish_error(cause_of(kafka.TopicAuthorizationFailedError(topic)), topic)
-                elif now > missing_since + _TOPIC_TIMEOUT:
+                elif now > self._missing.setdefault(topic, now) + _TOPIC_TIMEOUT:
                     error = TransportError(
                         f"topic {topic!r} does not exist, and the brokers did not create it within "
                         f"{_TOPIC_TIMEOUT:g} s: create it, or check its name",
@@ -491,3 +498,66 @@ def _size(message: Message) -> int:
 def _hash(key: bytes) -> int:
     """Hash a key as Java's partitioner does. Cached: in Python, hashing takes as long as the rest of publishing."""
     return int(murmur2(key)) & 0x7FFFFFFF
+
+
+# Many messages -----------------------------------------------------------------------------
+
+_WAVE_MESSAGES = 2_000
+_WAVE_BYTES = 8 * 1024 * 1024
+"""A wave ends with the message that reaches this size."""
+
+
+class Publisher(contextlib.AbstractAsyncContextManager["Publisher"]):
+    """Publishes in order with an idempotent producer, and counts what the brokers have acknowledged."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Create a publisher; connects to nothing yet.
+
+        Raises:
+            SettingsError: The brokers are not set, or TLS and SASL settings cannot work.
+        """
+        self.acknowledged = 0
+        """Number of messages."""
+        self._servers = settings.bootstrap_servers
+        self._producer = KafkaProducer(settings, "lz4")
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._producer.close()
+
+    async def publish(self, messages: Iterable[Message]) -> None:
+        """Publish in waves: one is acknowledged before the next is sent, which bounds what is in memory.
+
+        Messages of one partition are stored in order, unless the brokers refuse one of them.
+
+        Raises:
+            TransportError: A message was not acknowledged; later ones may have been.
+        """
+        for wave in waves(messages):
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    results = await asyncio.gather(*map(self._producer.send, wave), return_exceptions=True)
+            except TimeoutError:
+                raise nothing_acknowledged(self._servers, _PATIENCE) from None
+            errors = [result for result in results if isinstance(result, BaseException)]
+            self.acknowledged += len(wave) - len(errors)
+            if errors:
+                raise errors[0]
+
+
+def waves(messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """Cut messages into non-empty waves, which bounds what is in memory.
+
+    Example:
+        >>> [len(wave) for wave in waves(Message("t", b"") for _ in range(4500))]
+        [2000, 2000, 500]
+    """
+    wave: list[Message] = []
+    size = 0
+    for message in messages:
+        wave.append(message)
+        size += len(message.value or b"") + len(message.key or b"")
+        if len(wave) == _WAVE_MESSAGES or size >= _WAVE_BYTES:
+            yield wave
+            wave, size = [], 0
+    if wave:
+        yield wave

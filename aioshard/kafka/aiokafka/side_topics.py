@@ -5,7 +5,6 @@ import copy
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, TypeVar
 
 from aiokafka import errors as kafka
@@ -17,7 +16,7 @@ from aioshard.kafka.aiokafka.answers import cause_of, reason
 from aioshard.kafka.aiokafka.client import END, BareClient, Fetched
 from aioshard.kafka.aiokafka.connections import connected, end_tasks, is_connected
 from aioshard.kafka.aiokafka.options import client_options
-from aioshard.kafka.errors import named, request_error
+from aioshard.kafka.errors import named, request_error, undecided
 from aioshard.ports import LogRange
 from aioshard.records import Record, TopicPartition
 from aioshard.settings import Settings
@@ -162,13 +161,12 @@ class KafkaSideTopics:
         self._changed.set()
 
     def seek(self, topic_partition: TopicPartition, offset: int) -> None:
-        """Set the position of a watched partition."""
+        """Watch a partition from an offset on."""
         self._watched[topic_partition] = _Watched(offset)
 
     def position(self, topic_partition: TopicPartition) -> int:
         """See `SideTopics.position`."""
-        watched = self._watched.get(topic_partition)
-        return 0 if watched is None else watched.position
+        return self._watched.get(topic_partition, _Watched()).position
 
     async def poll(self, timeout: float) -> Sequence[Record]:
         """See `SideTopics.poll`. Does not raise transient errors that last less than 3 s.
@@ -208,8 +206,9 @@ class KafkaSideTopics:
             if node not in self._fetches:
                 requests.setdefault(node, {})[topic_partition] = watched.position
         for node, offsets in requests.items():
-            fetch = self._fetch_from(client, node, offsets)
-            self._fetches[node] = asyncio.create_task(fetch, name=f"fetch from side topics at broker {node}")
+            self._fetches[node] = asyncio.create_task(
+                self._fetch_from(client, node, offsets), name=f"fetch from side topics at broker {node}"
+            )
 
     async def _fetch_from(self, client: BareClient, node: int | None, offsets: dict[TopicPartition, int]) -> None:
         """Fetch once from a broker; after an error, look up the leaders and pause."""
@@ -259,8 +258,9 @@ class KafkaSideTopics:
                 self._answered_at = now
                 watched.failing_since = watched.fault = None
             else:
-                what = f"the records of {topic_partition}"
-                watched.fail(_transport_error(result.error, what, topic_partition.topic), now)
+                watched.fail(
+                    _transport_error(result.error, f"the records of {topic_partition}", topic_partition.topic), now
+                )
         return records, moved
 
     def _raise_fault(self, *, unreported_since: float) -> None:
@@ -274,8 +274,9 @@ class KafkaSideTopics:
         if client is None or not is_connected(client):
             if client is not None and self._answered_at < asyncio.get_running_loop().time() - _SILENCE:
                 self._reconnect()
-            servers = self._settings.bootstrap_servers
-            raise ConnectError(f"no connection to a broker of {servers} is open: side topics cannot be read")
+            raise ConnectError(
+                f"no connection to a broker of {self._settings.bootstrap_servers} is open: side topics cannot be read"
+            )
 
     # Queries ----------------------------------------------------------------------------
 
@@ -283,7 +284,10 @@ class KafkaSideTopics:
         """See `SideTopics.end`. Takes at most 10 s."""
 
         async def ask(client: BareClient, node: int) -> int:
-            return await client.log_offset(node, topic_partition, END)
+            end = await client.log_offset(node, topic_partition, END, READ_UNCOMMITTED)
+            if await client.log_offset(node, topic_partition, END) < end:
+                raise undecided(topic_partition)
+            return end
 
         return await self._answered(ask, topic_partition, f"the end of {topic_partition}")
 
@@ -332,8 +336,7 @@ class KafkaSideTopics:
                         if not _is_transient(error):
                             raise _transport_error(error, what, topic_partition.topic) from error
                     await asyncio.sleep(_PAUSE)
-                    answered = await client.look_up(topic_partition.topic)
-                    missing = answered and client.leader(topic_partition) is None
+                    missing = await client.look_up(topic_partition.topic) and client.leader(topic_partition) is None
                     if missing and (client.may_not_see(topic_partition.topic) or time.monotonic() > since + _GRACE):
                         raise _unknown(client, topic_partition)
         except TimeoutError:
@@ -373,8 +376,9 @@ class TopicReader:
         """Start and end of each partition when the reader was opened."""
         self._partitions = [TopicPartition(topic, partition) for partition in sorted(partitions)]
         self._settings = settings
-        committed = settings.isolation_level == "read_committed"
-        self._reader = KafkaSideTopics(settings, READ_COMMITTED if committed else READ_UNCOMMITTED)
+        self._reader = KafkaSideTopics(
+            settings, READ_COMMITTED if settings.isolation_level == "read_committed" else READ_UNCOMMITTED
+        )
 
     async def __aenter__(self) -> Self:
         """Look up the start and end of each partition.
@@ -384,13 +388,10 @@ class TopicReader:
         """
         async with KafkaAdmin(self._settings) as admin:
             bounds = await admin.bounds(self._partitions)
-        for topic_partition, log in bounds.items():
-            self.ranges[topic_partition.partition] = log.readable(self._settings.isolation_level)
+        self.ranges = {at.partition: log.readable(self._settings.isolation_level) for at, log in bounds.items()}
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Close all connections."""
         await self._reader.close()
 
@@ -406,10 +407,8 @@ class TopicReader:
             TransportError: The records cannot be read.
         """
         ends = {topic_partition: self.ranges[topic_partition.partition].end for topic_partition in self._partitions}
-        self._reader.watch(ends)
-        for topic_partition in ends:
-            number = topic_partition.partition
-            self._reader.seek(topic_partition, max(self.ranges[number].start, (start or {}).get(number, 0)))
+        for at in self._partitions:
+            self._reader.seek(at, max(self.ranges[at.partition].start, (start or {}).get(at.partition, 0)))
         moved_at = time.monotonic()
         while unread := [partition for partition, end in ends.items() if self._reader.position(partition) < end]:
             ends = {topic_partition: ends[topic_partition] for topic_partition in unread}

@@ -20,7 +20,7 @@ from aioshard.kafka.aiokafka.answers import cause_of, reason
 from aioshard.kafka.aiokafka.buffer import FetchBuffer
 from aioshard.kafka.aiokafka.connections import CONNECT_TIMEOUT, connected, is_connected
 from aioshard.kafka.aiokafka.internals import Internals
-from aioshard.kafka.aiokafka.options import consumer_options, partition_share
+from aioshard.kafka.aiokafka.options import consumer_options
 from aioshard.kafka.errors import GROUP_CHANGED, commit_error, group_error, named, request_error
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -33,6 +33,7 @@ from aioshard.ports import (
     InstanceIdTakenError,
     LogRange,
     Membership,
+    Message,
     Oversized,
 )
 from aioshard.records import TopicPartition
@@ -135,13 +136,12 @@ class KafkaTransport(ABC):
         # If a member's coordinator hangs, it must find another one long before its session expires.
         patience = max(self._settings.session_timeout / 5, _LEAST_PATIENCE)
         (assignor,) = self._options["partition_assignment_strategy"]
-        internals = await connected(
+        self._internals = await connected(
             self._settings,
             self._options,
             lambda options: Internals(AIOKafkaConsumer(**options), assignor, self._group_id, patience, self._topics),
         )
-        self._internals = internals
-        return internals
+        return self._internals
 
     async def close(self) -> None:
         """See `Transport.close`. Waits for a drain in progress, and until we have left the group.
@@ -253,22 +253,31 @@ class KafkaTransport(ABC):
         """See `Transport.membership`: that of the latest assignment passed to the engine."""
         return self._membership
 
-    async def commit(self, offsets: Mapping[TopicPartition, Committed], membership: Membership) -> None:
+    async def commit(
+        self,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Sequence[Message] | None = None,
+    ) -> None:
         """See `Transport.commit`. Has no deadline; you can cancel it safely."""
         if not offsets:
             return
         internals = self._running()
         if self._settings.assign is None:
-            await self._commit_as_member(internals, offsets, membership)
+            await self._commit_as_member(internals, offsets, membership, messages)
         else:
             self._check_commit(offsets, membership)
             await commit_without_member(internals, offsets)
 
     @abstractmethod
     async def _commit_as_member(
-        self, internals: Internals, offsets: Mapping[TopicPartition, Committed], membership: Membership
+        self,
+        internals: Internals,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Sequence[Message] | None,
     ) -> None:
-        """Send one commit, if it is still ours."""
+        """Send one commit, if it is still ours, with *messages* if the client has transactions."""
 
     def _check_commit(self, partitions: Collection[TopicPartition], membership: Membership) -> None:
         """Refuse a commit before it is sent if we no longer have *membership* or its partitions.
@@ -294,7 +303,6 @@ class KafkaTransport(ABC):
         while partitions:
             internals = self._running()
             try:
-                await internals.find_coordinator()
                 commits = await internals.committed_once(partitions)
             except kafka.KafkaError as error:
                 if not error.retriable:
@@ -307,8 +315,10 @@ class KafkaTransport(ABC):
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`. Takes at most two thirds of `commit_timeout`."""
-        request = self._running().log_ranges(partitions, self._settings.commit_timeout / 3)
-        return await self._answered(request, f"return the bounds of {named(partitions)}")
+        return await self._answered(
+            self._running().log_ranges(partitions, self._settings.commit_timeout / 3),
+            f"return the bounds of {named(partitions)}",
+        )
 
     async def partitions(self, topic: str) -> frozenset[int]:
         """See `Transport.partitions`. Looks up an unknown topic once, without creating it."""
@@ -324,8 +334,9 @@ class KafkaTransport(ABC):
 
     async def offset_at(self, topic_partition: TopicPartition, timestamp: float) -> int | None:
         """See `Transport.offset_at`. Has no deadline; retries transient errors."""
-        request = self._running().offset_at(topic_partition, timestamp)
-        return await self._answered(request, f"return the offsets of {topic_partition} by time")
+        return await self._answered(
+            self._running().offset_at(topic_partition, timestamp), f"return the offsets of {topic_partition} by time"
+        )
 
     async def _answered(self, request: Awaitable[T], what: str) -> T:
         try:
@@ -382,7 +393,7 @@ async def commit_without_member(internals: Internals, offsets: Mapping[TopicPart
         TransportError: The commit was not acknowledged; all or part of it may have been stored.
     """
     try:
-        await internals.find_coordinator()
+        await internals.coordinator.ensure_coordinator_known()
         await internals.commit_once(offsets, without_member=True)
     except kafka.KafkaError as error:
         if (why := GROUP_CHANGED.get(cause_of(error).code)) is not None:
@@ -438,6 +449,7 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
     # Lifecycle ------------------------------------------------------------------------
 
     async def _join(self, internals: Internals, pattern: str | None, listener: GroupListener) -> None:  # noqa: ARG002
+        internals.bound_prefetch(self._settings.max_buffered_bytes // 2)
         if self._settings.assign is not None:
             internals.consumer.assign(await self._manual_assignment())
             self.on_partitions_assigned(())
@@ -494,11 +506,6 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         if (pending := internals.take_pending_error()) is not None:
             raise group_error(cause_of(pending), self._group_id) from pending
 
-    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`; at least 16 KiB and at most 1 MiB per partition."""
-        if self._internals is not None:
-            self._internals.fetcher._max_partition_fetch_bytes = partition_share(partitions, max_bytes)
-
     # The group ------------------------------------------------------------------------
 
     def membership(self) -> Membership:
@@ -509,10 +516,14 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         return self._membership
 
     async def _commit_as_member(
-        self, internals: Internals, offsets: Mapping[TopicPartition, Committed], membership: Membership
+        self,
+        internals: Internals,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership,
+        messages: Sequence[Message] | None,  # noqa: ARG002
     ) -> None:
         try:
-            await internals.find_coordinator()
+            await internals.coordinator.ensure_coordinator_known()
             # No await between this check and building the request.
             self._check_commit(offsets, membership)
             await internals.commit_once(offsets)
@@ -551,14 +562,13 @@ class AiokafkaTransport(KafkaTransport, ConsumerRebalanceListener):  # type: ign
         ends = {partition: buffer.end_offset(partition) for partition in buffer.partitions}
         try:
             async with asyncio.timeout(_BACKLOG_TIMEOUT):
-                await internals.find_coordinator()
                 partitions = {*buffer.partitions, *internals.subscribed_partitions()}
                 commits = await internals.committed_once(partitions)
                 ranges = await internals.log_ranges(partitions, _BACKLOG_TIMEOUT)
         except (kafka.KafkaError, TimeoutError) as error:
             logger.info("could not query the remaining records of the partitions: %s", reason(error))
         else:
-            for partition, (start, end) in ranges.items():
+            for partition, (start, end, _) in ranges.items():
                 ends[partition] = end
                 if partition in commits:
                     begins[partition] = max(commits[partition].offset, start)
@@ -630,8 +640,10 @@ class _InstanceWatch:
     def joined(self, now: Membership) -> None:
         """Record a new membership."""
         previous, self._previous = self._previous, now
-        replaced = now.generation == previous.generation and now.member_id != previous.member_id
-        self._was_taken = replaced and self._is_static  # a group that was deleted and made anew counts from 1 again
+        # Only of a static member: a group that was deleted and made anew counts generations from 1 again.
+        self._was_taken = (
+            self._is_static and now.generation == previous.generation and now.member_id != previous.member_id
+        )
         if self._was_taken:
             self._losses.again(0.0)
             logger.warning("%s. If it continues, one of them ends", self._error)

@@ -224,7 +224,11 @@ class ConsumerThread:
 
     def membership(self) -> Membership:
         """Return the client's current membership."""
-        return membership_of(self._consumer.consumer_group_metadata())
+        return membership_of(self.group_metadata())
+
+    def group_metadata(self) -> object:
+        """Return the client's current membership, as the client serializes it for producers."""
+        return self._consumer.consumer_group_metadata()
 
     def assign(self, partitions: Collection[TopicPartition]) -> None:
         """Assign more partitions, paused."""
@@ -241,8 +245,7 @@ class ConsumerThread:
             return
         partitions = _topic_partitions(client_partitions)
         self.assign(partitions)
-        report = self._callbacks.assigned(partitions, self.membership())
-        asyncio.run_coroutine_threadsafe(report, self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._callbacks.assigned(partitions, self.membership()), self._loop).result()
 
     def _release(self, _: object, client_partitions: Sequence[Any], *, lost: bool) -> None:
         """Wait until the engine has handed partitions over; the group waits too."""
@@ -278,52 +281,49 @@ class ConsumerThread:
             CommitError: Not acknowledged, or not sent because the previous one is unanswered.
         """
         sent = await self.call(self._send, offsets, membership)
-        error = None if sent is None else await asyncio.wrap_future(sent.answer)
+        error = await asyncio.wrap_future(sent.answer)
         if error is not None:
             raise error
 
-    def _send(self, offsets: Offsets, membership: Membership) -> _Commit | None:
+    def _send(self, offsets: Offsets, membership: Membership) -> _Commit:
         self._callbacks.check(offsets.keys(), membership)
         if self._lost:  # `check` does not know it yet if the event loop is behind
             raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: the membership was lost")
+        commit = _Commit(offsets, Future())
+        commit.answer.set_running_or_notify_cancel()  # from now on, nobody can cancel it
         if self._revoking:
-            self._commit_at_once(offsets)
-            return None
+            commit.resolve(self._commit_at_once(offsets))
+            return commit
         if self._unanswered is not None:
             raise CommitError(
                 f"a commit of group {self._group_id!r} was not sent: the previous one is not answered yet; it is "
                 "retried"
             )
         try:
-            self._consumer.commit(offsets=_client_offsets(offsets), asynchronous=True)
+            self._consumer.commit(offsets=client_offsets(offsets), asynchronous=True)
         except KafkaException as error:
             raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
-        self._unanswered = _Commit(offsets, Future())
-        self._unanswered.answer.set_running_or_notify_cancel()  # from now on, nobody can cancel it
+        self._unanswered = commit
         if self._answer_due is None:
             self._answer_due = time.monotonic() + max(self._session_timeout - _LAST_READ, 0.0)
-        return self._unanswered
+        return commit
 
-    def _commit_at_once(self, offsets: Offsets) -> None:
+    def _commit_at_once(self, offsets: Offsets) -> TransportError | None:
+        """Send a commit and wait for the answer; return the error of the commit, if any."""
+        committed: Sequence[Any] = ()
+        overall: KafkaError | None = None
         try:
-            committed = self._consumer.commit(offsets=_client_offsets(offsets), asynchronous=False)
+            committed = self._consumer.commit(offsets=client_offsets(offsets), asynchronous=False)
         except KafkaException as error:
-            self._note_answer(error_of(error))
-            raise commit_error(error_of(error), offsets.keys(), self._group_id) from error
-        self._note_answer(None)
-        refusal = self._refusal_in(committed, offsets)
-        if refusal is not None:
-            raise refusal
+            overall = error_of(error)
+        self._note_answer(overall)
+        return self._refusal_in(committed, offsets, overall)
 
     def _resend_commit(self) -> None:
         """Send an unanswered commit once more and wait: nothing may be sent for partitions that we have released."""
         commit = self._unanswered
         if commit is not None and not commit.answer.done():
-            try:
-                self._commit_at_once(commit.offsets)
-                commit.resolve(None)
-            except TransportError as error:
-                commit.resolve(error)
+            commit.resolve(self._commit_at_once(commit.offsets))
 
     def _on_commit(self, error: KafkaError | None, client_partitions: Sequence[Any] | None) -> None:
         """Handle the answer to the unanswered commit; the client calls this inside a read."""
@@ -386,7 +386,8 @@ def _topic_partitions(client_partitions: Sequence[Any]) -> list[TopicPartition]:
     return [TopicPartition(partition.topic, partition.partition) for partition in client_partitions]
 
 
-def _client_offsets(offsets: Offsets) -> list[ClientPartition]:
+def client_offsets(offsets: Offsets) -> list[ClientPartition]:
+    """Convert offsets and their metadata for the client."""
     return [
         ClientPartition(*partition, committed.offset, committed.metadata)
         if committed.metadata

@@ -3,7 +3,8 @@
 import logging
 from typing import Any
 
-from aioshard.kafka.aiokafka.options import partition_share
+from aioshard.core.flow import partition_share
+from aioshard.kafka.aiokafka.options import milliseconds
 from aioshard.settings import Settings
 
 _PARTITION_FETCH = 256 * 1024
@@ -25,9 +26,10 @@ def share_of_buffer(partitions: int, max_bytes: int) -> int:
     return partition_share(partitions, max_bytes // 2)
 
 
-def _connection_options(settings: Settings) -> dict[str, Any]:
+def connection_options(settings: Settings) -> dict[str, Any]:
     """Build the options for addresses and credentials."""
-    options: dict[str, Any] = {
+    encrypted = settings.security_protocol.endswith("SSL")
+    options = {
         "bootstrap.servers": settings.require_bootstrap_servers(),
         "client.id": settings.client_id or "aioshard",
         "security.protocol": settings.security_protocol,
@@ -36,26 +38,30 @@ def _connection_options(settings: Settings) -> dict[str, Any]:
         "reconnect.backoff.ms": 1000,
         "reconnect.backoff.max.ms": 1000,
         "logger": _LOGGER,
-    }
-    optional = {
         "ssl.ca.location": settings.ssl_cafile,
         "ssl.certificate.location": settings.ssl_certfile,
         "ssl.key.location": settings.ssl_keyfile or settings.ssl_certfile,
         "ssl.key.password": settings.ssl_password.get_secret_value() if settings.ssl_password else None,
+        "ssl.endpoint.identification.algorithm": "none" if encrypted and not settings.ssl_check_hostname else None,
         "sasl.mechanisms": settings.sasl_mechanism,
         "sasl.username": settings.sasl_username,
         "sasl.password": settings.sasl_password.get_secret_value() if settings.sasl_password else None,
     }
-    options |= {name: value for name, value in optional.items() if value is not None}
-    if settings.security_protocol.endswith("SSL") and not settings.ssl_check_hostname:
-        options["ssl.endpoint.identification.algorithm"] = "none"
-    return options
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
     """Build all options of the consumer. `Settings` has checked which of them users may override."""
     eighth = max(settings.max_buffered_bytes // 8, _LEAST_FETCH)
-    options = _connection_options(settings) | {
+    classic: dict[str, Any] = {
+        "session.timeout.ms": milliseconds(settings.session_timeout),
+        "heartbeat.interval.ms": milliseconds(settings.heartbeat_interval),
+        "partition.assignment.strategy": "cooperative-sticky",
+    }
+    membership = classic if settings.group_protocol == "classic" else {"group.protocol": "consumer"}
+    if settings.group_instance_id is not None:
+        membership["group.instance.id"] = settings.group_instance_id
+    options = {
         "group.id": group_id,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
@@ -64,26 +70,14 @@ def consumer_options(settings: Settings, group_id: str) -> dict[str, Any]:
         "enable.partition.eof": True,
         "isolation.level": settings.isolation_level,
         # This is also how long the group waits for us in a rebalance.
-        "max.poll.interval.ms": _milliseconds(settings.rebalance_timeout),
-        "socket.timeout.ms": _milliseconds(max(2 * settings.commit_timeout, _LEAST_SOCKET_TIMEOUT)),
-        "topic.metadata.refresh.interval.ms": _milliseconds(settings.metadata_max_age),
-        "fetch.wait.max.ms": _milliseconds(settings.fetch_max_wait),
+        "max.poll.interval.ms": milliseconds(settings.rebalance_timeout),
+        "socket.timeout.ms": milliseconds(max(2 * settings.commit_timeout, _LEAST_SOCKET_TIMEOUT)),
+        "topic.metadata.refresh.interval.ms": milliseconds(settings.metadata_max_age),
+        "fetch.wait.max.ms": milliseconds(settings.fetch_max_wait),
         "fetch.message.max.bytes": min(_PARTITION_FETCH, eighth),
         "fetch.max.bytes": eighth,
         "queued.max.messages.kbytes": eighth // 1024,
         "queued.min.messages": _MOST_QUEUED,
         "fetch.queue.backoff.ms": _FETCH_PAUSE_MS,
     }
-    if settings.group_instance_id is not None:
-        options["group.instance.id"] = settings.group_instance_id
-    if settings.group_protocol == "consumer":
-        options["group.protocol"] = "consumer"
-    else:
-        options["session.timeout.ms"] = _milliseconds(settings.session_timeout)
-        options["heartbeat.interval.ms"] = _milliseconds(settings.heartbeat_interval)
-        options["partition.assignment.strategy"] = "cooperative-sticky"
-    return options | settings.client_options
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(round(seconds * 1000), 1)
+    return connection_options(settings) | membership | options | settings.client_options

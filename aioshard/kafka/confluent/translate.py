@@ -7,7 +7,6 @@ from confluent_kafka import KafkaError, KafkaException
 
 from aioshard.errors import ClientLostError, TransportError
 from aioshard.kafka import errors
-from aioshard.kafka.errors import Cause
 from aioshard.ports import InstanceIdTakenError
 from aioshard.records import TopicPartition
 
@@ -54,12 +53,14 @@ def reason(error: KafkaError | BaseException | None) -> str:
     return f"{error.name()}: {error.str().strip().rstrip('.')}"
 
 
-def cause_of(error: KafkaError | None, topics: Collection[str] = ()) -> Cause:
+def cause_of(error: KafkaError | None, topics: Collection[str] = ()) -> errors.Cause:
     """Describe an error of the client, or a missing answer; *topics* are those that it is about."""
     if error is None:
-        return Cause(-1, reason(error))
+        return errors.Cause(-1, reason(error))
     code = _CODES.get(error.code(), error.code())
-    return Cause(code, reason(error), error.retriable() or error.code() in _RETRIABLE, tuple(sorted(set(topics))))
+    return errors.Cause(
+        code, reason(error), error.retriable() or error.code() in _RETRIABLE, tuple(sorted(set(topics)))
+    )
 
 
 def is_final(error: KafkaError) -> bool:

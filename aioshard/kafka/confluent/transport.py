@@ -1,23 +1,24 @@
 """The confluent-kafka transport: a group member that, in a rebalance, loses only the partitions that move."""
 
 import asyncio
-import contextlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import anyio
 from confluent_kafka import KafkaError, KafkaException
 
-from aioshard.errors import ClientLostError, SettingsError, TransportError
+from aioshard.errors import ClientLostError, CommitRefusedError, SettingsError, TransportError
 from aioshard.kafka import errors
 from aioshard.kafka.aiokafka.admin import KafkaAdmin
 from aioshard.kafka.aiokafka.internals import Internals
 from aioshard.kafka.aiokafka.transport import KafkaTransport, manual_membership
 from aioshard.kafka.confluent.buffers import Buffers
-from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread
-from aioshard.kafka.confluent.options import consumer_options, share_of_buffer
+from aioshard.kafka.confluent.consumer import Callbacks, ConsumerThread, membership_of
+from aioshard.kafka.confluent.options import connection_options, consumer_options, share_of_buffer
+from aioshard.kafka.confluent.transactions import Transactions
 from aioshard.kafka.confluent.translate import cause_of, group_error, is_final, reason
 from aioshard.ports import (
     NOT_A_MEMBER,
@@ -25,6 +26,7 @@ from aioshard.ports import (
     GroupListener,
     LogRange,
     Membership,
+    Message,
 )
 from aioshard.records import TopicPartition
 from aioshard.settings import Settings
@@ -56,17 +58,33 @@ class ConfluentTransport(KafkaTransport):
 
     _buffer: Buffers
 
-    def __init__(self, settings: Settings, group_id: str) -> None:
+    def __init__(self, settings: Settings, group_id: str, transactional_id: str = "") -> None:
         """Check the options; connects to nothing yet.
+
+        Args:
+            settings: The settings of the app.
+            group_id: The consumer group.
+            transactional_id: The same for each client of an app, and for no other process.
 
         Raises:
             SettingsError: TLS and SASL settings cannot work.
         """
-        queries: dict[str, Any] = {"client": "aiokafka", "client_options": {}, "group_protocol": "classic"}
+        queries: dict[str, Any] = {
+            "client": "aiokafka",
+            "client_options": {},
+            "group_protocol": "classic",
+            "processing_guarantee": "at_least_once",
+        }
         super().__init__(settings.replace(**queries), group_id)
         self._consumer_options = consumer_options(settings, group_id)
-        self._buffer = Buffers(share_of_buffer(1, settings.max_buffered_bytes // 2))
+        self._buffer = Buffers(0)
         self._consumer: ConsumerThread | None = None
+        self._is_classic = settings.group_protocol == "classic"
+        self._transactions: Transactions | None = None
+        """Set with exactly-once processing."""
+        if settings.processing_guarantee == "exactly_once":
+            connection = connection_options(settings)
+            self._transactions = Transactions(connection, transactional_id, group_id, settings.transaction_timeout)
         self._failure: TransportError | None = None
         """The error that ends this life of the client; `poll` raises it."""
         self._readable = asyncio.Event()
@@ -103,9 +121,13 @@ class ConfluentTransport(KafkaTransport):
         ]
 
     def _new_consumer(self) -> ConsumerThread:
-        callbacks = Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail)
         try:
-            return ConsumerThread(self._consumer_options, self._group_id, self._settings.session_timeout, callbacks)
+            return ConsumerThread(
+                self._consumer_options,
+                self._group_id,
+                self._settings.session_timeout,
+                Callbacks(self._check_commit, self._on_assigned, self._on_revoked, self._fail),
+            )
         except (KafkaException, ValueError, TypeError) as error:
             raise SettingsError(f"the Kafka client refused an option: {reason(error)}") from error
 
@@ -120,6 +142,8 @@ class ConfluentTransport(KafkaTransport):
     async def _tear_down(self) -> None:
         if self._consumer is not None:
             self._consumer.stop()
+        if self._transactions is not None:
+            self._transactions.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,9 +165,8 @@ class ConfluentTransport(KafkaTransport):
             seconds = self._buffer.crowded(loop.time())
             if seconds:
                 self._buffer.room.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._buffer.room.wait()
+                with anyio.move_on_after(seconds):
+                    await self._buffer.room.wait()
                 continue
             messages, failed = await consumer.call(consumer.read, self._buffer.changes(loop.time()))
             for change in failed:
@@ -157,7 +180,6 @@ class ConfluentTransport(KafkaTransport):
 
     async def _check_brokers(self, consumer: ConsumerThread) -> None:
         """Remove stale members, fetch the ends of logs, and look for new topics, once a second."""
-        max_age = self._settings.metadata_max_age
         while True:
             await asyncio.sleep(_CHECK_INTERVAL)
             # librdkafka reports a lost membership only to members that had partitions.
@@ -167,7 +189,10 @@ class ConfluentTransport(KafkaTransport):
                 async with asyncio.timeout(2 * _CHECK_INTERVAL):
                     await self.log_ranges(self._buffer.behind())
                     names = self._subscribed
-                    if self._pattern is not None and time.monotonic() >= self._looked_up_at + max_age:
+                    if (
+                        self._pattern is not None
+                        and time.monotonic() >= self._looked_up_at + self._settings.metadata_max_age
+                    ):
                         names = await self._look_up_topics()
             except (TransportError, TimeoutError) as error:
                 logger.debug("the brokers did not answer a periodic query: %s", reason(error))
@@ -243,17 +268,12 @@ class ConfluentTransport(KafkaTransport):
 
     async def _wait_for_records(self, seconds: float) -> None:
         self._readable.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._readable.wait()
+        with anyio.move_on_after(seconds):
+            await self._readable.wait()
 
     def _look_again(self, _ended: object = None) -> None:
         self._readable.set()
         self._buffer.room.set()
-
-    def adjust_prefetch(self, partitions: int, max_bytes: int) -> None:
-        """See `Transport.adjust_prefetch`: half is for our buffers, the rest for the client's single queue."""
-        self._buffer.share = share_of_buffer(partitions, max_bytes)
 
     async def log_ranges(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, LogRange]:
         """See `Transport.log_ranges`; remembers the ends."""
@@ -269,15 +289,34 @@ class ConfluentTransport(KafkaTransport):
         internals: Internals,  # noqa: ARG002
         offsets: Mapping[TopicPartition, Committed],
         membership: Membership,
+        messages: Sequence[Message] | None,
     ) -> None:
-        if self._consumer is not None:
+        if self._consumer is None:
+            return
+        if self._transactions is None:
             await self._consumer.commit(offsets, membership)
+            return
+        metadata = await self._consumer.call(self._consumer.group_metadata)
+        self._check_commit(offsets, membership)
+        now = membership_of(metadata)
+        # Under KIP-848 the generation rises without a new assignment; brokers accept the client's own.
+        if now.member_id != membership.member_id or (self._is_classic and now != membership):
+            raise CommitRefusedError(f"a commit of group {self._group_id!r} was not sent: the group has rebalanced")
+        await self._transactions.commit(messages or (), offsets, metadata)
+
+    async def committed(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
+        """See `Transport.committed`; with transactions, only offsets that no open one may change."""
+        if self._transactions is None:
+            return await super().committed(partitions)
+        return await self._transactions.committed(partitions)
 
     async def _on_assigned(self, partitions: list[TopicPartition], membership: Membership) -> None:
         """Pass our whole current assignment to the engine."""
         if self._listener is None or self._closed:
             return
         self._buffer.add(partitions)
+        # Half is for our buffers, the rest for the client's single queue.
+        self._buffer.share = share_of_buffer(len(self._buffer.partitions), self._settings.max_buffered_bytes // 2)
         self._membership = membership
         self._note_member(membership)
         self._member_id = membership.member_id
@@ -299,6 +338,9 @@ class ConfluentTransport(KafkaTransport):
                 self._listener.lost(partitions)
             else:
                 await self._listener.revoked(partitions)
+                if self._transactions is not None:  # none of ours may end after we have released the partitions
+                    with anyio.fail_after(self._settings.commit_timeout):
+                        await self._transactions.settle()
         except Exception as error:  # noqa: BLE001 - the next poll raises it
             self._fail(error)
         finally:

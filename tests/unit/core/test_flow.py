@@ -1,9 +1,10 @@
 """How much more of a partition may be taken in."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard.core.flow import NONE, Usage, room_for
+from aioshard.core.flow import NONE, Usage, fetch_limits, room_for
 
 BOUNDS = Usage(10_000, 64 * 2**20)
 
@@ -61,3 +62,17 @@ def test_the_bounds_are_never_passed(others: int, held: int, stuck: bool) -> Non
 
 def test_without_room_for_bytes_there_is_no_room_for_records() -> None:
     assert room_for(BOUNDS, Usage(1, BOUNDS.bytes), Usage(1, BOUNDS.bytes), stuck=False) == NONE
+
+
+@pytest.mark.parametrize("brokers", [1, 3, 30])
+def test_fetches_from_many_brokers_stay_within_the_bound_and_bring_whole_batches(brokers: int) -> None:
+    bound = 32 * 1024 * 1024
+    limits = fetch_limits(bound, 0, partitions=512, requests=brokers)
+    assert brokers * limits.response <= bound
+    assert limits.partition >= 512 * 1024
+
+
+@pytest.mark.parametrize("bound", [0, 1, 7, 1_000, 100_000])
+def test_a_tiny_bound_still_fetches(bound: int) -> None:
+    for used in (0, bound, 2 * bound):
+        assert min(fetch_limits(bound, used, partitions=3, requests=2)) >= 1

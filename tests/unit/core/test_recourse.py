@@ -1,29 +1,32 @@
-"""What may be asked for when attempts are used up, and the account of diversions."""
+"""What may be asked for when attempts are used up, and the circuit breaker."""
 
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshard import Budget, DeadLetter, Park
-from aioshard.core.on_failure import BudgetAccount
+from aioshard import CircuitBreaker, DeadLetter, Park
+from aioshard.core.on_failure import BreakerState
 from aioshard.errors import HandlerError
 
 
 @pytest.mark.parametrize(
     ("option", "arguments", "named"),
     [
-        (Budget, {"per_success": 0.0}, "per_success=0.0"),
-        (Budget, {"per_success": 1.5}, "per_success=1.5"),
-        (Budget, {"per_success": "0.1"}, "per_success='0.1'"),
-        (Budget, {"burst": 0}, "burst=0"),
-        (Budget, {"burst": 2.5}, "burst=2.5"),
-        (Budget, {"burst": True}, "burst=True"),
+        (CircuitBreaker, {"failure_rate": 0.0}, "failure_rate=0.0"),
+        (CircuitBreaker, {"failure_rate": 1.0}, "failure_rate=1.0"),
+        (CircuitBreaker, {"failure_rate": "0.1"}, "failure_rate='0.1'"),
+        (CircuitBreaker, {"window": 0}, "window=0"),
+        (CircuitBreaker, {"window": 2.5}, "window=2.5"),
+        (CircuitBreaker, {"minimum": True}, "minimum=True"),
+        (CircuitBreaker, {"minimum": 30, "window": 29}, "minimum=30"),
         (DeadLetter, {"topic": ""}, "topic=''"),
         (DeadLetter, {"topic": "not a topic"}, "topic='not a topic'"),
         (DeadLetter, {"topic": None}, "topic=None"),
-        (DeadLetter, {"topic": "t", "budget": 0.1}, "budget=0.1"),
+        (DeadLetter, {"topic": "t", "breaker": 0.1}, "breaker=0.1"),
         (Park, {"topic": ".."}, r"topic='\.\.'"),
         (Park, {"topic": "t", "delay": 0}, "delay=0"),
         (Park, {"topic": "t", "delay": float("nan")}, "delay=nan"),
@@ -38,35 +41,58 @@ def test_what_cannot_work_is_refused_in_a_sentence(option: Any, arguments: dict[
         option(**arguments)
 
 
-def test_a_dead_letter_has_a_budget_unless_it_is_taken_away() -> None:
-    assert DeadLetter("d").budget == Budget(per_success=0.01, burst=50)
-    assert DeadLetter("d", budget=None).budget is None
+def test_a_dead_letter_has_a_circuit_breaker_unless_it_is_taken_away() -> None:
+    assert DeadLetter("d").breaker == CircuitBreaker(failure_rate=0.5, window=100, minimum=20)
+    assert DeadLetter("d", breaker=None).breaker is None
 
 
-steps = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 3)), max_size=60)
+def opened_after(successes: Iterable[int], **limits: Any) -> int | None:
+    """How many failures it takes; each comes with the number of successes before its first attempt failed."""
+    state = BreakerState(CircuitBreaker(**limits))
+    return next((number for number, before in enumerate(successes, 1) if state.fail(before, "E")), None)
 
 
-@given(steps, st.sampled_from([0.001, 0.01, 0.1, 0.3, 1.0]), st.integers(1, 20))
-def test_diversions_never_exceed_the_burst_and_what_successes_have_paid(
-    steps: list[tuple[int, int]], per_success: float, burst: int
+def test_when_everything_fails_it_opens_at_the_minimum_or_after_half_a_window() -> None:
+    assert opened_after([0] * 100) == 20
+    assert opened_after([0] * 100, minimum=1) == 1
+    assert opened_after([10_000] * 100) == 51
+    assert opened_after([10_000] * 100, failure_rate=0.9) == 91
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.2, 0.3])
+def test_a_lower_share_never_opens_it_also_if_the_failures_end_last_and_in_any_order(share: float) -> None:
+    places = [round(number * (1 - share) / share) for number in range(2_000)]
+    for seed in range(20):
+        random.Random(seed).shuffle(places)
+        assert opened_after(places) is None
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
+def test_a_higher_share_opens_it_soon(share: float) -> None:
+    places = [5_000 + round(number * (1 - share) / share) for number in range(500)]
+    opened = opened_after(places)
+    assert opened is not None
+    assert opened <= 100
+
+
+@given(st.lists(st.integers(0, 300)), st.integers(1, 50), st.integers(1, 50), st.floats(0.05, 0.95))
+def test_it_opens_only_with_more_failures_than_the_share_of_a_window(
+    places: list[int], window: int, minimum: int, share: float
 ) -> None:
-    account = BudgetAccount(Budget(per_success=per_success, burst=burst))
-    successes = spent = 0
-    for more, wanted in steps:
-        successes += more
-        for _ in range(wanted):
-            spent += account.spend(successes)
-        assert spent <= burst + successes * per_success + 1e-6
-        assert account.left(successes) <= burst
+    limits = CircuitBreaker(failure_rate=share, window=window, minimum=min(minimum, window))
+    state = BreakerState(limits)
+    for number, before in enumerate(places, 1):
+        if state.fail(before, "E"):
+            assert state.failed > share * min(window, number + before)
+            assert number + before >= limits.minimum
+            state.close(before)
+            assert not state.is_open
+            return
 
 
-def test_a_hundred_successes_pay_for_one_diversion() -> None:
-    account = BudgetAccount(Budget(per_success=0.01, burst=1))
-    assert account.spend(0)
-    assert [account.spend(successes) for successes in range(1, 101)].index(True) == 99
-
-
-def test_more_than_the_burst_is_not_saved_up() -> None:
-    account = BudgetAccount(Budget(per_success=1.0, burst=3))
-    assert account.left(1_000) == 3
-    assert [account.spend(1_000) for _ in range(4)] == [True, True, True, False]
+def test_after_it_closed_it_begins_anew() -> None:
+    state = BreakerState(CircuitBreaker(window=10, minimum=4))
+    assert [state.fail(0, "E") for _ in range(4)] == [False, False, False, True]
+    assert state.fail(0, "E"), "it stays open"
+    state.close(1)
+    assert [state.fail(1, "E") for _ in range(4)] == [False, False, False, True]

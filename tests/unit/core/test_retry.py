@@ -3,7 +3,7 @@
 import pytest
 
 from aioshard.core.retry import Retry
-from aioshard.errors import HandlerError
+from aioshard.errors import HandlerError, RetryLater
 
 
 def test_delays_grow_to_the_maximum_and_end_with_the_attempts() -> None:
@@ -31,6 +31,17 @@ def test_errors_that_no_attempt_cures_end_at_once() -> None:
     assert retry.delay(TimeoutError(), 1, 0.5) is not None
     assert retry.delay(FileNotFoundError(), 1, 0.5) is None
     assert retry.delay(ValueError(), 1, 0.5) is None
+
+
+def test_an_error_may_choose_its_delay() -> None:
+    retry = Retry(attempts=3, maximum=1.0, retry_on=(OSError,), give_up_on=(RetryLater,))
+    assert [retry.delay(RetryLater(90), attempt, 0.9) for attempt in (1, 2, 3)] == [90.0, 90.0, None]
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+def test_a_delay_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="was refused"):
+        RetryLater(seconds)
 
 
 def test_a_late_attempt_does_not_overflow() -> None:

@@ -1,0 +1,62 @@
+"""Exactly once: what runs publish waits until a transaction makes it visible with their completions."""
+
+from aioshard.engine.epoch import Delivery
+from aioshard.errors import MessageTooLargeError, StateError
+from aioshard.ports import RECORD_OVERHEAD, Message, record_size
+
+_MOST_BYTES = 1_000_000
+"""Largest message that a transaction takes; the default limit of topics is 5 % higher."""
+_HEADER_OVERHEAD = 10
+"""Bytes that the lengths of a header take at most."""
+UNKNOWN_OFFSET = -1
+"""Returned for a message whose offset is not known yet."""
+
+
+class RunMessages:
+    """The messages of one run of a handler; nothing of a run that fails is ever published."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._ended = False
+
+    async def publish(self, message: Message) -> int:
+        """Accept a message; return -1, as its offset is not known yet.
+
+        Raises:
+            StateError: The run has ended: nothing could make the message visible together with its record.
+            MessageTooLargeError: A transaction does not take a message of this size.
+        """
+        if self._ended:
+            raise StateError(
+                f"a message for topic {message.topic!r} was not published: with exactly-once processing a handler "
+                "publishes before it returns. Await what it starts, or use app.publish, which is at least once"
+            )
+        _check_size(message)
+        self.messages.append(message)
+        return UNKNOWN_OFFSET
+
+    def end(self) -> list[Message]:
+        """Accept nothing more; return the messages."""
+        self._ended = True
+        return self.messages
+
+
+async def add_message(delivery: Delivery, message: Message) -> int:
+    """Make a message visible with the completion of a delivery; return -1, as its offset is not known yet.
+
+    Raises:
+        MessageTooLargeError: As for `RunMessages.publish`.
+    """
+    _check_size(message)
+    delivery.outgoing = [*delivery.outgoing, message]
+    return UNKNOWN_OFFSET
+
+
+def _check_size(message: Message) -> None:
+    size = record_size(message.key, message.value, message.headers) - RECORD_OVERHEAD
+    size += _HEADER_OVERHEAD * len(message.headers)
+    if size > _MOST_BYTES:
+        raise MessageTooLargeError(
+            f"a message of {size} bytes for topic {message.topic!r} is larger than {_MOST_BYTES} bytes, the most "
+            "that a transaction takes: publish smaller messages"
+        )

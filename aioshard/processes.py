@@ -1,0 +1,254 @@
+"""Worker processes of an app: each runs one call at a time, and is killed to end a call."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import connection, spawn
+from typing import Any, Self
+
+from aioshard.errors import AttemptTimeoutError, BatchError, ProcessError, StartError, StateError
+
+_HEADER = 4
+"""Bytes of the length before a message, as `multiprocessing.connection` has it."""
+_IGNORED = signal.SIGINT, signal.SIGTERM
+"""Signals that a terminal and systemd send to all processes of an app; the app itself drains."""
+_calls: dict[int | None, Callable[[Any, Any], object]] = {}
+"""In a worker process: what it can run."""
+
+
+class Processes:
+    """The worker processes of a running app: they run while the context is open.
+
+    Invariants:
+        * A call that has ended runs in no process, however it ended.
+    """
+
+    def __init__(self, calls: Mapping[int, bytes], count: int) -> None:
+        """Prepare the processes; entering the context starts them.
+
+        Args:
+            calls: A pickled function for each number that `run` takes; it returns the function to run.
+            count: Number of processes.
+
+        Raises:
+            StateError: This is a worker process: it imports a module that starts an app.
+        """
+        if _calls:
+            raise StateError(
+                "a worker process imports the main module, which starts the app again: start it in the main process "
+                "alone, as in  if __name__ == '__main__': app.run()"
+            )
+        # Only a function of the main module needs it, and to import it again may have effects.
+        main = spawn.get_preparation_data("") if any(b"__main__" in call for call in calls.values()) else {}
+        self._setup = _message(None, {name: main[name] for name in main if name.startswith("init_main")}, calls)
+        self._count = count
+        self._processes: list[_Process] = []
+        self._idle: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
+
+    async def __aenter__(self) -> Self:
+        """Start the processes; return once all of them have imported the handlers.
+
+        Raises:
+            StartError: One of them could not.
+        """
+        try:
+            for _ in range(self._count):
+                self._processes.append(_Process(self._setup))
+            for process in self._processes:
+                await process.start()
+                self._idle.put_nowait(process)
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Let the processes end, for at most a second, and kill the others."""
+        idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
+        idle = [process for process in idle if process.alive]
+        try:
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(1.0):
+                    for process in idle:
+                        process.writer.write_eof()
+                    for process in idle:
+                        await process.ended()
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    async def run(self, number: int, argument: object, context: object, timeout: float | None) -> object:
+        """Run a call in an idle process; wait for one if necessary.
+
+        Args:
+            number: Which of the calls.
+            argument: Its first argument.
+            context: Its second one.
+            timeout: Seconds that the call may take; the wait for a process does not count.
+
+        Raises:
+            AttemptTimeoutError: The call took longer. Its process was killed.
+            ProcessError: The process ended during the call.
+            BaseException: Any exception of the call.
+        """
+        message = _message(number, argument, context)
+        process = await self._idle.get()
+        try:
+            if not process.alive:
+                process.kill()
+                process.spawn()
+                await process.start()
+            async with asyncio.timeout(timeout):
+                answer = await process.answer(message)
+        except TimeoutError:
+            raise AttemptTimeoutError(timeout or 0.0) from None
+        finally:
+            self._idle.put_nowait(process)
+        return _result(answer)
+
+
+class _Process:
+    """A worker process; it is started again after it has ended."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._setup = setup
+        self.spawn()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self.writer is not None and self._popen.poll() is None
+
+    def spawn(self) -> None:
+        """Start the process; it begins to import the handlers."""
+        self.writer: Any = None
+        self._socket, theirs = socket.socketpair()
+        code = f"import sys; sys.path[:] = {[*map(str, sys.path)]}; from aioshard.processes import serve; serve()"
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # until `serve` ignores them
+        try:
+            with theirs:
+                self._popen = subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno())  # noqa: S603
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        self._socket.sendall(self._setup)
+
+    async def start(self) -> None:
+        """Return once it has imported the handlers.
+
+        Raises:
+            StartError: It could not.
+        """
+        self._reader, self.writer = await asyncio.open_unix_connection(sock=self._socket)
+        try:
+            _result(await self.answer(b""))
+        except Exception as error:
+            self.kill()
+            raise StartError(f"a worker process did not start: {type(error).__name__}: {error}") from error
+
+    async def answer(self, message: bytes) -> bytes:
+        """Send a message and return the answer; if this is cancelled, the process is killed.
+
+        Raises:
+            ProcessError: The process has ended.
+        """
+        self.writer.write(message)
+        try:
+            header = await self._reader.readexactly(_HEADER)
+            return await self._reader.readexactly(int.from_bytes(header))
+        except (EOFError, OSError):
+            code = self.kill()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise ProcessError(f"the worker process {self._popen.pid} {how} during the run") from None
+        except asyncio.CancelledError:
+            self._popen.kill()
+            try:
+                await self.ended()
+            finally:
+                self.kill()
+            raise
+
+    async def ended(self) -> None:
+        """Wait for the end; the process closes its end of the socket by nothing else."""
+        with contextlib.suppress(OSError):
+            await self._reader.read()
+
+    def kill(self) -> int:
+        """Kill it if it has not ended, and release it; return its exit code."""
+        self._popen.kill()
+        (self.writer or self._socket).close()
+        return self._popen.wait()
+
+
+def _message(*values: object) -> bytes:
+    data = pickle.dumps(values)
+    return len(data).to_bytes(_HEADER) + data
+
+
+def _result(answer: bytes) -> object:
+    error, result = pickle.loads(answer)  # noqa: S301 - of a process of ours
+    if error is not None:
+        raise error from None  # its note has the traceback
+    return result
+
+
+# In the worker process ----------------------------------------------------------------
+
+
+def serve() -> None:
+    """Run calls until the app ends; the socket to it is standard input."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, also for a run that keeps the interpreter
+    # Only the end of the process closes *kept*: when the app sees that, the exit code is known.
+    kept = os.dup(0)
+    app = connection.Connection(os.dup(kept))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def leave() -> None:
+        app.close()
+        os.close(kept)
+
+    os.register_at_fork(after_in_child=leave)  # a process that the handler forks may live longer
+    _calls[None] = _set_up
+    with contextlib.suppress(EOFError):
+        while True:
+            number, argument, context = app.recv()
+            app.send_bytes(_answer(number, argument, context))
+
+
+def _set_up(main: dict[str, Any], calls: Mapping[int, bytes]) -> None:
+    spawn.prepare(main)
+    _calls.update({number: pickle.loads(call)() for number, call in calls.items()})  # noqa: S301 - from the app
+
+
+def _answer(number: int | None, argument: object, context: object) -> bytes:
+    try:
+        return pickle.dumps((None, _calls[number](argument, context)))
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - of the user's handler
+        return pickle.dumps((_portable(error), None))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return the exception with its traceback as a note, or another one that describes it if pickle refuses it."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, BatchError):
+        error = BatchError({record: _portable(reason) for record, reason in error.errors.items()})
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - of the user's class
+        return ProcessError(f"the handler raised {summary}")
+    return error

@@ -1,0 +1,171 @@
+"""The transport's part in a transaction: under which membership it is sent, and what is awaited in a revocation."""
+
+import asyncio
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from aioshard.errors import CommitRefusedError, TransportError
+from aioshard.kafka.confluent.transport import ConfluentTransport
+from aioshard.ports import Committed, Membership, Message
+from aioshard.records import TopicPartition
+from aioshard.settings import Settings
+
+ORDERS = TopicPartition("orders", 0)
+MESSAGES = [Message("out", b"")]
+
+
+def metadata_of(member_id: str, generation: int) -> bytes:
+    return b"CGMDv2:" + struct.pack("=i", generation) + b"billing\0" + member_id.encode() + b"\0\1"
+
+
+class FakeConsumer:
+    """Stands in for the `ConsumerThread`."""
+
+    def __init__(self) -> None:
+        self.metadata = metadata_of("us", 4)
+        self.released = asyncio.Event()
+
+    async def call(self, function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    def group_metadata(self) -> bytes:
+        return self.metadata
+
+    def end_revocation(self) -> None:
+        self.released.set()
+
+
+class FakeTransactions:
+    """Stands in for `Transactions`; one that is undecided ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.committed: list[tuple[Sequence[Message], object]] = []
+        self.decided = asyncio.Event()
+        self.error: TransportError | None = None
+        self.waits = 0
+
+    async def commit(
+        self, messages: Sequence[Message], _: Mapping[TopicPartition, Committed], metadata: object
+    ) -> None:
+        self.committed.append((messages, metadata))
+
+    async def settle(self) -> None:
+        self.waits += 1
+        await self.decided.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class FakeListener:
+    """The engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def assigned(self, _: Collection[TopicPartition], __: Membership) -> None:
+        self.calls.append("assigned")
+
+    async def revoked(self, _: Collection[TopicPartition]) -> None:
+        self.calls.append("revoked")
+
+    def lost(self, _: Collection[TopicPartition]) -> None:
+        self.calls.append("lost")
+
+
+class Member:
+    """A member with one partition, in generation 4."""
+
+    def __init__(self, **settings: Any) -> None:
+        made = Settings(bootstrap_servers="127.0.0.1:9", client="confluent", commit_timeout=0.2, **settings)
+        self.transport = ConfluentTransport(made, "billing")
+        self.consumer, self.transactions, self.listener = FakeConsumer(), FakeTransactions(), FakeListener()
+        transport: Any = self.transport
+        transport._consumer, transport._transactions = self.consumer, self.transactions
+        transport._listener, transport._membership = self.listener, Membership("us", 4)
+        transport._buffer.add([ORDERS])
+
+    async def commit(self) -> None:
+        transport: Any = self.transport
+        await transport._commit_as_member(None, {ORDERS: Committed(1, "")}, self.transport.membership(), MESSAGES)
+
+    def revoke(self, *, lost: bool = False) -> "asyncio.Task[None]":
+        return asyncio.create_task(self.transport._on_revoked([ORDERS], lost))
+
+    @property
+    def has_partition(self) -> bool:
+        return ORDERS in self.transport._buffer
+
+
+async def test_a_transaction_carries_the_metadata_of_its_membership() -> None:
+    member = Member()
+    await member.commit()
+    assert member.transactions.committed == [(MESSAGES, metadata_of("us", 4))]
+
+
+@pytest.mark.parametrize("now", [("us", 5), ("another", 4), ("", -1)])
+async def test_a_transaction_of_a_generation_that_the_client_has_left_is_not_sent(now: tuple[str, int]) -> None:
+    """The brokers would accept it: they know the client's new generation, and not that the offsets are older."""
+    member = Member()
+    member.consumer.metadata = metadata_of(*now)
+    with pytest.raises(CommitRefusedError):
+        await member.commit()
+    assert member.transactions.committed == []
+
+
+async def test_under_kip_848_only_the_member_counts() -> None:
+    """The member epoch rises without an assignment, and brokers accept the latest one only."""
+    member = Member(group_protocol="consumer")
+    member.consumer.metadata = metadata_of("us", 5)
+    await member.commit()
+    assert member.transactions.committed == [(MESSAGES, metadata_of("us", 5))]
+    member.consumer.metadata = metadata_of("another", 5)
+    with pytest.raises(CommitRefusedError):
+        await member.commit()
+    assert len(member.transactions.committed) == 1
+
+
+async def test_a_transaction_is_not_sent_once_its_partition_is_gone() -> None:
+    """It was revoked while the client's thread was asked for the metadata."""
+    member = Member()
+    member.transport._buffer.remove([ORDERS])
+    with pytest.raises(CommitRefusedError, match="not assigned to us"):
+        await member.commit()
+    assert member.transactions.committed == []
+
+
+async def test_partitions_are_released_when_no_transaction_is_undecided() -> None:
+    member = Member()
+    revoking = member.revoke()
+    await asyncio.sleep(0.02)
+    assert (member.listener.calls, member.transactions.waits) == (["revoked"], 1)
+    assert member.has_partition
+    assert not member.consumer.released.is_set()
+    member.transactions.decided.set()
+    await revoking
+    assert member.consumer.released.is_set()
+    assert not member.has_partition
+    assert member.transport._failure is None
+
+
+@pytest.mark.parametrize("error", [None, TransportError("the brokers do not answer")])
+async def test_a_member_whose_transaction_stays_undecided_ends(error: TransportError | None) -> None:
+    """It cannot keep the group waiting; a new client with its id makes the brokers decide."""
+    member = Member()
+    if error is not None:
+        member.transactions.error = error
+        member.transactions.decided.set()
+    await asyncio.wait_for(member.revoke(), 2)
+    assert member.consumer.released.is_set()
+    assert member.transport._failure is not None
+
+
+async def test_lost_partitions_are_released_at_once() -> None:
+    """They are not ours any more: the brokers refuse what comes later."""
+    member = Member()
+    await asyncio.wait_for(member.revoke(lost=True), 2)
+    assert member.listener.calls == ["lost"]
+    assert member.consumer.released.is_set()
+    assert member.transport.membership().generation == -1

@@ -1,0 +1,439 @@
+"""Errors of each call of a transaction: what is visible afterwards is all of it or nothing, and the next one works."""
+
+import asyncio
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from aioshard.errors import ClientLostError, CommitError, CommitRefusedError, TransportError
+from aioshard.kafka.confluent import transactions as module
+from aioshard.kafka.confluent.transactions import Transactions
+from aioshard.ports import Committed, Message
+from aioshard.records import TopicPartition
+from tests.support.kafka_libs import PROJECT
+
+OFFSETS = {TopicPartition("orders", 0): Committed(1, "")}
+CALLS = ("begin_transaction", "produce", "send_offsets_to_transaction", "commit_transaction")
+RETRIABLE = KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS, "loading", retriable=True)
+ABORTABLE = KafkaError(KafkaError.UNKNOWN_MEMBER_ID, "gone", txn_requires_abort=True)
+FATAL = KafkaError(KafkaError._FENCED, "fenced", fatal=True)
+
+
+class Broker:
+    """The brokers: visible messages, and the errors of the next calls, by name."""
+
+    def __init__(self) -> None:
+        self.visible: list[bytes] = []
+        self.commits_undecided = True
+        self.errors: dict[str, list[KafkaError]] = {}
+        self.clients = 0
+        self.undecided: list[bytes] | None = None
+        self.newest: FakeProducer | None = None
+        """The client that began last; former ones are fenced."""
+        self.hangs: threading.Event | None = None
+        """The next call that sends offsets returns when this is set."""
+        self.refuses: dict[str, KafkaError] = {}
+        """Errors of delivery reports, by topic."""
+        self.offsets: dict[tuple[str, int], tuple[int, KafkaError | None]] = {}
+        """Committed offsets, -1 for none, each with the error of that partition."""
+        self.produced: list[tuple[bytes, dict[str, Any]]] = []
+        """Values and options of messages."""
+        self.sent: list[tuple[list[tuple[str, int, int, str | None]], object]] = []
+        """Offsets with their metadata, and the group metadata they were sent with."""
+        self.full = 0
+        """How many messages the client's queue refuses."""
+        self.polls = 0
+
+    def answer(self, name: str) -> None:
+        if self.errors.get(name):
+            raise KafkaException(self.errors[name].pop(0))
+
+
+class FakeProducer:
+    """Stands in for `confluent_kafka.Producer`, with the states of its transactions."""
+
+    def __init__(self, broker: Broker, options: dict[str, Any]) -> None:
+        self.broker = broker
+        self.on_delivery = options["on_delivery"]
+        self.state = "new"
+        self.messages: list[bytes] = []
+        self.reports: list[Callable[[], object]] = []
+        broker.clients += 1
+
+    def init_transactions(self, _: float) -> None:
+        self.broker.answer("init_transactions")
+        if self.broker.undecided is not None and self.broker.commits_undecided:
+            self.broker.visible += self.broker.undecided
+        self.broker.undecided = None
+        self.broker.newest = self
+        self.state = "ready"
+
+    def begin_transaction(self) -> None:
+        assert self.state == "ready"
+        self.broker.answer("begin_transaction")
+        self.state, self.messages = "open", []
+
+    def produce(self, topic: str, value: bytes, _key: bytes | None, **options: Any) -> None:
+        assert self.state == "open"
+        self.broker.answer("produce")
+        if self.broker.full:
+            self.broker.full -= 1
+            raise BufferError("Local: Queue full")
+        self.broker.produced.append((value, options))
+        self.messages.append(value)
+        if topic in self.broker.refuses:
+            message = SimpleNamespace(topic=lambda: topic)
+            self.reports.append(lambda: self.on_delivery(self.broker.refuses[topic], message))
+
+    def poll(self, _: float) -> None:
+        self.broker.polls += 1
+
+    def send_offsets_to_transaction(self, places: list[Any], group_metadata: object, _: float) -> None:
+        assert self.state == "open"
+        hangs, self.broker.hangs = self.broker.hangs, None
+        if hangs is not None:
+            hangs.wait(10)
+        if self.broker.newest is not self:
+            raise KafkaException(FATAL)
+        self.broker.answer("send_offsets_to_transaction")
+        offsets = [(place.topic, place.partition, place.offset, place.metadata) for place in places]
+        self.broker.sent.append((offsets, group_metadata))
+
+    def commit_transaction(self, _: float) -> None:
+        assert self.state in {"open", "committing"}
+        self.report_deliveries()
+        self.state = "committing"
+        self.broker.undecided = self.messages
+        self.broker.answer("commit_transaction")
+        self.broker.visible += self.messages
+        self.state, self.broker.undecided = "ready", None
+
+    def report_deliveries(self) -> None:
+        """As librdkafka does before it commits; a message that was not stored makes it refuse the commit."""
+        reports, self.reports = self.reports, []
+        for report in reports:
+            report()
+        if reports:
+            raise KafkaException(ABORTABLE)
+
+    def abort_transaction(self, _: float) -> None:
+        if self.state == "committing" and not self.broker.errors.get("may abort"):
+            raise KafkaException(KafkaError(KafkaError._STATE, "it is being committed"))
+        self.broker.answer("abort_transaction")
+        self.state, self.broker.undecided = "ready", None
+
+
+class FakeAdmin:
+    """Stands in for `confluent_kafka.admin.AdminClient`."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+
+    def list_consumer_group_offsets(
+        self, groups: list[Any], *, require_stable: bool = False, **_: Any
+    ) -> dict[str, Future[Any]]:
+        assert self.broker.undecided is None, "a transaction of ours may still change them"
+        (group,) = groups
+        answer: Future[Any] = Future()
+        places = []
+        for wanted in group.topic_partitions:
+            offset, unstable = self.broker.offsets[wanted.topic, wanted.partition]
+            error = unstable if require_stable or not is_unstable(unstable) else None
+            places.append(
+                SimpleNamespace(
+                    topic=wanted.topic, partition=wanted.partition, offset=offset, metadata=None, error=error
+                )
+            )
+        if self.broker.errors.get("offsets"):
+            answer.set_exception(KafkaException(self.broker.errors["offsets"].pop(0)))
+        else:
+            answer.set_result(SimpleNamespace(group_id=group.group_id, topic_partitions=places))
+        return {group.group_id: answer}
+
+
+def is_unstable(error: KafkaError | None) -> bool:
+    return error is not None and error.code() == KafkaError.UNSTABLE_OFFSET_COMMIT
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
+    made = Broker()
+    clock = itertools.count()
+    monkeypatch.setattr(module, "Producer", lambda options: FakeProducer(made, options))
+    monkeypatch.setattr(module, "AdminClient", lambda _: FakeAdmin(made))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    return made
+
+
+@pytest.fixture
+def transactions(broker: Broker) -> Transactions:  # noqa: ARG001 - it stands in for the brokers
+    return Transactions({}, "billing-1", "billing", timeout=10)
+
+
+async def commit(transactions: Transactions, value: bytes) -> None:
+    await transactions.commit([Message("out", value)], OFFSETS, b"")
+
+
+@pytest.mark.parametrize("call", ["init_transactions", "send_offsets_to_transaction", "commit_transaction"])
+async def test_an_error_that_passes_delays_it(broker: Broker, transactions: Transactions, call: str) -> None:
+    broker.errors = {call: [RETRIABLE, RETRIABLE]}
+    await commit(transactions, b"1")
+    assert (broker.visible, broker.clients) == ([b"1"], 1)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("error", [ABORTABLE, FATAL])
+async def test_nothing_of_a_refused_transaction_is_visible(
+    broker: Broker, transactions: Transactions, call: str, error: KafkaError
+) -> None:
+    broker.errors = {call: [error], "may abort": [error]}
+    with pytest.raises(TransportError):
+        await commit(transactions, b"1")
+    await commit(transactions, b"2")
+    assert broker.visible == [b"2"]
+
+
+async def test_a_member_that_has_left_is_refused(broker: Broker, transactions: Transactions) -> None:
+    broker.errors = {"send_offsets_to_transaction": [ABORTABLE]}
+    with pytest.raises(CommitRefusedError):
+        await commit(transactions, b"1")
+
+
+@pytest.mark.parametrize("commits", [True, False])
+async def test_what_is_undecided_is_decided_before_anything_else(
+    broker: Broker, transactions: Transactions, commits: bool
+) -> None:
+    broker.errors, broker.commits_undecided = {"commit_transaction": [RETRIABLE] * 100}, commits
+    with pytest.raises(TransportError):
+        await commit(transactions, b"1")
+    broker.errors = {}
+    await transactions.settle()
+    assert (broker.visible, broker.undecided) == ([b"1"] if commits else [], None)
+    await commit(transactions, b"2")
+    assert broker.visible[-1] == b"2"
+
+
+async def test_a_client_that_cannot_abort_is_replaced(broker: Broker, transactions: Transactions) -> None:
+    broker.errors = {"send_offsets_to_transaction": [ABORTABLE], "abort_transaction": [FATAL]}
+    with pytest.raises(TransportError):
+        await commit(transactions, b"1")
+    await transactions.settle()
+    assert (broker.visible, broker.clients) == ([], 2)
+
+
+async def test_a_client_that_hangs_is_replaced(
+    broker: Broker, transactions: Transactions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """librdkafka waits without a limit for a coordinator that was restarted."""
+    monkeypatch.setattr(module, "_SLICE", 0.01)
+    hangs = broker.hangs = threading.Event()
+    with pytest.raises(CommitError, match="does not return"):
+        await commit(transactions, b"1")
+    await commit(transactions, b"2")
+    hangs.set()
+    await asyncio.sleep(0.05)
+    await commit(transactions, b"3")
+    assert (broker.visible, broker.clients) == ([b"2", b"3"], 2)
+
+
+@pytest.mark.slow
+async def test_a_transaction_succeeds_after_the_coordinator_of_the_group_was_away() -> None:
+    """On librdkafka's mock cluster: the client would wait without a limit, even when the coordinator is back."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.confluent.coordinator_away", stdout=asyncio.subprocess.PIPE, cwd=PROJECT
+    )
+    output, _ = await process.communicate()
+    assert (process.returncode, json.loads(output)) == (0, [1, 3])
+
+
+async def test_a_client_that_is_given_up_while_it_hangs_is_replaced_too(
+    broker: Broker, transactions: Transactions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLICE", 0.01)
+    hangs = broker.hangs = threading.Event()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await commit(transactions, b"1")
+    with pytest.raises(CommitError, match="does not return"):
+        await transactions.settle()
+    await commit(transactions, b"2")
+    hangs.set()
+    assert (broker.visible, broker.clients) == ([b"2"], 2)
+
+
+class SilentAdmin:
+    """Stands in for `AdminClient`; the first one does not answer."""
+
+    made = 0
+
+    def __init__(self, _: object) -> None:
+        SilentAdmin.made += 1
+        self.number = SilentAdmin.made
+
+    def list_consumer_group_offsets(self, wanted: list[Any], **_: object) -> dict[str, Future[Any]]:
+        answer: Future[Any] = Future()
+        if self.number > 1:
+            answer.set_result(SimpleNamespace(topic_partitions=[]))
+        return {wanted[0].group_id: answer}
+
+
+async def test_a_client_that_does_not_return_offsets_is_replaced(
+    broker: Broker,  # noqa: ARG001 - it stands in for the brokers
+    transactions: Transactions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """librdkafka may never ask a coordinator again that was restarted."""
+    monkeypatch.setattr(SilentAdmin, "made", 0)
+    monkeypatch.setattr(module, "AdminClient", SilentAdmin)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await transactions.committed(OFFSETS)
+    assert await transactions.committed(OFFSETS) == dict.fromkeys(OFFSETS)
+    await transactions.committed(OFFSETS)
+    assert SilentAdmin.made == 2
+
+
+async def test_brokers_without_transactions_are_named(broker: Broker, transactions: Transactions) -> None:
+    broker.errors = {"init_transactions": [FATAL]}
+    with pytest.raises(TransportError):
+        await transactions.settle()
+
+
+async def test_a_closed_one_refuses(transactions: Transactions) -> None:
+    transactions.close()
+    with pytest.raises(ClientLostError):
+        await transactions.settle()
+
+
+async def test_closing_ends_what_is_tried_again(
+    broker: Broker, transactions: Transactions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would keep the process alive."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: transactions.close())
+    monkeypatch.setattr(module, "time", clock)
+    broker.errors = {
+        "commit_transaction": [RETRIABLE] * 100,
+        "may abort": [RETRIABLE],
+        "abort_transaction": [RETRIABLE] * 100,
+    }
+    with pytest.raises(TransportError):
+        await commit(transactions, b"1")
+    assert [len(broker.errors[call]) for call in ("commit_transaction", "abort_transaction")] == [98, 99]
+
+
+# Messages and offsets -------------------------------------------------------------------
+
+
+async def test_a_message_has_all_that_it_was_given(broker: Broker, transactions: Transactions) -> None:
+    headers = (("of", b"1"), ("of", None))
+    message = Message("out", b"1", key=b"k", headers=headers, partition=0, timestamp=1.5)
+    await transactions.commit([message, Message("out", b"2")], OFFSETS, b"")
+    assert broker.produced == [
+        (b"1", {"headers": list(headers), "partition": 0, "timestamp": 1500}),
+        (b"2", {"headers": []}),
+    ]
+
+
+async def test_offsets_are_sent_with_their_metadata_and_the_membership(
+    broker: Broker, transactions: Transactions
+) -> None:
+    offsets = {TopicPartition("orders", 0): Committed(7, "done"), TopicPartition("orders", 1): Committed(3, "")}
+    await transactions.commit([], offsets, b"member")
+    assert broker.sent == [([("orders", 0, 7, "done"), ("orders", 1, 3, None)], b"member")]
+
+
+async def test_a_full_queue_of_the_client_delays_a_message(broker: Broker, transactions: Transactions) -> None:
+    broker.full = 3
+    await commit(transactions, b"1")
+    assert (broker.visible, broker.polls) == ([b"1"], 3)
+
+
+async def test_a_queue_that_stays_full_fails_the_transaction(broker: Broker, transactions: Transactions) -> None:
+    broker.full = 100
+    with pytest.raises(CommitError, match="Queue full"):
+        await commit(transactions, b"1")
+    broker.full = 0
+    await commit(transactions, b"2")
+    assert broker.visible == [b"2"]
+
+
+# Committed offsets ------------------------------------------------------------------------
+
+
+async def test_offsets_are_read_when_no_transaction_of_ours_is_undecided(
+    broker: Broker, transactions: Transactions
+) -> None:
+    broker.offsets = {("orders", 0): (7, None), ("orders", 1): (-1, None)}
+    broker.errors = {"commit_transaction": [RETRIABLE] * 100}
+    with pytest.raises(TransportError):
+        await commit(transactions, b"1")
+    assert broker.undecided
+    broker.errors = {}
+    wanted = [TopicPartition("orders", 0), TopicPartition("orders", 1)]
+    assert await transactions.committed(wanted) == {wanted[0]: Committed(7, ""), wanted[1]: None}
+
+
+async def test_an_offset_that_a_transaction_of_another_producer_may_change_is_not_returned(
+    broker: Broker, transactions: Transactions
+) -> None:
+    """The brokers say so only to a client that asks for stable offsets."""
+    unstable = KafkaError(KafkaError.UNSTABLE_OFFSET_COMMIT, "pending", retriable=True)
+    broker.offsets = {("orders", 0): (7, None), ("orders", 1): (3, unstable)}
+    with pytest.raises(TransportError, match="transaction in orders/1 is still open"):
+        await transactions.committed([TopicPartition("orders", 0), TopicPartition("orders", 1)])
+
+
+async def test_another_error_of_a_partition_is_not_taken_for_a_missing_offset(
+    broker: Broker, transactions: Transactions
+) -> None:
+    broker.offsets = {("orders", 0): (-1, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "not allowed"))}
+    with pytest.raises(TransportError, match="do not allow this user"):
+        await transactions.committed(OFFSETS)
+
+
+async def test_an_error_of_the_whole_request_is_raised(broker: Broker, transactions: Transactions) -> None:
+    broker.offsets = {("orders", 0): (7, None)}
+    broker.errors = {"offsets": [RETRIABLE]}
+    with pytest.raises(TransportError):
+        await transactions.committed(OFFSETS)
+    assert await transactions.committed(OFFSETS) == {TopicPartition("orders", 0): Committed(7, "")}
+
+
+# Delivery reports -------------------------------------------------------------------------
+
+
+async def test_a_message_that_was_not_stored_is_named(broker: Broker, transactions: Transactions) -> None:
+    broker.refuses = {"out": KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "not allowed")}
+    with pytest.raises(CommitError, match=r"message was not stored: out: .*not allowed"):
+        await commit(transactions, b"1")
+    broker.refuses = {}
+    await commit(transactions, b"2")
+    assert broker.visible == [b"2"]
+
+
+async def test_the_reason_of_an_earlier_transaction_is_not_given_again(
+    broker: Broker, transactions: Transactions
+) -> None:
+    broker.refuses = {"out": KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED, "not allowed")}
+    with pytest.raises(CommitError):
+        await commit(transactions, b"1")
+    broker.refuses, broker.errors = {}, {"send_offsets_to_transaction": [ABORTABLE]}
+    with pytest.raises(CommitRefusedError):
+        await commit(transactions, b"2")
+
+
+@pytest.mark.parametrize("code", [KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT])
+async def test_a_message_that_an_abort_dropped_is_not_the_reason(
+    broker: Broker, transactions: Transactions, code: int
+) -> None:
+    broker.refuses = {"out": KafkaError(code, "purged")}
+    with pytest.raises(CommitRefusedError):
+        await commit(transactions, b"1")

@@ -1,0 +1,717 @@
+"""Handlers that run in worker processes: real processes on the in-memory broker."""
+
+import asyncio
+import contextlib
+import copy
+import ctypes
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from aioshard import App, Batch, BatchContext, BatchError, Context, DeadLetter, Record, Retry
+from aioshard.errors import DecodeError, HandlerError, NotDrainedError, StartError, StateError
+from aioshard.processes import Processes
+from aioshard.testing import InMemoryBroker, TestClient, run
+from tests.engine.running import engine_of
+
+PATIENCE = 30.0
+PROJECT = Path(__file__).parents[2]
+
+
+# Reports from the handlers ---------------------------------------------------------
+
+
+class Told(asyncio.DatagramProtocol):
+    """Receives what handlers tell, in the order in which they do."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._words: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    def datagram_received(self, data: bytes, _: object) -> None:
+        self._words.put_nowait(data.decode().split())
+
+    async def next(self) -> list[str]:
+        async with asyncio.timeout(PATIENCE):
+            return await self._words.get()
+
+    async def take(self, count: int) -> list[list[str]]:
+        return [await self.next() for _ in range(count)]
+
+
+@pytest.fixture
+async def told(tmp_path: Path) -> AsyncIterator[Told]:
+    path = str(tmp_path / "told")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(path)
+        bound.settimeout(0)
+        transport, told = await asyncio.get_running_loop().create_datagram_endpoint(lambda: Told(path), sock=bound)
+        yield told
+        transport.close()
+
+
+def tell(record: Record, *words: object) -> None:
+    """Tell the test; the value of the record begins with the path of its socket."""
+    path = (record.value or b"").decode().split("|")[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(" ".join(map(str, words)).encode(), path)
+
+
+async def ended(pid: int) -> None:
+    """Wait until a process has ended."""
+    with contextlib.suppress(ProcessLookupError):  # ended, and reaped by the app
+        process = os.pidfd_open(pid)
+        try:
+            readable, *_ = await asyncio.to_thread(select.select, [process], [], [], PATIENCE)
+            assert readable, f"process {pid} still runs"
+        finally:
+            os.close(process)
+
+
+def make_app(count: int = 2, **settings: Any) -> App:
+    times = {"drain_timeout": 0.5, "shutdown_timeout": 5.0}
+    return App("computing", processes=count, **{**times, **settings})
+
+
+def mapped(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def children() -> set[int]:
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    """An app that has ended leaves no process."""
+    before = children()
+    yield
+    assert children() <= before
+
+
+# Order and cores ---------------------------------------------------------------------------
+
+
+def numbered(record: Record) -> None:
+    tell(record, os.getpid(), "begins", (record.key or b"").decode(), record.offset)
+    sum(range(20_000))
+    tell(record, os.getpid(), "ends", (record.key or b"").decode(), record.offset)
+
+
+async def test_records_of_a_key_run_one_after_the_other_and_keys_on_all_processes(told: Told) -> None:
+    app = make_app()
+    app.consume("orders", run_in="process")(numbered)
+    async with TestClient(app) as client:
+        for number in range(60):
+            await client.publish("orders", told.path, key=f"k{number % 5}", partition=0)
+        steps = await told.take(120)
+        await client.settle(PATIENCE)
+        assert app.statistics().handlers[0].concurrency == 2
+
+    for key in range(5):
+        offsets = [str(offset) for offset in range(60) if offset % 5 == key]
+        ran = [(what, offset) for _, what, of, offset in steps if of == f"k{key}"]
+        assert ran == [(what, offset) for offset in offsets for what in ("begins", "ends")]
+    assert len({pid for pid, *_ in steps}) == 2
+    assert str(os.getpid()) not in {pid for pid, *_ in steps}
+
+
+async def test_fixed_shards_share_the_processes(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", shards=4, run_in="process", timeout=PATIENCE)(numbered)
+    async with TestClient(app) as client:
+        for number in range(12):
+            await client.publish("orders", told.path, key=f"k{number}")
+        steps = await told.take(24)
+        await client.settle(PATIENCE)
+
+    assert [what for _, what, *_ in steps] == ["begins", "ends"] * 12
+
+
+# Failures ------------------------------------------------------------------------------------
+
+
+class PaymentError(Exception):
+    """Pickle takes it."""
+
+
+class OddError(Exception):
+    """Pickle refuses it: it cannot be made from its message alone."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+
+
+def declines(record: Record, context: Context) -> None:
+    tell(record, "attempt", context.attempt)
+    if context.attempt < 3:
+        raise PaymentError("declined")
+
+
+async def test_a_failed_attempt_is_retried_as_its_exception_asks(told: Told) -> None:
+    app = make_app()
+    app.consume("orders", run_in="process", retry=Retry(initial=0.01, retry_on=(PaymentError,)))(declines)
+    async with TestClient(app) as client:
+        await client.publish("orders", told.path)
+        assert await told.take(3) == [["attempt", str(attempt)] for attempt in (1, 2, 3)]
+        await client.settle(PATIENCE)
+        assert app.statistics().handlers[0].retried == 2
+
+
+def raises(record: Record) -> Any:
+    match (record.value or b"").decode():
+        case "payment":
+            raise PaymentError("declined")
+        case "odd":
+            raise OddError(7, "odd")
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "generator":
+            return (number for number in range(3))
+        case "coroutine":
+            return asyncio.sleep(0)
+        case "exits":
+            os._exit(3)
+        case "sys.exit":
+            raise SystemExit(4)
+        case "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("payment", "PaymentError", "declined"),
+        ("odd", "ProcessError", r"the handler raised \S*OddError: odd \(7\)"),
+        ("cancelled", "CancelledRunError", "the handler raised CancelledError by itself"),
+        ("generator", "TypeError", "cannot pickle 'generator' object"),
+        ("coroutine", "HandlerError", "the handler is a plain function and returned coroutine, which is never awaited"),
+        ("exits", "ProcessError", r"the worker process \d+ ended with exit code 3 during the run"),
+        ("sys.exit", "ProcessError", r"the worker process \d+ ended with exit code 4 during the run"),
+        ("crashes", "ProcessError", r"the worker process \d+ was killed by SIGSEGV during the run"),
+    ],
+)
+async def test_what_ends_a_run_is_the_error_of_the_attempt(value: str, error: str, message: str) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1), on_failure=DeadLetter("dead"))(raises)
+    async with TestClient(app) as client:
+        await client.publish("orders", value)
+        await client.settle(PATIENCE)
+        await client.publish("orders", "nothing")  # the process, or the next one, takes the next record
+        await client.settle(PATIENCE)
+        (letter,) = client.records("dead")
+        headers = {name: (content or b"").decode() for name, content in letter.headers}
+
+    assert headers["aioshard.error"] == error
+    assert re.match(message, headers["aioshard.message"])
+
+
+async def test_the_traceback_of_the_process_is_a_note_of_the_exception(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1), on_failure="skip")(raises)
+    async with TestClient(app) as client:
+        await client.publish("orders", "payment")
+        await client.settle(PATIENCE)
+
+    assert 'raise PaymentError("declined")' in caplog.text
+
+
+def loops(record: Record) -> None:
+    tell(record, os.getpid())
+    if (record.value or b"").endswith(b"|loops"):
+        while True:
+            pass
+
+
+async def test_a_run_that_loops_for_ever_ends_with_its_timeout_and_its_process(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", timeout=0.2, retry=Retry(attempts=1), on_failure=DeadLetter("dead"))(loops)
+    async with TestClient(app) as client:
+        await client.publish("orders", f"{told.path}|loops")
+        (first,) = await told.next()
+        await client.settle(PATIENCE)
+        await ended(int(first))
+        await client.publish("orders", told.path)
+        (second,) = await told.next()
+        await client.settle(PATIENCE)
+        (letter,) = client.records("dead")
+
+    assert second != first
+    assert ("aioshard.error", b"AttemptTimeoutError") in letter.headers
+
+
+def waits(record: Record) -> None:
+    tell(record, os.getpid())
+    if (record.value or b"").endswith(b"|waits"):
+        time.sleep(PATIENCE)
+
+
+async def test_the_wait_for_a_process_does_not_count_as_time_of_the_attempt(told: Told) -> None:
+    app = make_app(1)
+    app.consume("slow", run_in="process", retry=Retry(attempts=1), on_failure="skip")(waits)
+    app.consume("quick", run_in="process", timeout=0.2, retry=Retry(attempts=1))(loops)
+    async with TestClient(app) as client:
+        await client.publish("slow", f"{told.path}|waits")
+        (slow,) = await told.next()
+        await client.publish("quick", told.path)
+        await asyncio.sleep(0.5)  # longer than the timeout: nothing may happen
+        assert app.statistics().handlers[1].halted == 0
+        os.kill(int(slow), signal.SIGKILL)
+        await told.next()
+        await client.settle(PATIENCE)
+        assert app.statistics().handlers[1].retried == 0
+
+
+async def test_a_killed_process_fails_its_attempt_and_no_other(told: Told) -> None:
+    app = make_app(2)
+    failures: list[str] = []
+
+    @app.middleware
+    async def failing(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+        try:
+            return await call_next(record, context)
+        except Exception as error:
+            failures.append(f"{record.key!r} {error}")
+            raise
+
+    app.consume("orders", run_in="process", retry=Retry(initial=0.01))(until_released)
+    async with TestClient(app) as client:
+        for key in ("a", "b"):
+            await client.publish("orders", told.path, key=key, partition=0)
+        pids = {key: pid for key, _, pid in await told.take(2)}
+        os.kill(int(pids["a"]), signal.SIGKILL)
+        key, attempt, pid = await told.next()
+        assert (key, attempt) == ("a", "2")
+        assert pid not in pids.values()
+        for number in (pid, pids["b"]):
+            os.kill(int(number), signal.SIGUSR1)
+        await client.settle(PATIENCE)
+
+    assert failures == [f"b'a' the worker process {pids['a']} was killed by SIGKILL during the run"]
+
+
+def until_released(record: Record, context: Context) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    tell(record, (record.key or b"").decode(), context.attempt, os.getpid())
+    signal.sigwait({signal.SIGUSR1})
+
+
+def forking(record: Record) -> None:
+    child = os.fork()
+    if not child:
+        signal.pause()
+    tell(record, child)
+    signal.pause()
+
+
+async def test_a_process_that_the_handler_has_forked_does_not_keep_its_run_alive(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", timeout=0.5, retry=Retry(attempts=1), on_failure="skip")(forking)
+    async with TestClient(app) as client:
+        await client.publish("orders", f"{told.path}|")
+        (child,) = await told.next()
+        try:
+            await client.settle(PATIENCE)
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+        assert app.statistics().handlers[0].skipped == 1
+
+
+async def test_an_idle_process_that_is_killed_is_replaced_and_nothing_fails(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", retry=Retry(attempts=1))(loops)
+    async with TestClient(app) as client:
+        await client.publish("orders", told.path)
+        (first,) = await told.next()
+        await client.settle(PATIENCE)
+        os.kill(int(first), signal.SIGKILL)
+        await ended(int(first))
+        await client.publish("orders", told.path)
+        assert await told.next() != [first]
+        await client.settle(PATIENCE)
+        assert app.statistics().handlers[0].retried == 0
+
+
+async def test_a_run_that_outlasts_a_rebalance_is_killed_and_runs_again_elsewhere(told: Told) -> None:
+    app, broker = make_app(1, drain_timeout=0.1, shutdown_timeout=0.5), InMemoryBroker(partitions=1)
+    app.consume("orders", run_in="process")(loops)
+    with pytest.raises(NotDrainedError):  # noqa: PT012 - leaving the client raises
+        async with TestClient(app, broker=broker) as client:
+            await client.publish("orders", f"{told.path}|loops", partition=0)
+            (pid,) = await told.next()
+            await client.revoke("orders", 0)
+            await ended(int(pid))
+            await client.assign("orders", 0)
+            (again,) = await told.next()
+            assert again != pid
+    await ended(int(again))
+    assert broker.committed("computing", "orders", 0) in (None, 0)
+
+
+# The context, payloads and batches -----------------------------------------------------------
+
+
+def shows(record: Record, context: Context) -> None:
+    late = None if context.deadline is None else 0 < context.deadline - time.monotonic() <= 20.0
+    assert context.record == record
+    tell(record, context.attempt, context.idempotency_key, context.replay, late, "Event" in repr(context))
+    for use in (lambda: context.state, lambda: context.revoked, lambda: context.publish("topic", b"")):
+        try:
+            use()
+        except StateError as error:
+            tell(record, error)
+
+
+async def test_the_context_has_what_a_process_can_know(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", timeout=20.0)(shows)
+    async with TestClient(app) as client:
+        await client.publish("orders", told.path, partition=2)
+        assert await told.next() == ["1", "orders/2/0", "False", "True", "False"]
+        for words in await told.take(3):
+            assert "belong to the process of the app" in " ".join(words)
+        await client.settle(PATIENCE)
+
+
+def shows_batch(records: list[Record], context: BatchContext) -> None:
+    keys = [context.idempotency_key(record) for record in context.records]
+    tell(records[0], len(records), context.attempt, *keys)
+    if context.attempt == 1:
+        raise BatchError({records[1]: OddError(1, "the second"), records[2]: PaymentError("the third")})
+
+
+def make_double() -> Callable[[int, object], int]:
+    return lambda number, _: 2 * number
+
+
+async def test_a_process_whose_start_was_cut_short_is_started_again() -> None:
+    async with Processes({0: pickle.dumps(make_double)}, 1) as pool:
+        (process,) = pool._processes
+        process.kill()
+        process.spawn()  # and no more: the run that did this was cancelled
+        assert await pool.run(0, 21, None, PATIENCE) == 42
+
+
+async def test_a_copy_of_a_context_of_the_loop_keeps_all_of_it() -> None:
+    record = Record("orders", 0, 0, None, None, (), 0.0)
+    context = Context(record=record, attempt=1, deadline=2.0, revoked=asyncio.Event(), replay=False, state="state")
+    copied = copy.copy(context)
+    assert (copied, copied.state, copied.deadline, copied.revoked) == (context, "state", 2.0, context.revoked)
+
+
+async def test_a_batch_runs_in_a_process_and_names_the_records_that_failed(told: Told) -> None:
+    app = make_app(1)
+    batch = Batch(max_records=3, linger=5.0)
+    app.consume("orders", run_in="process", batch=batch, shard_by="record", retry=Retry(attempts=1), on_failure="skip")(
+        shows_batch
+    )
+    async with TestClient(app) as client:
+        for _ in range(3):
+            await client.publish("orders", told.path, partition=0)
+        assert await told.next() == ["3", "1", "orders/0/0", "orders/0/1", "orders/0/2"]
+        await client.settle(PATIENCE)
+        handler = app.statistics().handlers[0]
+
+    assert (handler.processed, handler.skipped) == (1, 2)
+
+
+class Order(NamedTuple):
+    path: str
+    total: int
+
+
+def decodes(order: Order | None) -> None:
+    if order is not None:
+        tell(Record("", 0, 0, None, order.path.encode(), (), 0.0), os.getpid(), order.total)
+
+
+def decode_text(record: Record) -> Order | None:
+    path, _, total = (record.value or b"").decode().partition("|")
+    return Order(path, int(total) + os.getpid())
+
+
+def decodes_batch(orders: list[Order]) -> None:
+    for order in orders:
+        decodes(order)
+
+
+async def test_a_typed_payload_is_decoded_in_the_process(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", on_failure=DeadLetter("dead"))(decodes)
+    async with TestClient(app) as client:
+        await client.publish("orders", [told.path, 7], key="a")
+        await client.publish("orders", None, key="a")
+        await client.publish("orders", b"no json", key="a")
+        assert (await told.next())[1] == "7"
+        await client.settle(PATIENCE)
+        (letter,) = client.records("dead")
+
+    assert ("aioshard.error", DecodeError.__name__.encode()) in letter.headers
+    assert ("aioshard.attempts", b"1") in letter.headers
+
+
+async def test_a_function_that_decodes_runs_in_the_process(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", decode=decode_text)(decodes)
+    async with TestClient(app) as client:
+        await client.publish("orders", f"{told.path}|0")
+        pid, total = await told.next()
+        await client.settle(PATIENCE)
+
+    assert total == pid != str(os.getpid())
+
+
+async def test_a_record_that_cannot_be_decoded_fails_alone_in_its_batch(told: Told) -> None:
+    app = make_app(1)
+    app.consume(
+        "orders",
+        run_in="process",
+        batch=Batch(max_records=3, linger=5.0),
+        shard_by="record",
+        on_failure=DeadLetter("dead"),
+    )(decodes_batch)
+    async with TestClient(app) as client:
+        for value in ([told.path, 1], "no json", [told.path, 2]):
+            await client.publish("orders", value, partition=0)
+        assert {total for _, total in await told.take(2)} == {"1", "2"}
+        await client.settle(PATIENCE)
+        (letter,) = client.records("dead")
+
+    assert letter.value == b"no json"
+
+
+def returns(record: Record) -> Any:
+    return {"paid": (record.value or b"").decode()}
+
+
+async def test_middleware_gets_the_result_and_may_replace_the_record() -> None:
+    app, results = make_app(1), []
+
+    @app.middleware
+    async def around(record: Record, context: Context, call_next: Callable[..., Any]) -> object:
+        results.append(await call_next(record._replace(value=b"other"), context))
+        return None
+
+    app.consume("orders", run_in="process")(returns)
+    async with TestClient(app) as client:
+        await client.publish("orders", b"book")
+        await client.settle(PATIENCE)
+
+    assert results == [{"paid": "other"}]
+
+
+# The life of the processes ---------------------------------------------------------------------
+
+
+async def test_processes_are_warm_before_the_first_record_and_end_with_the_app() -> None:
+    app, before = make_app(3), children()
+    app.consume("orders", run_in="process")(returns)
+    async with TestClient(app):
+        ours = children() - before
+        # The imports of the handler are done: the process has mapped what only this module uses.
+        assert len(ours) == 3
+        assert all("libffi" in mapped(pid) for pid in ours)
+    assert children() == before
+
+
+async def test_a_handler_has_no_more_workers_than_there_are_processes() -> None:
+    app = make_app(2)
+    app.consume("orders", run_in="process", concurrency=64)(numbered)
+    async with TestClient(app):
+        (handler,) = engine_of(app).handlers
+        handler.change_concurrency(50)
+        assert handler.concurrency == 2
+        with pytest.raises(HandlerError):
+            app.set_concurrency("numbered", 3)
+        assert handler.concurrency == 2
+
+
+async def test_an_app_without_such_a_handler_starts_no_process() -> None:
+    app, before = make_app(3), children()
+
+    @app.consume("orders")
+    def in_thread(record: Record) -> None: ...
+
+    async with TestClient(app):
+        assert children() == before
+
+
+def test_a_loop_with_virtual_time_refuses_them() -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process")(returns)
+
+    async def enter() -> None:
+        async with TestClient(app):
+            pass
+
+    with pytest.raises(StateError, match="a loop with virtual time has no sockets"):
+        run(enter())
+
+
+async def test_a_start_that_fails_leaves_no_process() -> None:
+    @contextlib.asynccontextmanager
+    async def broken(_: App) -> AsyncIterator[None]:
+        raise PaymentError("no database")
+        yield
+
+    app = App("computing", processes=2, resources=broken)
+    app.consume("orders", run_in="process")(returns)
+    with pytest.raises(PaymentError):
+        async with TestClient(app):
+            pass
+
+
+class Unwelcome:
+    """An object that its process cannot make."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ()
+
+    def __call__(self, record: Record) -> None: ...
+
+
+def _refuse() -> None:
+    raise ModuleNotFoundError("no module named 'shop'")
+
+
+async def test_a_handler_that_a_process_cannot_import_fails_the_start() -> None:
+    app = make_app(2)
+    app.consume("orders", run_in="process")(Unwelcome())
+    with pytest.raises(StartError, match="a worker process did not start: ModuleNotFoundError: no module named 'shop'"):
+        async with TestClient(app):
+            pass
+
+
+def keeps_the_interpreter(record: Record) -> None:
+    tell(record, os.getpid())
+    ctypes.PyDLL(None).pause()  # unlike CDLL it does not release the interpreter
+
+
+async def test_a_run_that_keeps_the_interpreter_can_be_ended_too(told: Told) -> None:
+    app = make_app(1)
+    app.consume("orders", run_in="process", timeout=0.2, retry=Retry(attempts=1), on_failure="skip")(
+        keeps_the_interpreter
+    )
+    async with TestClient(app) as client:
+        await client.publish("orders", told.path)
+        (pid,) = await told.next()
+        await client.settle(PATIENCE)
+        await ended(int(pid))
+
+
+# Programs ------------------------------------------------------------------------------------
+
+PROGRAM = """
+import asyncio
+import ctypes
+import os
+import signal
+
+from aioshard import App, Record
+from aioshard.testing import TestClient
+
+app = App("program", bootstrap_servers="localhost:1", processes=1)
+print("imported as", __name__, flush=True)
+
+
+@app.consume("orders", run_in="process")
+def on_order(record: Record) -> None:
+    print("runs in", os.getpid(), __name__, flush=True)
+    {work}
+
+
+async def main() -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    async with TestClient(app) as client:
+        await client.publish("orders", "book", partition=0)
+        await stop.wait()
+        print("drains", flush=True)
+    print("committed", client.committed("orders", 0), flush=True)
+
+
+{start}
+"""
+GUARDED = 'if __name__ == "__main__":\n    asyncio.run(main())'
+
+
+@contextlib.asynccontextmanager
+async def program(
+    directory: Path, work: str = "pass", start: str = GUARDED
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run `python app.py` in a process group of its own, as a terminal does."""
+    (directory / "app.py").write_text(PROGRAM.format(work=work, start=start))
+    running = await asyncio.create_subprocess_exec(
+        *(sys.executable, "app.py"),
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield running
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            running.kill()
+        await running.communicate()
+
+
+async def line(running: asyncio.subprocess.Process) -> str:
+    assert running.stdout is not None
+    return (await running.stdout.readline()).decode().strip()
+
+
+async def test_a_handler_in_the_main_module_is_imported_from_it(tmp_path: Path) -> None:
+    async with program(tmp_path) as running:
+        assert await line(running) == "imported as __main__"
+        assert await line(running) == "imported as __mp_main__"
+        assert (await line(running)).endswith("__mp_main__")
+
+
+@pytest.mark.parametrize("start", ["asyncio.run(main())", "app.run()"])
+async def test_a_main_module_that_starts_the_app_at_import_is_refused(tmp_path: Path, start: str) -> None:
+    """Otherwise each process would start an app, with processes that start an app."""
+    async with program(tmp_path, start=start) as running:
+        output, errors = await running.communicate()
+
+    assert output.decode().splitlines() == ["imported as __main__", "imported as __mp_main__"]
+    assert running.returncode == 1
+    assert "StateError: a worker process imports the main module, which starts the app again" in errors.decode()
+    assert "if __name__ == '__main__': app.run()" in errors.decode()
+
+
+@pytest.mark.parametrize("work", ["while True: pass", "ctypes.PyDLL(None).pause()"], ids=["computes", "keeps the GIL"])
+async def test_kill_9_of_the_app_ends_a_process_in_the_middle_of_a_run(tmp_path: Path, work: str) -> None:
+    async with program(tmp_path, work) as running:
+        await line(running)
+        await line(running)
+        pid = int((await line(running)).split()[2])
+        running.kill()
+        await ended(pid)
+
+
+async def test_ctrl_c_drains_the_app_and_does_not_reach_its_processes(tmp_path: Path) -> None:
+    work = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}); signal.sigwait({signal.SIGUSR1})"
+    async with program(tmp_path, work) as running:
+        await line(running)
+        await line(running)
+        pid = int((await line(running)).split()[2])
+        os.killpg(running.pid, signal.SIGINT)
+        assert await line(running) == "drains"
+        os.kill(pid, signal.SIGUSR1)
+        assert await line(running) == "committed 1"
+        assert await running.wait() == 0
+        await ended(pid)

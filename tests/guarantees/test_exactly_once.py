@@ -1,0 +1,190 @@
+"""I13: a `read_committed` reader sees the output of every record exactly once, in order per key."""
+
+import asyncio
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.guarantees.exactly_once import KEYS, SESSION, Group, verify
+from tests.guarantees.exactly_once_member import copies
+from tests.support.kafka import KafkaBroker
+from tests.support.shared_kafka import SharedKafka
+
+POISON = "13"
+"""1 % of the records fail."""
+MORE_POISON = "13,63"
+OUTAGES = (0.0, 5.0, 10.0)
+"""Seconds: within `commit_timeout`, beyond it, and beyond `transaction_timeout`."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_killed_processes_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path) -> None:
+    """Three processes, one of which is killed at a random moment and replaced, eight times."""
+    chance = random.Random(13)
+    group, records, kills = Group(kafka, tmp_path, poison=POISON), 20_000, 8
+    await group.create(records)
+    try:
+        for _ in range(3):
+            group.start()
+        for turn in range(kills):
+            await group.until_committed(records * (turn + 1) // (kills + 2))
+            if turn == kills // 2:
+                await group.kill_in_a_transaction()
+            await asyncio.sleep(chance.random() * 0.1)
+            await group.kill(chance.choice(group.members))
+            group.start()
+        await group.until_committed(records)
+        await verify(group, records, poison=POISON, cut=True)
+    finally:
+        await group.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_rolling_deploys_publish_everything_exactly_once(kafka: SharedKafka, tmp_path: Path) -> None:
+    """Three processes are replaced in turn, three times; the last time without a pause."""
+    group = Group(kafka, tmp_path, poison=POISON, longest="0.2")
+    await group.create(2_000)
+    try:
+        for _ in range(3):
+            group.start()
+        for deploy in (group.deploy, group.deploy, group.deploy_in_a_hurry):
+            await group.produce(8_000)
+            await group.until_committed(group.produced - 7_000)
+            await deploy()
+        await group.until_committed(group.produced)
+        await verify(group, group.produced, poison=POISON)
+    finally:
+        await group.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_broker_that_is_killed_and_comes_back_leaves_every_output_exactly_once(
+    own_kafka: KafkaBroker, tmp_path: Path
+) -> None:
+    """It is killed while transactions are open; the members wait for it, and none of them ends."""
+    group, records = Group(own_kafka, tmp_path, poison=POISON), 20_000
+    await group.create(records)
+    try:
+        for _ in range(2):
+            group.start()
+        for turn, outage in enumerate(OUTAGES, 1):
+            await group.until_committed(records * turn // (len(OUTAGES) + 2))
+            await restart(own_kafka, group, outage)
+        assert await group.committed() < records, "the outages came too late"
+        await group.until_committed(records)
+        await verify(group, records, poison=POISON)
+    finally:
+        await group.end()
+
+
+async def restart(broker: KafkaBroker, group: Group, outage: float) -> None:
+    """Kill the broker while a transaction is open, and start it again after some seconds."""
+    async with group.frozen_in_a_transaction():
+        await broker.kill()
+    await asyncio.sleep(outage)
+    await broker.start()
+    group.check_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_members_that_come_and_go_under_kip_848_publish_everything_exactly_once(
+    kafka: SharedKafka, tmp_path: Path
+) -> None:
+    """The member epoch rises with each of them, also where the assignment stays as it is."""
+    group, records = Group(kafka, tmp_path, protocol="consumer"), 15_000
+    await group.create(records)
+    try:
+        group.start()
+        for turn in range(1, 4):
+            await group.until_committed(records * turn // 5)
+            if turn == 2:
+                await group.kill_in_a_transaction()
+            group.start()
+        await group.until_committed(records)
+        await verify(group, records, cut=True)
+    finally:
+        await group.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_nothing_of_a_process_frozen_beyond_its_session_becomes_visible(
+    kafka: SharedKafka, tmp_path: Path
+) -> None:
+    group, records = Group(kafka, tmp_path), 10_000
+    await group.create(records)
+    try:
+        frozen = group.start()
+        await group.until_committed(records // 10)
+        frozen.send_signal(signal.SIGSTOP)
+        group.start()
+        await group.until_committed(records)
+        frozen.send_signal(signal.SIGCONT)
+        await verify(group, records)
+    finally:
+        await group.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_what_finished_beyond_a_stuck_record_is_not_published_again_after_a_kill(
+    kafka: SharedKafka, tmp_path: Path
+) -> None:
+    """More than 10,000 records have finished beyond the only committed offset."""
+    group, records, number = Group(kafka, tmp_path), 12_000, 11
+    await group.create(records, partitions=1)
+    try:
+        stuck = group.start(stuck=str(number))
+        others = [other for other in range(records) if other % KEYS != number]
+        await group.until_visible(sum(copies(str(other)) for other in others))
+        assert await group.committed() == number
+        await group.kill(stuck)
+        group.start()
+        await group.until_committed(records)
+        await verify(group, records)
+    finally:
+        await group.end()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+async def test_everything_is_published_exactly_once_whatever_happens_to_processes_and_the_broker(
+    own_kafka: KafkaBroker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """20 kills; with each comes a broker restart, a freeze beyond the session, a deploy, or a kill of all at once."""
+    chance = random.Random(13)
+    group, records, turns = Group(own_kafka, tmp_path, poison=MORE_POISON, longest="0.2"), 100_000, 20
+
+    async def restart_the_broker() -> None:
+        await restart(own_kafka, group, chance.choice(OUTAGES))
+
+    async def freeze() -> None:
+        frozen = chance.choice(group.members)
+        frozen.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(SESSION + chance.uniform(1, 5))
+        frozen.send_signal(signal.SIGCONT)
+
+    events = (restart_the_broker, freeze, group.deploy_in_a_hurry, group.kill_in_a_transaction)
+    await group.create(records)
+    try:
+        for _ in range(3):
+            group.start()
+        for turn in range(turns):
+            await group.until_committed(records * (turn + 1) // (turns + 2))
+            await events[turn % len(events)]()
+            await asyncio.sleep(chance.random())
+            await group.kill(chance.choice(group.members))
+            group.start()
+        assert await group.committed() < records, "the last events came too late"
+        await group.until_committed(records, timeout=300)
+        figures = await verify(group, records, poison=MORE_POISON, cut=True)
+        request.node.user_properties.extend(figures._asdict().items())
+        print(figures)
+    finally:
+        await group.end()
